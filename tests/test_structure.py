@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from changed_tests import imported_modules
 
-from mcore_ckpt_ext.targets import TARGETS
-
 TESTS = Path(__file__).parent
 HARNESS = ("tests", "harness")
 
@@ -129,36 +127,34 @@ def test_what_does_not(source: str) -> None:
     assert not compares_versions(source)
 
 
-# Modules that look at the class of its reader, and how often: what they need to know of
-# a format is to be a member of `FormatReader`.
-LOOKING_AT_READERS = {"formats/hugging_face/images.py": 2, "formats/torch_dist/reader.py": 1}
-
-
-def reader_classes() -> set[str]:
-    """The names of the classes that read a format."""
-    classes = {
-        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
-        for path in (PACKAGE / "formats").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
-    found = {"FormatReader"}
-    while more := {name for name, bases in classes.items() if bases & found} - found:
+def format_classes() -> dict[str, Path]:
+    """The classes that read or write a format, or are the options of one, and the format's own folder of each."""
+    bases: dict[str, set[str]] = {}
+    folders: dict[str, Path] = {}
+    written: set[str] = set()
+    for path in (PACKAGE / "formats").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                folders[node.name] = path.parent
+                written |= {node.name} if path.name == "writer.py" else set()
+    found = {"FormatReader", "Target"}
+    while more := {name for name, above in bases.items() if above & found} - found:
         found |= more
-    return found
+    return {name: folders[name] for name in found | written}
 
 
-def looks_at_readers(source: str, readers: set[str]) -> int:
-    """How often a source looks at the class of a reader: by `isinstance`, `type(...)` or a pattern of `match`."""
+def looks_at_classes(source: str, classes: set[str]) -> int:
+    """How often a source looks at one of some classes: by `isinstance`, `type(...)` or a pattern of `match`."""
     count = 0
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, classes]):
-                count += _names_one_of(classes, readers)
-            case ast.Compare(left=ast.Call(func=ast.Name(id="type")), comparators=[classes]):
-                count += _names_one_of(classes, readers)
+            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, named]):
+                count += _names_one_of(named, classes)
+            case ast.Compare(left=ast.Call(func=ast.Name(id="type")), comparators=[named]):
+                count += _names_one_of(named, classes)
             case ast.MatchClass(cls=named):
-                count += _names_one_of(named, readers)
+                count += _names_one_of(named, classes)
     return count
 
 
@@ -167,25 +163,17 @@ def _names_one_of(node: ast.expr, classes: set[str]) -> bool:
     return bool(names & classes)
 
 
-def test_readers_answer_for_themselves() -> None:
-    readers = reader_classes()
-    assert {"TorchDistCheckpoint", "LegacyCheckpoint", "PeftCheckpoint", "ColossalAICheckpoint"} <= readers
-    found = {
-        str(path.relative_to(PACKAGE)): looks_at_readers(path.read_text(), readers) for path in PACKAGE.rglob("*.py")
-    }
-    assert {path: count for path, count in found.items() if count} == LOOKING_AT_READERS
-
-
-# The same for what a conversion writes (`targets.py`): what is left chooses which function lays it out.
-LOOKING_AT_TARGETS: dict[str, int] = {}
-
-
-def test_targets_answer_for_themselves() -> None:
-    classes = {type_.__name__ for type_ in TARGETS.values()}
-    found = {
-        str(path.relative_to(PACKAGE)): looks_at_readers(path.read_text(), classes) for path in PACKAGE.rglob("*.py")
-    }
-    assert {path: count for path, count in found.items() if count} == LOOKING_AT_TARGETS
+def test_formats_answer_for_themselves() -> None:
+    """What others need to know of a format is a member of `FormatReader`, `Target` or `Format`."""
+    classes = format_classes()
+    assert {"TorchDistCheckpoint", "PeftCheckpoint", "ColossalAICheckpoint", "LegacyTarget", "Canonical"} <= set(
+        classes
+    )
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        others = {name for name, folder in classes.items() if folder != path.parent}
+        found[str(path.relative_to(PACKAGE))] = looks_at_classes(path.read_text(), others)
+    assert {path: count for path, count in found.items() if count} == {}
 
 
 @pytest.mark.parametrize(
@@ -199,7 +187,7 @@ def test_targets_answer_for_themselves() -> None:
     ],
 )
 def test_which_looks_are_counted(source: str, count: int) -> None:
-    assert looks_at_readers(source, {"LegacyCheckpoint", "TorchDistCheckpoint"}) == count
+    assert looks_at_classes(source, {"LegacyCheckpoint", "TorchDistCheckpoint"}) == count
 
 
 # Modules of torch that belong to one kind of device, and what only a tensor of one kind has.

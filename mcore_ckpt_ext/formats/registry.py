@@ -16,6 +16,7 @@ from mcore_ckpt_ext.formats.hugging_face.format import HuggingFaceFormat
 from mcore_ckpt_ext.formats.legacy.format import LegacyFormat
 from mcore_ckpt_ext.formats.nemo.format import NemoFormat
 from mcore_ckpt_ext.formats.peft.format import PeftFormat
+from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.torch_dcp.format import TorchDcpFormat
 from mcore_ckpt_ext.formats.torch_dist.format import TorchDistFormat
 from mcore_ckpt_ext.formats.verl.format import VerlFormat
@@ -34,6 +35,11 @@ FORMATS: tuple[Format[Any], ...] = (
     FsdpDtensorFormat(),
     TorchDcpFormat(),
 )
+
+
+def format_written(target: Target) -> Format[Any]:
+    """Return the format that options are of."""
+    return next(one for one in FORMATS if one.target is type(target))
 
 
 def format_of(folder: Path) -> Format[Any] | None:

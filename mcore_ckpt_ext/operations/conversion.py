@@ -18,7 +18,6 @@ from mcore_ckpt_ext.errors import DestinationError, ProofError, interpreting
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.hugging_face.reader import NAME as HUGGING_FACE
 from mcore_ckpt_ext.formats.laid_out import LaidOut
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -224,7 +223,7 @@ def _turns(checkpoint: CheckpointView, output: Output) -> bool:
         return False
     turned = any(placed.arranged is not None for record in output.records for placed in record.content)
     turned = turned or any(record.quantised is not None for record in output.records)
-    return turned or checkpoint.format == HUGGING_FACE
+    return turned or checkpoint.format_reader.is_model_folder
 
 
 def _fingerprint(identity: tuple[object, ...], output: Output) -> str:

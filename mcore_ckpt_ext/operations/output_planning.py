@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.laid_out import LaidOut
-from mcore_ckpt_ext.formats.registry import FORMATS
+from mcore_ckpt_ext.formats.registry import format_written
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -23,8 +23,7 @@ def lay_out(checkpoint: CheckpointView, target: Target, family: Family | None) -
     if not target.is_model_folder:
         _check_experts(checkpoint, target.expert_model_parallel_size)
         check_step(checkpoint)
-    (written,) = (one for one in FORMATS if one.target is type(target))
-    return written.lay_out(checkpoint, target, family)
+    return format_written(target).lay_out(checkpoint, target, family)
 
 
 def _check_vocabulary(checkpoint: CheckpointView, asked: int | None) -> None:

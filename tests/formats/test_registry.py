@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext import formats
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.formats import registry
+from mcore_ckpt_ext.formats.canonical import writer
+from mcore_ckpt_ext.formats.canonical.reader import CanonicalCheckpoint
+from mcore_ckpt_ext.formats.format import Format, OpenOptions
+from mcore_ckpt_ext.formats.laid_out import LaidOut, small_file, with_files
 from mcore_ckpt_ext.formats.registry import FORMATS, format_of
+from mcore_ckpt_ext.formats.target import Target
+from mcore_ckpt_ext.formats.view import CheckpointView
 from tests.harness.checkpoints import fixture_named
 
 
@@ -77,3 +87,44 @@ def test_a_folder_in_no_known_format_is_refused_by_name(content: str, tmp_path: 
     assert format_of(tmp_path) is None
     with pytest.raises(mcore_ckpt_ext.CheckpointError, match=r"metadata\.json|tensorstore"):
         mcore_ckpt_ext.open_checkpoint(tmp_path)
+
+
+MARK = "own.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Target):
+    """A format that this test makes up."""
+
+    name: ClassVar[str] = "own"
+    for_any_optimizer: ClassVar[bool] = True
+
+
+class OwnCheckpoint(CanonicalCheckpoint):
+    format = "own"
+
+
+class OwnFormat(Format[Own]):
+    name = "own"
+    target = Own
+
+    def recognizes(self, folder: Path) -> bool:
+        return (folder / MARK).exists()
+
+    def open(self, folder: Path, options: OpenOptions) -> OwnCheckpoint:
+        return OwnCheckpoint(folder, options.witnesses)
+
+    def lay_out(self, checkpoint: CheckpointView, target: Own, family: Family | None) -> LaidOut:
+        found = writer.lay_out(checkpoint)
+        return replace(found, output=with_files(found.output, small_file(MARK, b"{}")))
+
+
+def test_a_further_format_is_a_line_of_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written, opened, verified, compared and converted back, and nothing else has to know of it."""
+    monkeypatch.setattr(registry, "FORMATS", (OwnFormat(), *FORMATS))
+    run = fixture_named("p01").run
+    mcore_ckpt_ext.convert(run, tmp_path / "own", Own())
+    assert mcore_ckpt_ext.open_checkpoint(tmp_path / "own").format == "own"
+    assert mcore_ckpt_ext.verify(tmp_path / "own").sound
+    mcore_ckpt_ext.convert(tmp_path / "own", tmp_path / "back", mcore_ckpt_ext.TorchDist())
+    assert mcore_ckpt_ext.compare(run, tmp_path / "back").equal

@@ -29,8 +29,6 @@ from mcore_ckpt_ext.collectives import agreed
 from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.backend import is_finished
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.formats.hugging_face.reader import NAME as HUGGING_FACE
-from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.legacy.reader import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.zarr.reader import NAME as ZARR
@@ -79,7 +77,7 @@ def changes_of(folder: Path, arguments: Any) -> list[str]:
     """
     checkpoint = open_checkpoint(folder)
     try:
-        if checkpoint.format != LEGACY:
+        if not checkpoint.format_reader.loading.by_rank:
             return [f"the format {checkpoint.format}"]
         changes = placement_changes(checkpoint.arguments, JobArguments.of(vars(arguments)))
         # Without it the optimizer's state is in no file that the distributed optimizer would open.
@@ -179,7 +177,7 @@ def _rank_state(
         spell = spelling_in(checkpoint, live)
         check_names(checkpoint, set(map(spell, live)))
         # A Hugging Face folder has no arguments of its own: those of this job have been compared with its config.json.
-        written = Namespace(**(vars(arguments) if checkpoint.format == HUGGING_FACE else checkpoint.args))
+        written = Namespace(**(vars(arguments) if checkpoint.format_reader.is_model_folder else checkpoint.args))
         vars(written).update({name: getattr(arguments, name) for name in _FOLLOWS_LAYOUT if hasattr(arguments, name)})
         described, states = live_parameters(chunks, spell), checkpoint.extra_states()
         models, found = zip(*(_model_state(checkpoint, chunk, described, states) for chunk in chunks), strict=True)
@@ -206,7 +204,7 @@ def _model_state(
     wanted = [WantedSlice(WEIGHT, Slice.whole(live.regions), live.tensors, live.may_pad) for live in tensors]
     filled = [torch.empty(live.parameter.numel(), dtype=live.parameter.dtype, device="cpu") for live in tensors]
     checkpoint.transfer.execute(make_plan(wanted, checkpoint), filled)
-    if checkpoint.format == HUGGING_FACE:
+    if checkpoint.format_reader.is_model_folder:
         _check_numbers(tensors, filled, str(checkpoint.folder))
     found = states_for(state, dict(zip(local, tensors, strict=True)), states)
     values = {
