@@ -14,7 +14,7 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_of_flattened
+from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS, OTHER, RERUN_STATE, UNKNOWN, Unread, joined, of_the_job
 from mcore_ckpt_ext.model_space.names import ShardedKey
@@ -31,7 +31,12 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:
-        return parts_of_flattened(self)
+        for key, array in self.stored_index.arrays.items():
+            for chunk in array.chunks:
+                nbytes = chunk.extent.numel * ITEM_SIZE[array.dtype]
+                yield StoredPart(chunk.extent.file, self.kind_of(key), key, nbytes)
+        for key, stored in self.stored_index.objects.items():
+            yield StoredPart(stored.file, OTHER, key, stored.length)
 
     @cached_property
     @override

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, shown
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
-from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.grid import weight_grid
 from mcore_ckpt_ext.formats.hugging_face.folder import TOKENIZER_FOLDER, companions
 from mcore_ckpt_ext.formats.messages import general_notices
@@ -20,6 +19,7 @@ from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, St
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
 from mcore_ckpt_ext.formats.stacking import sharded_keys
 from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_by_name
+from mcore_ckpt_ext.formats.traits import FormatTraits
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
@@ -37,30 +37,23 @@ from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.transfer import Transfer
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.families.recognition import Fit
-    from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
+    pass
 
 _MOST_ITERATIONS = 1 << 40
 
 
-class FormatReader(ABC):
+class FormatReader(FormatTraits, ABC):
     """Reader of one iteration folder. Nothing but metadata is read until a tensor is asked for.
 
     Attributes:
         format: the name of the format.
         rounds_weights: whether masters alone are stored, and the weights are their roundings.
         index: the arrays and objects under Megatron's keys, where the format has an index of them.
-        is_model_folder: whether it is a folder of transformers', whose layer spec is chosen when it is opened.
-        loading: how Megatron's own loader takes the format.
-        foreign_writer: who wrote it, where that was not Megatron.
     """
 
     format: str
     rounds_weights = False
     index: DcpIndex | None = None
-    is_model_folder: ClassVar[bool] = False
-    loading: ClassVar[Loading] = Loading()
-    foreign_writer: ClassVar[str] = ""
 
     def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
         """Open a folder.
@@ -246,10 +239,6 @@ class FormatReader(ABC):
         """The folder within the checkpoint that holds them; empty for the checkpoint itself."""
         return TOKENIZER_FOLDER
 
-    def unbuildable(self, version: tuple[int, int]) -> str | None:
-        """Why a version of Megatron has no such model; None where it has."""
-        return None
-
     def models(self) -> LocalModels:
         """The local parameters of the ranks that wrote the checkpoint."""
         weights, stored = self.weights, {}
@@ -275,57 +264,9 @@ class FormatReader(ABC):
         """Every stored part of every array and object; nothing but metadata is read."""
         return parts_by_name(self.view)
 
-    def rank_of(self, file: str) -> tuple[int, int, int] | None:
-        """The model-parallel rank (tensor, pipeline, expert) that wrote a file; None where nothing shows it."""
-        return None
-
-    def evidence(self) -> Iterator[Bound]:
-        """What shows which Megatron wrote it, beside the arguments of the job."""
-        return iter(())
-
-    def run_config(self) -> str | None:
-        """What Megatron-Bridge asks for in a checkpoint of this model; None where the source of it is Megatron's."""
-        return None
-
-    @property
-    def not_looked_at(self) -> list[str]:
-        """Tensors of what sees images that are left out."""
-        return []
-
-    @property
-    def fit(self) -> Fit | None:
-        """The model's family and arguments, where the format itself names them; None where it does not."""
-        return None
-
-    @property
-    def other_layer_spec(self) -> str | None:
-        """Another layer spec under whose names the model can be opened; None where its names are given."""
-        return None
-
-    @property
-    def as_torch_dist(self) -> TorchDistCheckpoint | None:
-        """The reader itself, where Megatron's loader of `torch_dist` reads the folder by the same index; or None."""
-        return None
-
-    @property
-    def has_norms_of_all_heads(self) -> bool:
-        """Whether norms of queries and keys are of all heads together, which Megatron Core does not have."""
-        return False
-
     def for_legacy_files(self) -> FormatReader:
         """The same without what legacy files have no place for."""
         return self
-
-    def mismatch_with(self, optimizer: CheckpointView) -> CheckpointError | None:
-        """Why the weights are not those of an optimizer, as far as descriptions of the two show it.
-
-        Args:
-            optimizer: the checkpoint that holds it.
-
-        Returns:
-            The error to raise; None where nothing speaks against it.
-        """
-        return None
 
     def with_weights_of(self, lender: CheckpointView) -> FormatReader:
         """The same with the weights of another checkpoint, where an optimizer is stored without them.
@@ -369,13 +310,3 @@ class FormatReader(ABC):
     def stored_index(self) -> DcpIndex | None:
         """What the index says, under the keys that stand in it; None where the format has none."""
         return self.index
-
-    @property
-    def described_by(self) -> str:
-        """The name of the file that describes the job; empty where none does."""
-        return ""
-
-    @property
-    def problems(self) -> Sequence[str]:
-        """What is not believed of the sources of the job's arguments, and why."""
-        return ()

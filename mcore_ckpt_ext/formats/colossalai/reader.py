@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.hugging_face.folder import INDICES, is_huggingface
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_of_colossalai
+from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.unread import UNKNOWN, Unread, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
@@ -145,7 +144,9 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:
-        return chain(super().stored_parts(), parts_of_colossalai(self))
+        yield from super().stored_parts()
+        for shard in self.optimizer_shards:
+            yield StoredPart(shard.file, shard.kind, f"{shard.kind} of parameter {shard.parameter}", shard.nbytes)
 
     @cached_property
     def optimizer_shards(self) -> list[OptimizerShard]:

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.storage.dcp_index import extent_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.json_text import parsed
-from mcore_ckpt_ext.storage.paths import is_remote
+from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.storage.safetensors import WRITER, check_index, read_header, read_json, writer_of
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -237,6 +237,26 @@ def refused_companions(folder: Path, below: str = "") -> dict[str, str]:
             continue
         if reason := _why_unreadable(folder, _joined(below, name)):
             found[name] = reason
+    return found
+
+
+def tokenizer_files(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
+    """The small files in the folder of a tokenizer that the user names; none without a name.
+
+    Raises:
+        UnreadableCheckpointError: it has none.
+    """
+    if path is None:
+        return {}
+    found = companions(as_path(path))
+    if not found:
+        refused = "; ".join(f"{name}: {why}" for name, why in refused_companions(as_path(path)).items())
+        there = is_remote(as_path(path)) or as_path(path).is_dir()
+        raise UnreadableCheckpointError(
+            "the folder holds no tokenizer" if there else "there is no such folder", found=refused or None,
+            expected="the small files of a tokenizer or model, such as tokenizer.json or config.json", where=str(path),
+            helps="name the folder of a tokenizer or model on this machine: --tokenizer PATH",
+        )  # fmt: skip
     return found
 
 

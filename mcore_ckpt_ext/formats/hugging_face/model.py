@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UnsupportedCheckpointError, with_article
@@ -18,6 +21,7 @@ from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, read_config
 
 TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
+_PADDING = 128  # `--make-vocab-size-divisible-by`
 
 
 @dataclass(frozen=True)
@@ -97,3 +101,42 @@ def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folde
             helps="name the folder of the model that was trained; or, if it is that, mend its config.json",
         )  # fmt: skip
     return None
+
+
+def common_state(model: ModelArguments, vocabulary: int, dtypes: Sequence[str]) -> dict[str, Any]:
+    """The common state of a release checkpoint with this model, as Megatron would have written it.
+
+    Args:
+        model: the model.
+        vocabulary: tokens without padding.
+        dtypes: of its tensors, the most frequent one first.
+    """
+    arguments = {
+        **model.stated(),
+        "padded_vocab_size": -(-vocabulary // _PADDING) * _PADDING,
+        "make_vocab_size_divisible_by": _PADDING,
+        "seq_length": model.max_position_embeddings,
+        "norm_epsilon": model.layernorm_epsilon,
+        "apply_layernorm_1p": model.layernorm_zero_centered_gamma,
+        # True whatever the positions are, and compared on loading (`check_checkpoint_args`).
+        "add_position_embedding": True,
+        "moe_grouped_gemm": bool(model.num_experts and model.transformer_impl == TRANSFORMER_ENGINE),
+        "bf16": "bfloat16" in dtypes,
+        "fp16": "float16" in dtypes and "bfloat16" not in dtypes,
+        "params_dtype": getattr(torch, dtypes[0]),
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "iteration": 0,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        **{f"{name}_parallel_size": 1 for name in ("tensor_model", "pipeline_model", "expert_model", "context")},
+        **{f"{name}_parallel_size": 1 for name in ("expert_tensor", "data")},
+        "virtual_pipeline_model_parallel_size": None,
+        "transformer_pipeline_model_parallel_size": 1,
+        "world_size": 1,
+    }
+    return {
+        "args": argparse.Namespace(**arguments),
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "num_floating_point_operations_so_far": 0,
+    }

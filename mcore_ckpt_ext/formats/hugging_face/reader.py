@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import (
@@ -32,7 +30,7 @@ from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.families.wide_norms import WithWideNorms
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, read_tensors
-from mcore_ckpt_ext.formats.hugging_face.model import LOCAL, TRANSFORMER_ENGINE, described_model, mismatch
+from mcore_ckpt_ext.formats.hugging_face.model import LOCAL, TRANSFORMER_ENGINE, common_state, described_model, mismatch
 from mcore_ckpt_ext.formats.hugging_face.quantised import dequantised
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_alone import WeightsAlone
@@ -47,7 +45,6 @@ _SHOWN = 6
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 _BLOCK = 1 << 24
 _ENTRY_BYTES, _STEPS_A_REGION = 60, 16  # of a tensor in a file's header, at least; to make a region of one
-_PADDING = 128  # `--make-vocab-size-divisible-by`
 
 
 class HuggingFaceCheckpoint(WeightsAlone):
@@ -218,38 +215,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @cached_property
     def common(self) -> dict[str, Any]:
         """What a release checkpoint says about the job that will read it."""
-        dtypes = self._weights.dtypes
-        arguments = {
-            **self.model.stated(),
-            "padded_vocab_size": -(-self.vocabulary // _PADDING) * _PADDING,
-            "make_vocab_size_divisible_by": _PADDING,
-            "seq_length": self.model.max_position_embeddings,
-            "norm_epsilon": self.model.layernorm_epsilon,
-            "apply_layernorm_1p": self.model.layernorm_zero_centered_gamma,
-            # True whatever the positions are, and compared on loading (`check_checkpoint_args`).
-            "add_position_embedding": True,
-            "moe_grouped_gemm": bool(
-                self.model.num_experts and self.model.transformer_impl == TRANSFORMER_ENGINE
-            ),
-            "bf16": "bfloat16" in dtypes,
-            "fp16": "float16" in dtypes and "bfloat16" not in dtypes,
-            "params_dtype": getattr(torch, dtypes[0]),
-            "tokenizer_type": "HuggingFaceTokenizer",
-            "iteration": 0,
-            "consumed_train_samples": 0,
-            "consumed_valid_samples": 0,
-            **{f"{name}_parallel_size": 1 for name in ("tensor_model", "pipeline_model", "expert_model", "context")},
-            **{f"{name}_parallel_size": 1 for name in ("expert_tensor", "data")},
-            "virtual_pipeline_model_parallel_size": None,
-            "transformer_pipeline_model_parallel_size": 1,
-            "world_size": 1,
-        }  # fmt: skip
-        return {
-            "args": argparse.Namespace(**arguments),
-            "checkpoint_version": 3.0,
-            "iteration": 0,
-            "num_floating_point_operations_so_far": 0,
-        }
+        return common_state(self.model, self.vocabulary, self._weights.dtypes)
 
     @property
     @override

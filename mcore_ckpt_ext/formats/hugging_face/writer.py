@@ -6,7 +6,6 @@ but saves them one by one, too (`save_original_format`, transformers/core_model_
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from math import prod
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, UsageError, some, with_article
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, with_article
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
@@ -34,14 +33,7 @@ from mcore_ckpt_ext.formats.hugging_face.files import (
     plain_file,
     shards_of,
 )
-from mcore_ckpt_ext.formats.hugging_face.folder import (
-    CONFIG,
-    GENERATION_CONFIG,
-    companions,
-    json_of,
-    refused_companions,
-    tokens_of,
-)
+from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, GENERATION_CONFIG, json_of, tokenizer_files, tokens_of
 from mcore_ckpt_ext.formats.hugging_face.images import (
     checked_whole,
     seeing_tensors,
@@ -61,7 +53,6 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Placed, Quantised, Record
-from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file
 
 # An argument of Megatron's own parser, which other descriptions of a job do not have.
@@ -321,7 +312,7 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
     merged = checkpoint.merger.messages if checkpoint.merger else ()
     if target.lora_alpha is not None and not merged:
         raise UsageError("the checkpoint has no adapters", found="--lora-alpha", helps="leave the option out")
-    tokenizer = _tokenizer(target.tokenizer)
+    tokenizer = tokenizer_files(target.tokenizer)
     layout = HuggingFaceTarget(checkpoint, target, family, tokenizer)
     spec = layout.fit.arguments.transformer_impl
 
@@ -333,23 +324,3 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
     taken = {name: content for name, content in small.items() if name not in (CONFIG, GENERATION_CONFIG)}
     output = noting(layout.output(), [*merged, *companion_notes(taken, checkpoint)])
     return LaidOut(output, "", (WEIGHT,), layout.left_out, target.kind != WEIGHT, reads_back)
-
-
-def _tokenizer(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
-    """The small files in the folder that the user names.
-
-    Raises:
-        UnreadableCheckpointError: it has none.
-    """
-    if path is None:
-        return {}
-    found = companions(as_path(path))
-    if not found:
-        refused = "; ".join(f"{name}: {why}" for name, why in refused_companions(as_path(path)).items())
-        there = is_remote(as_path(path)) or as_path(path).is_dir()
-        raise UnreadableCheckpointError(
-            "the folder holds no tokenizer" if there else "there is no such folder", found=refused or None,
-            expected="the small files of a tokenizer or model, such as tokenizer.json or config.json", where=str(path),
-            helps="name the folder of a tokenizer or model on this machine: --tokenizer PATH",
-        )  # fmt: skip
-    return found

@@ -14,12 +14,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import torch
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.evidence import Loading
 from mcore_ckpt_ext.formats.expert_states import grouped_experts, split_state
+from mcore_ckpt_ext.formats.legacy.optimizer_settings import OptimizerSettings
 from mcore_ckpt_ext.formats.legacy.ranks import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -30,17 +30,13 @@ from mcore_ckpt_ext.formats.legacy.ranks import (
     folder_names,
     is_model_chunk,
 )
+from mcore_ckpt_ext.formats.legacy.stored_parts import parts_of_legacy
 from mcore_ckpt_ext.formats.legacy.weights import LegacyWeights, RankModel
 from mcore_ckpt_ext.formats.portable_state import (
     has_experts,
-    inner_state,
-    once,
-    portable_child,
-    portable_group,
-    several_steps,
 )
 from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_of_legacy
+from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.unread import (
     COMMON_KEYS,
     UNKNOWN,
@@ -184,65 +180,21 @@ class LegacyCheckpoint(FormatReader):
         """The order of the stored model first: it is the very order in which the gradient buffers were packed."""
         return [WitnessedOrder(STORED_ORDER, self.weights.registered()), *super().witnessed_orders()]
 
+    @cached_property
+    def _settings(self) -> OptimizerSettings:
+        return OptimizerSettings(self._ranks, self._archive, str(self.folder))
+
     @override
     def param_groups(self) -> list[dict[str, Any]]:
-        return [
-            {**self._counted(number), **group}
-            for rank in self._ranks
-            for number, child in enumerate(rank.optimizers)
-            for group in child.get("optimizer", child).get("param_groups", [])
-        ]
+        return self._settings.param_groups()
 
-    def _counted(self, number: int) -> dict[str, Any]:
-        """The step of a chained optimizer where it is no group's."""
-        step = self._steps_of_parameters.get(number)
-        return {} if step is None else {"step": int(step)}
-
+    @override
     def chain(self) -> list[dict[str, Any]]:
-        """A stage has no groups that it has no parameter for: each optimizer's are those of all ranks."""
-        if self.stored_optimizer_format != PER_PARAMETER:
-            return []
-        return [self._portable(number, child) for number, child in enumerate(self._ranks[0].optimizers)]
-
-    def _portable(self, number: int, child: Mapping[str, Any]) -> dict[str, Any]:
-        step = self._steps_of_parameters.get(number)
-        of_ranks = [rank.optimizers[number] for rank in self._ranks if number < len(rank.optimizers)]
-        groups = [group for own in of_ranks for group in inner_state(own)["param_groups"]]
-        inner = {
-            "param_groups": once(map(portable_group, groups)),
-            "state": {} if step is None else {"common_step": torch.tensor(step)},
-        }
-        if "optimizer" not in child:
-            return portable_child(inner)
-        scaler = {"grad_scaler": self.grad_scaler()} if child.get("grad_scaler") else {}
-        return portable_child({"optimizer": inner, **scaler})
-
-    @cached_property
-    def _steps_of_parameters(self) -> dict[int, float]:
-        """The step that torch's Adam keeps beside each parameter (torch/optim/adam.py), by chained optimizer.
-
-        Raises:
-            UnreadableCheckpointError: parameters of one differ in it.
-        """
-        found: dict[int, dict[float, str]] = {}
-        for rank in self._ranks:
-            for number, child in enumerate(rank.optimizers):
-                state = inner_state(child).get("state") or {}
-                for parameter, kept in state.items():
-                    step = self._archive(rank).with_values(kept.get("step")) if isinstance(kept, dict) else None
-                    if step is not None:
-                        found.setdefault(number, {}).setdefault(float(step), f"parameter {parameter} of {rank.folder}")
-        for steps in found.values():
-            if len(steps) > 1:
-                raise several_steps(steps, str(self.folder))
-        return {number: next(iter(steps)) for number, steps in found.items()}
+        return self._settings.chain() if self.stored_optimizer_format == PER_PARAMETER else []
 
     @override
     def grad_scaler(self) -> dict[str, Any] | None:
-        first = self._ranks[0]
-        scalers = [child["grad_scaler"] for child in first.optimizers if child.get("grad_scaler")]
-        # The scale is a tensor.
-        return dict(self._archive(first).with_values(scalers[0])) if scalers else None
+        return self._settings.grad_scaler()
 
     @override
     def extra_states(self) -> Mapping[str, Any]:

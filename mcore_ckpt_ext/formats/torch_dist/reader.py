@@ -17,9 +17,10 @@ from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.evidence import Bound, Loading, bounds_of_index, bounds_of_metadata
 from mcore_ckpt_ext.formats.parts import Weights
 from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
-from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_of_torch_dist
+from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.torch_dist.described import DescribedCheckpoint
 from mcore_ckpt_ext.formats.torch_dist.stacked_weights import StackedWeights
+from mcore_ckpt_ext.formats.torch_dist.stored_parts import parts_of_torch_dist
 from mcore_ckpt_ext.formats.unread import (
     COMMON_KEYS,
     RERUN_STATE,

@@ -1,0 +1,88 @@
+"""The settings of the optimizers of legacy files: groups, steps and the gradient scaler, from all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.formats.legacy.ranks import RankState
+from mcore_ckpt_ext.formats.portable_state import inner_state, once, portable_child, portable_group, several_steps
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+
+
+class OptimizerSettings:
+    """What the ranks stored of their optimizers beside tensors by parameter."""
+
+    def __init__(self, ranks: Sequence[RankState], archive: Callable[[RankState], TorchArchive], where: str) -> None:
+        """Collect nothing yet.
+
+        Args:
+            ranks: what each rank stored, the first pipeline rank first.
+            archive: opens the file of a rank.
+            where: the checkpoint, for messages.
+        """
+        self._ranks, self._archive, self._where = ranks, archive, where
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups as each rank stored them, with repetitions."""
+        return [
+            {**self._counted(number), **group}
+            for rank in self._ranks
+            for number, child in enumerate(rank.optimizers)
+            for group in child.get("optimizer", child).get("param_groups", [])
+        ]
+
+    def _counted(self, number: int) -> dict[str, Any]:
+        """The step of a chained optimizer where it is no group's."""
+        step = self._steps_of_parameters.get(number)
+        return {} if step is None else {"step": int(step)}
+
+    def chain(self) -> list[dict[str, Any]]:
+        """The settings of each chained optimizer, see `FormatReader.chain`.
+
+        A stage has no groups that it has no parameter for: each optimizer's are those of all ranks.
+        """
+        return [self._portable(number, child) for number, child in enumerate(self._ranks[0].optimizers)]
+
+    def _portable(self, number: int, child: Mapping[str, Any]) -> dict[str, Any]:
+        step = self._steps_of_parameters.get(number)
+        of_ranks = [rank.optimizers[number] for rank in self._ranks if number < len(rank.optimizers)]
+        groups = [group for own in of_ranks for group in inner_state(own)["param_groups"]]
+        inner = {
+            "param_groups": once(map(portable_group, groups)),
+            "state": {} if step is None else {"common_step": torch.tensor(step)},
+        }
+        if "optimizer" not in child:
+            return portable_child(inner)
+        scaler = {"grad_scaler": self.grad_scaler()} if child.get("grad_scaler") else {}
+        return portable_child({"optimizer": inner, **scaler})
+
+    @cached_property
+    def _steps_of_parameters(self) -> dict[int, float]:
+        """The step that torch's Adam keeps beside each parameter (torch/optim/adam.py), by chained optimizer.
+
+        Raises:
+            UnreadableCheckpointError: parameters of one differ in it.
+        """
+        found: dict[int, dict[float, str]] = {}
+        for rank in self._ranks:
+            for number, child in enumerate(rank.optimizers):
+                state = inner_state(child).get("state") or {}
+                for parameter, kept in state.items():
+                    step = self._archive(rank).with_values(kept.get("step")) if isinstance(kept, dict) else None
+                    if step is not None:
+                        found.setdefault(number, {}).setdefault(float(step), f"parameter {parameter} of {rank.folder}")
+        for steps in found.values():
+            if len(steps) > 1:
+                raise several_steps(steps, self._where)
+        return {number: next(iter(steps)) for number, steps in found.items()}
+
+    def grad_scaler(self) -> dict[str, Any] | None:
+        """The state of the gradient scaler; None where there is none."""
+        first = self._ranks[0]
+        scalers = [child["grad_scaler"] for child in first.optimizers if child.get("grad_scaler")]
+        # The scale is a tensor.
+        return dict(self._archive(first).with_values(scalers[0])) if scalers else None

@@ -1,0 +1,46 @@
+"""What each file of a legacy checkpoint holds, from metadata alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from mcore_ckpt_ext.formats.stored_parts import StoredPart
+from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
+
+
+def parts_of_legacy(checkpoint: LegacyCheckpoint) -> Iterator[StoredPart]:
+    """Tensors in the pickles of all ranks."""
+    for file, _, content in checkpoint.rank_files():
+        for path, tensor in _tensors(content, ()):
+            kind = _legacy_kind(path)
+            yield StoredPart(file, kind, ".".join(path), prod(tensor.shape) * tensor.storage.dtype.itemsize)
+
+
+def _legacy_kind(path: tuple[str, ...]) -> str:
+    if re.fullmatch(r"model\d*", path[0]):
+        return WEIGHT
+    if "fp32_from_fp16_params" in path:
+        return FP32_PARAM
+    if path[0] == "optimizer" or path[0].isdigit():
+        return KINDS.get(path[-1], path[-1])
+    return OTHER
+
+
+def _tensors(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], TensorReference]]:
+    if isinstance(tree, TensorReference):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _tensors(value, (*path, str(key)))
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            yield from _tensors(value, (*path, str(number)))
