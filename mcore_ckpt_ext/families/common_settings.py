@@ -102,11 +102,21 @@ def why_no_window(arguments: ModelArguments) -> list[str]:
     return [f"window_size is {found}, not a window over tokens before alone, (N, 0){wider if found[0] >= 0 else ''}"]
 
 
+def layers_with_window(window_size: Any, frequency: int | Sequence[int] | None, layers: int) -> list[bool]:
+    """Whether each layer sees a window, by Megatron's arguments `window_size` and `window_attn_skip_freq`.
+
+    Layers are counted from 1, and the window is skipped in each whose number the frequency divides, or in which a
+    list has a 0 (`is_layer_window_attention`, megatron/core/transformer/utils.py, core_v0.16 to 0.19.2).
+    """
+    if not window_size:
+        return [False] * layers
+    if isinstance(frequency, Sequence):
+        return [bool(one) for one in frequency]
+    return [not frequency or (layer + 1) % frequency != 0 for layer in range(layers)]
+
+
 def windows_in_some_layers(size: int | None, every: int, older_key: str | None = None) -> Setting:
     """A sliding window that only some layers see, as `layer_types` says.
-
-    Megatron counts layers from 1, and the window is skipped in each whose number the frequency divides, or in which a
-    list has a 0 (`is_layer_window_attention`, megatron/core/transformer/utils.py, core_v0.16 to 0.19.2).
 
     Args:
         size: of the window where the key is missing.
@@ -115,13 +125,7 @@ def windows_in_some_layers(size: int | None, every: int, older_key: str | None =
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        frequency, layers = arguments.window_attn_skip_freq, range(arguments.num_layers)
-        if not arguments.window_size:
-            sees = [False for _ in layers]
-        elif isinstance(frequency, Sequence):
-            sees = [bool(one) for one in frequency]
-        else:
-            sees = [not frequency or (layer + 1) % frequency != 0 for layer in layers]
+        sees = layers_with_window(arguments.window_size, arguments.window_attn_skip_freq, arguments.num_layers)
         return {
             # transformers asks for a width even where no layer sees a window.
             "sliding_window": window_of(arguments) if any(sees) else size,
@@ -191,7 +195,9 @@ TRAINING: tuple[Setting, ...] = (*INITIAL, Same("attention_dropout", "attention_
 SILU = Fixed("hidden_act", "silu", {"swiglu": True})
 
 
-def gelu(key: str, approximation: str = "gelu_pytorch_tanh", needed: Mapping[str, Any] | None = None) -> Setting:
+def gelu(
+    key: str, approximation: str = "gelu_pytorch_tanh", needed: Mapping[str, Any] | None = None, *, exact: bool = False
+) -> Setting:
     """GELU, exact or approximated by tanh.
 
     Megatron approximates where bias and activation are fused (fusions/fused_bias_gelu.py and fused_bias_geglu.py), and
@@ -199,14 +205,15 @@ def gelu(key: str, approximation: str = "gelu_pytorch_tanh", needed: Mapping[str
 
     Args:
         key: of `config.json`.
-        approximation: the name that the approximation has by default.
+        approximation: the name of the approximation that is written.
         needed: arguments that every such model has.
+        exact: a missing key means the exact function, not the approximation.
     """
     arguments_needed = {"swiglu": False, **(needed or {})}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        activation = config.get(key, approximation)
-        if activation not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
+        activation = config.get(key, "gelu" if exact else approximation)
+        if activation not in ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
             raise unrepresentable(key, activation, f"gelu or {approximation}")
         return {**arguments_needed, "bias_gelu_fusion": activation != "gelu"}
 

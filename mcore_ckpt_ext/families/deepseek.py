@@ -99,12 +99,12 @@ def _rope() -> Setting:
     )
 
 
-def scaled_gates(missing: float) -> Setting:
+def scaled_gates(missing: float, key: str = "routed_scaling_factor") -> Setting:
     """The factor on the chosen experts' weights; `missing`: what its absence from a config means."""
     return Both(
-        ("routed_scaling_factor",),
-        lambda arguments: {"routed_scaling_factor": float(arguments.moe_router_topk_scaling_factor or 1.0)},
-        lambda config: {"moe_router_topk_scaling_factor": config.get("routed_scaling_factor", missing)},
+        (key,),
+        lambda arguments: {key: float(arguments.moe_router_topk_scaling_factor or 1.0)},
+        lambda config: {"moe_router_topk_scaling_factor": config.get(key, missing)},
         expressed=("moe_router_topk_scaling_factor",),
     )
 
@@ -141,6 +141,26 @@ def dense_then_experts(pattern_of: Callable[[Config], list[int]]) -> Setting:
     return Both(keys, to_config, to_arguments, _why_not_dense_first, expressed=("moe_layer_freq",))
 
 
+def listed_dense_first(absent: int, *, counts: bool = True) -> Setting:
+    """The same where the list, if there is one, has to be what the count says.
+
+    Args:
+        absent: how many layers without experts where the count is missing.
+        counts: the class derives a missing list from the count; otherwise from `absent` alone.
+    """
+
+    def pattern_of(config: Config) -> list[int]:
+        layers, first = config["num_hidden_layers"], config.get(COUNT_OF_DENSE, absent)
+        pattern = [int(layer >= first) for layer in range(layers)]
+        listed = [SPARSE if one else DENSE for one in pattern]
+        found = config.get(KINDS_OF_LAYERS) or (listed if counts else [DENSE] * absent + [SPARSE] * (layers - absent))
+        if found != listed:
+            raise unrepresentable(KINDS_OF_LAYERS, found, f"as {COUNT_OF_DENSE} says: {first} {DENSE}, then {SPARSE}")
+        return pattern
+
+    return dense_then_experts(pattern_of)
+
+
 def dense_first(absent: int) -> Setting:
     """Layers without experts before those with them; `absent`: how many where the key is missing."""
 
@@ -158,15 +178,15 @@ def dense_first(absent: int) -> Setting:
     return Both(keys, to_config, to_arguments, _why_not_dense_first, expressed=("moe_layer_freq",))
 
 
-def _shared() -> Setting:
-    """All shared experts together form one in Megatron."""
+def shared_experts(key: str = "n_shared_experts", absent: int | None = None) -> Setting:
+    """All shared experts together form one in Megatron; `absent`: how many where the key is missing."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         size = arguments.known("moe_shared_expert_intermediate_size")
-        return {"n_shared_experts": size // arguments.moe_ffn_hidden_size}
+        return {key: size // arguments.moe_ffn_hidden_size}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        count = checked_size("n_shared_experts", config["n_shared_experts"])
+        count = checked_size(key, config[key] if absent is None else config.get(key, absent))
         return {"moe_shared_expert_intermediate_size": count * config["moe_intermediate_size"]}
 
     def why_not(arguments: ModelArguments) -> list[str]:
@@ -174,7 +194,7 @@ def _shared() -> Setting:
         return [] if size and size % arguments.moe_ffn_hidden_size == 0 else ["no whole number of shared experts"]
 
     expressed = ("moe_shared_expert_intermediate_size",)
-    return Both(("n_shared_experts",), to_config, to_arguments, why_not, expressed)
+    return Both((key,), to_config, to_arguments, why_not, expressed)
 
 
 def grouped_choice(groups: int, chosen: int) -> Setting:
@@ -213,19 +233,19 @@ def _why_not_best_two(arguments: ModelArguments) -> list[str]:
     return [f"moe_router_num_groups is {groups}, of one expert each"] if single else []
 
 
-def normalised_sigmoids(chosen: int) -> Setting:
+def normalised_sigmoids(chosen: int, key: str = "norm_topk_prob") -> Setting:
     """Megatron divides the weights of the chosen experts by their sum, but not that of a single one.
 
     `chosen`: the default of `num_experts_per_tok`.
     """
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        said, several = config.get("norm_topk_prob", True), config.get("num_experts_per_tok", chosen) > 1
+        said, several = config.get(key, True), config.get("num_experts_per_tok", chosen) > 1
         if said != several:
-            raise unrepresentable("norm_topk_prob", said, f"{several}: Megatron normalises where experts are several")
+            raise unrepresentable(key, said, f"{several}: Megatron normalises where experts are several")
         return {}
 
-    return Both(("norm_topk_prob",), lambda arguments: {"norm_topk_prob": arguments.moe_router_topk > 1}, to_arguments)
+    return Both((key,), lambda arguments: {key: arguments.moe_router_topk > 1}, to_arguments)
 
 
 def sigmoid_routing(groups: int, chosen_groups: int, scaling: float) -> tuple[Setting, ...]:
@@ -254,7 +274,7 @@ def told_of_inner_norms(arguments: ModelArguments) -> list[str]:
 def expert_sizes(routed: int | None = None, chosen: int | None = None, width: int | None = None) -> tuple[Setting, ...]:
     """How many experts, and how wide; the numbers are the defaults of the class, where it has any."""
     return (
-        Size("n_routed_experts", "num_experts", routed, counted=True), _shared(),
+        Size("n_routed_experts", "num_experts", routed, counted=True), shared_experts(),
         Size("num_experts_per_tok", "moe_router_topk", chosen),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", width),
     )  # fmt: skip

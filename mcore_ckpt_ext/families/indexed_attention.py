@@ -10,14 +10,10 @@ from mcore_ckpt_ext.errors import shortened
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek import (
-    COUNT_OF_DENSE,
-    DENSE,
-    KINDS_OF_LAYERS,
     LATENT_ATTENTION,
-    SPARSE,
-    dense_then_experts,
     expert_sizes,
     latent_settings,
+    listed_dense_first,
     sigmoid_routing,
 )
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
@@ -63,17 +59,7 @@ def _computes_indices(arguments: ModelArguments, layer: int) -> bool:
     return max(layer + 1 - offset, 0) % arguments.dsa_indexer_topk_freq == 0
 
 
-def _pattern(config: Config) -> list[int]:
-    """Counted, or listed as the count says."""
-    layers, first = config["num_hidden_layers"], config.get(COUNT_OF_DENSE, 3)
-    pattern = [int(layer >= first) for layer in range(layers)]
-    listed = [SPARSE if one else DENSE for one in pattern]
-    if (found := config.get(KINDS_OF_LAYERS) or listed) != listed:
-        raise unrepresentable(KINDS_OF_LAYERS, found, f"as {COUNT_OF_DENSE} says: {first} {DENSE}, then {SPARSE}")
-    return pattern
-
-
-_LAYERS = dense_then_experts(_pattern)
+_LAYERS = listed_dense_first(3)
 
 
 def _every_layer(key: str, kind: str) -> Setting:

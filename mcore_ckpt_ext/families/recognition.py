@@ -15,6 +15,7 @@ from mcore_ckpt_ext.families.deepseek_v2 import DeepSeekV2
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, KimiK2
 from mcore_ckpt_ext.families.entry_points import RegisteredFamily, loadable, registered_families
 from mcore_ckpt_ext.families.ernie4_5 import Ernie45
+from mcore_ckpt_ext.families.exaone_moe import ExaoneMoE
 from mcore_ckpt_ext.families.family import Family, matching, parameter_shapes
 from mcore_ckpt_ext.families.gemma import Gemma
 from mcore_ckpt_ext.families.gemma2 import Gemma2
@@ -24,7 +25,9 @@ from mcore_ckpt_ext.families.glm4_moe import Glm4MoE
 from mcore_ckpt_ext.families.glm4_moe_lite import Glm4MoELite
 from mcore_ckpt_ext.families.gpt2 import GPT2
 from mcore_ckpt_ext.families.gpt_bigcode import GPTBigCode
+from mcore_ckpt_ext.families.gpt_neox import GPTNeoX
 from mcore_ckpt_ext.families.gpt_oss import GptOss
+from mcore_ckpt_ext.families.hy_v3 import HyV3
 from mcore_ckpt_ext.families.indexed_attention import DeepSeekV32, GlmMoEDsa
 from mcore_ckpt_ext.families.internlm3 import InternLM3
 from mcore_ckpt_ext.families.llama import Llama
@@ -53,6 +56,7 @@ FAMILIES: tuple[Family, ...] = (
     KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(), OLMoE(),
     GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
     DeepSeekV32(), GlmMoEDsa(), NemotronH(), StableLM(), GPTBigCode(), Nemotron(), Glm(), Ministral3(), Gemma(),
+    GPTNeoX(), HyV3(), ExaoneMoE(),
 )  # fmt: skip
 _SHOWN = 4
 

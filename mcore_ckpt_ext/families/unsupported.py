@@ -1,7 +1,8 @@
 """Families that Megatron Core builds no model of, with the reason; the documentation's table is made of this one.
 
-Sources: the classes of transformers 5.23, and the released code of types without one; `TransformerConfig`, and the
-choices of `--position-embedding-type`, of core_v0.19.2.
+Sources: the classes of transformers 5.23, and the released code of types without one; `TransformerConfig` and its
+checks, the choices of `--position-embedding-type`, and the layers below megatron/core/transformer, of core_v0.19.2 and
+the development head of August 2026.
 """
 
 from __future__ import annotations
@@ -11,22 +12,35 @@ from collections.abc import Iterable, Mapping, Sequence
 from mcore_ckpt_ext.families.config_keys import WITHOUT_EFFECT
 from mcore_ckpt_ext.families.family import Family
 
-_PARALLEL = "attention and MLP of a layer read the same input (parallel blocks), and in Megatron one follows the other"
+PARALLEL_BLOCKS = (
+    "attention and MLP of a layer read the same input (parallel blocks), and in Megatron one follows the other"
+)
 _NORMS_BEHIND = "it norms what comes out of a block, and Megatron what goes into it"
-_FACTORS = "it multiplies embeddings, residuals and logits by factors that Megatron has no arguments for"
+_FACTORS = (
+    "it multiplies what each block adds to the residual by a factor; those of --use-mup are for embeddings and logits"
+)
 _CHUNKS = "its attention sees chunks, and its queries have a temperature, for which Megatron has no arguments"
 _ALIBI = "its attention has linear biases (ALiBi) instead of positions, and Megatron has none"
+_CLIPPED = "it clips queries, keys and values, and Megatron does not"
+_MAMBA_1 = "its mixers are those of the first Mamba, and Megatron's of the second"
+_NORMS_AFTER_ROPE = "it norms queries and keys after they are rotated, and Megatron before"
 NOT_IN_MEGATRON: Mapping[str, str] = {
-    "falcon": _PARALLEL, "gpt_neox": _PARALLEL, "gptj": _PARALLEL, "codegen": _PARALLEL, "phi": _PARALLEL,
-    "phi-msft": _PARALLEL, "cohere": _PARALLEL, "cohere2": _PARALLEL,
+    "falcon": PARALLEL_BLOCKS, "gptj": PARALLEL_BLOCKS, "codegen": PARALLEL_BLOCKS, "phi": PARALLEL_BLOCKS,
+    "phi-msft": PARALLEL_BLOCKS, "cohere": PARALLEL_BLOCKS, "cohere2": PARALLEL_BLOCKS,
     "bloom": _ALIBI, "mpt": _ALIBI,
     "glm4": _NORMS_BEHIND, "olmo2": _NORMS_BEHIND, "olmo3": _NORMS_BEHIND, "exaone4": _NORMS_BEHIND,
-    "granite": _FACTORS, "granitemoe": _FACTORS, "minicpm": _FACTORS,
+    "afmoe": _NORMS_BEHIND,
+    "granite": _FACTORS, "granitemoe": _FACTORS, "minicpm": _FACTORS, "minicpm3": _FACTORS, "falcon_h1": _FACTORS,
     "llama4": _CHUNKS, "llama4_text": _CHUNKS,
+    "hunyuan_v1_dense": _NORMS_AFTER_ROPE, "hunyuan_v1_moe": _NORMS_AFTER_ROPE,
+    "dbrx": _CLIPPED, "mamba": _MAMBA_1, "falcon_mamba": _MAMBA_1, "jamba": _MAMBA_1,
+    "olmo": "its norms have no weights, and those of Megatron do",
     "opt": "its MLP has ReLU, for which Megatron has no flag, and its positions begin at 2",
+    "apertus": "its MLP has xIELU, for which Megatron has no flag",
+    "phimoe": "its routers draw experts one after the other (sparsemixer), and its output layer may have a bias",
     "ernie4_5_moe": "a bias chooses its experts by softmax, and Megatron's routers have one for sigmoids only",
 }  # fmt: skip
-"""By `model_type`: no release of Megatron Core up to 0.19.2 has such a model."""
+"""By `model_type`: neither a release of Megatron Core up to 0.19.2 nor the development head has such a model."""
 _NEAREST, _SHOWN = 3, 6
 
 

@@ -144,6 +144,14 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "nemotron": _configured("NemotronConfig", **_SIZES, head_dim=16),
     "glm": _configured("GlmConfig", **_SIZES, head_dim=16, pad_token_id=0),
+    "gpt_neox": _configured(
+        "GPTNeoXConfig", **{key: size for key, size in _SIZES.items() if key != "num_key_value_heads"},
+        use_parallel_residual=False,
+    ),
+    "hy_v3": _configured("HYV3Config", **_MIXTURE, head_dim=16, num_experts=4, num_shared_experts=2),
+    "exaone_moe": _configured(
+        "ExaoneMoeConfig", **{**_MIXTURE, "num_hidden_layers": 4}, num_experts=4, sliding_window=16,
+    ),
     "ministral3": _configured(
         "Ministral3Config", **_SIZES, head_dim=16,
         rope_parameters={**_YARN, "mscale_all_dim": 0.0, "original_max_position_embeddings": 32,

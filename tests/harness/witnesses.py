@@ -68,6 +68,9 @@ SHOWN: dict[str, Shown] = {
     "gpt_bigcode": Shown("gpt_bigcode", _DENSE),
     "nemotron": Shown("nemotron", engine=_DENSE),  # Megatron's own norms do not multiply by one more
     "glm": Shown("glm", _DENSE),
+    "gpt_neox": Shown("gpt_neox", _DENSE),
+    "hy_v3": Shown("hy_v3", _EXPERTS),
+    "exaone_moe": Shown("exaone_moe", _EXPERTS),
     "ministral3": Shown("ministral3", _DENSE),
     "nemotron_h": Shown("nemotron_h", why="the kernels of Megatron's Mamba mixers run on GPUs only"),
 }

@@ -1,0 +1,95 @@
+"""K-EXAONE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import (
+    RMS_NORM,
+    SILU,
+    SIZES,
+    TRAINING,
+    head_size,
+    layers_with_window,
+    query_groups,
+    tied,
+    windows_in_some_layers,
+)
+from mcore_ckpt_ext.families.deepseek import (
+    grouped_choice,
+    listed_dense_first,
+    normalised_sigmoids,
+    scaled_gates,
+    shared_experts,
+)
+from mcore_ckpt_ext.families.family import Family, Rule, with_experts
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Both, Config, Needs, Same, Setting, Size, unrepresentable
+
+_BIAS = "decoder.layers.{layer}.mlp.router.expert_bias"
+_WIDTH = 4096
+_WINDOW, _PATTERN, _KINDS = "sliding_window", "sliding_window_pattern", "layer_types"
+
+
+def _windows() -> Setting:
+    """A sliding window in some layers, and no positions in the others (`ExaoneMoeAttention`)."""
+    usual = windows_in_some_layers(_WIDTH, 4, _PATTERN)
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        found = usual.config(arguments)
+        return found if arguments.no_rope_freq else {**found, _WINDOW: None}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        if isinstance(config.get(_PATTERN), str):  # letters, which `layer_types` spells out
+            if config.get(_KINDS) is None:
+                raise unrepresentable(_PATTERN, config[_PATTERN], "a whole number, or layer_types")
+            config = {key: value for key, value in config.items() if key != _PATTERN}
+        found = usual.arguments(config)
+        sees = layers_with_window(found["window_size"], found["window_attn_skip_freq"], config["num_hidden_layers"])
+        has_positions_everywhere = config.get(_WINDOW, _WIDTH) is None
+        return {**found, "no_rope_freq": None if has_positions_everywhere else [int(not one) for one in sees]}
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        layers, skipped = range(arguments.num_layers), arguments.no_rope_freq
+        if isinstance(skipped, int):
+            skipped = [int((layer + 1) % skipped == 0) for layer in layers]
+        sees = layers_with_window(arguments.window_size, arguments.window_attn_skip_freq, arguments.num_layers)
+        expected = [int(not one) for one in sees] if skipped or any(sees) else None
+        as_expected = expected == (list(skipped) if skipped else None)
+        return usual.misfits(arguments) + (
+            [] if as_expected else ["positions in other layers than those with a window"]
+        )
+
+    return Both(usual.keys, to_config, to_arguments, why_not, (*usual.expresses, "no_rope_freq"))
+
+
+class ExaoneMoE(Family):
+    """DeepSeek-V3's experts with norms of queries and keys; positions only in layers that see a window.
+
+    Sources: transformers/models/exaone_moe (5.23), and conversion_mapping.py for the names of released tensors;
+    exaone/exaone_moe of Megatron-Bridge (067f987d).
+    """
+
+    model_type = "exaone_moe"
+    architecture = "ExaoneMoeForCausalLM"
+    rules = (
+        *parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts(), *parts.shared_experts("shared_experts"),
+        Rule("model.layers.{layer}.mlp.e_score_correction_bias", _BIAS, where=with_experts, keeps_dtype=True),
+    )  # fmt: skip
+    also_read = (*parts.STACKED_EXPERTS, parts.EXPERT_BIAS)
+    # Its MTP layer has no experts, and Megatron builds such a layer as the decoder's last one.
+    left_out = (*Family.left_out, r"^mtp\.")
+    without_effect = ("num_nextn_predict_layers",)
+    settings = (
+        *SIZES, query_groups(32), head_size(), rope(), tied(by_default=False), *TRAINING, SILU, RMS_NORM, _windows(),
+        Same("rms_norm_eps", "layernorm_epsilon", 1e-5), Size("num_experts", "num_experts", 64, counted=True),
+        shared_experts("num_shared_experts", 1), Size("num_experts_per_tok", "moe_router_topk", 8),
+        Size("moe_intermediate_size", "moe_ffn_hidden_size", 1024), listed_dense_first(1), grouped_choice(1, 1),
+        normalised_sigmoids(8), scaled_gates(2.5),
+        Needs({
+            "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True,
+            "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+        }),
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""GPT-NeoX whose MLP follows attention: RedPajama-INCITE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, implied_head_size, tied
+from mcore_ckpt_ext.families.family import Family, Rule, untied
+from mcore_ckpt_ext.families.rope import KEYS, rope
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Setting, contradictory, unrepresentable
+from mcore_ckpt_ext.families.unsupported import PARALLEL_BLOCKS
+
+_OURS, _THEIRS = "decoder.layers.{layer}", "gpt_neox.layers.{layer}"
+_PARALLEL = "use_parallel_residual"
+_OLDER = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+
+
+def _rules(leaf: str) -> tuple[Rule, ...]:
+    names = {
+        "input_layernorm": "self_attention.linear_qkv.layer_norm_{leaf}",
+        "attention.query_key_value": "self_attention.linear_qkv.{leaf}",
+        "attention.dense": "self_attention.linear_proj.{leaf}",
+        "post_attention_layernorm": "mlp.linear_fc1.layer_norm_{leaf}",
+        "mlp.dense_h_to_4h": "mlp.linear_fc1.{leaf}",
+        "mlp.dense_4h_to_h": "mlp.linear_fc2.{leaf}",
+    }
+    return (
+        *(Rule(f"{_THEIRS}.{theirs}.{leaf}", f"{_OURS}.{ours.replace('{leaf}', leaf)}")
+          for theirs, ours in names.items()),
+        Rule(f"gpt_neox.final_layer_norm.{leaf}", f"decoder.final_layernorm.{leaf}"),
+    )  # fmt: skip
+
+
+def _blocks() -> Setting:
+    def to_arguments(config: Config) -> dict[str, Any]:
+        if config.get(_PARALLEL, True):
+            raise unrepresentable(_PARALLEL, f"{config.get(_PARALLEL, True)}: {PARALLEL_BLOCKS}", "False")
+        return {}
+
+    return Both((_PARALLEL,), lambda arguments: {_PARALLEL: False}, to_arguments)
+
+
+def _positions() -> Setting:
+    """RoPE of a part of each head, under the names that the class has for them (`convert_rope_params_to_dict`)."""
+    usual = rope(partial=0.25)
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        found = usual.config(arguments)
+        return {"rope_scaling": found["rope_scaling"], **{older: found[newer] for older, newer in _OLDER.items()}}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        for older, newer in _OLDER.items():
+            if older in config and config.get(newer, config[older]) != config[older]:
+                raise contradictory(older, config[older], f"{config[newer]} as {newer}")
+        older_keys = {newer: config[older] for older, newer in _OLDER.items() if older in config}
+        return usual.arguments({**config, **older_keys})
+
+    return Both(
+        (*KEYS, "partial_rotary_factor", *_OLDER), to_config, to_arguments, usual.misfits, (*usual.expresses,)
+    )  # fmt: skip
+
+
+def _why_not(arguments: ModelArguments) -> list[str]:
+    return [] if arguments.num_query_groups == arguments.num_attention_heads else ["grouped queries"]
+
+
+class GPTNeoX(Family):
+    """Layer norms, biases everywhere, a quarter of each head rotated, GELU; not tied.
+
+    `query_key_value` holds one head's query, key and value after the other, as `linear_qkv` does
+    (`GPTNeoXAttention.forward`, transformers 5.23).
+    """
+
+    model_type = "gpt_neox"
+    architecture = "GPTNeoXForCausalLM"
+    left_out = (r"\.rotary_emb\.inv_freq$", r"\.attention\.(bias|masked_bias)$")
+    rules = (
+        Rule("gpt_neox.embed_in.weight", "embedding.word_embeddings.weight"), *_rules("weight"), *_rules("bias"),
+        Rule("embed_out.weight", "output_layer.weight", where=untied),
+    )  # fmt: skip
+    settings = (
+        *SIZES, implied_head_size(), _positions(), tied(by_default=False), *TRAINING, _blocks(),
+        Same("layer_norm_eps", "layernorm_epsilon", 1e-5), Same("hidden_dropout", "hidden_dropout", 0.0),
+        gelu("hidden_act", exact=True), Fixed("attention_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}),
+        Needs({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": False}),
+        Both((), lambda arguments: {}, lambda config: {}, _why_not),
+    )  # fmt: skip

@@ -1,0 +1,54 @@
+"""Hunyuan V3 (Hy3)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.deepseek import listed_dense_first, normalised_sigmoids, scaled_gates, shared_experts
+from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
+from mcore_ckpt_ext.families.family import Rule, with_experts
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Fixed, Needs, Same, Size
+
+_OURS, _THEIRS = "decoder.layers.{layer}.mlp", "model.layers.{layer}.mlp"
+_RULES = (
+    *parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts(router="router.gate"), *parts.shared_experts("shared_mlp"),
+    Rule(f"{_THEIRS}.expert_bias", f"{_OURS}.router.expert_bias", where=with_experts, keeps_dtype=True),
+)  # fmt: skip
+
+
+class HyV3(WithMtp):
+    """DeepSeek-V3's experts, chosen without groups, with grouped queries and norms of queries and keys.
+
+    Sources: transformers/models/hy_v3 (5.23), and conversion_mapping.py for the names of released tensors;
+    hy_v3/hy_v3_bridge.py of Megatron-Bridge (067f987d).
+    """
+
+    model_type = "hy_v3"
+    architecture = "HYV3ForCausalLM"
+    rules = (
+        *_RULES,
+        *(replace(rule, hugging_face=rule.hugging_face.replace("shared_head.norm", "final_layernorm"))
+          for rule in parts.mtp_layers(_RULES)),
+    )  # fmt: skip
+    also_read = (
+        *parts.STACKED_EXPERTS, *parts.shared_experts("shared_experts"),
+        Rule(f"{_THEIRS}.gate.weight", f"{_OURS}.router.weight", where=with_experts),
+        Rule(f"{_THEIRS}.e_score_correction_bias", f"{_OURS}.router.expert_bias", where=with_experts, keeps_dtype=True),
+    )  # fmt: skip
+    without_effect = ("enable_moe_fp32_combine",)  # in which precision outputs are added
+    settings = (
+        *SIZES, query_groups(8), head_size(always=True, default=128), rope(11158840.0), tied(by_default=False),
+        *TRAINING, Same("initializer_range", "init_method_std", 0.006), SILU, RMS_NORM,
+        Same("rms_norm_eps", "layernorm_epsilon", 1e-5), Size("num_experts", "num_experts", 192, counted=True),
+        shared_experts("num_shared_experts", 1), Size("num_experts_per_tok", "moe_router_topk", 8),
+        Size("moe_intermediate_size", "moe_ffn_hidden_size", 1536), listed_dense_first(1, counts=False), mtp_layers(),
+        scaled_gates(2.826, "router_scaling_factor"), normalised_sigmoids(8, "route_norm"),
+        Fixed("moe_router_use_sigmoid", True, {"moe_router_score_function": "sigmoid"}),
+        Fixed("moe_router_enable_expert_bias", True, {"moe_router_enable_expert_bias": True}),
+        Fixed("qk_norm", True, {"qk_layernorm": True}), Fixed("mlp_bias", False, {}),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Needs({"moe_router_num_groups": None, "moe_router_group_topk": None}),
+    )  # fmt: skip
