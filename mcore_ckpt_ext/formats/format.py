@@ -54,7 +54,7 @@ class Format(ABC, Generic[Options]):
         name: how messages name it.
         takes_facts: whether a checkpoint may lack the arguments of its job, so that the user can state them.
         is_adapter_folder: whether its folders hold adapters alone, whose model lies elsewhere.
-        is_iteration: whether its folders are iterations that a training job resumes.
+        is_iteration: whether its folders are iterations of a run, beside which a tracker file lies.
         required_files: files without which a save was not finished.
     """
 
@@ -90,6 +90,17 @@ class Format(ABC, Generic[Options]):
             UsageError: an option has no meaning for it.
         """
         raise UnsupportedCheckpointError("the format is read, and not written", found=self.name)
+
+    def own_files(self, folder: Path) -> tuple[str, ...]:
+        """Regular expressions of the files that a folder in the format consists of.
+
+        Returns:
+            None of them where nothing shows that this package or Megatron wrote the folder, so that it is not replaced.
+
+        Raises:
+            CheckpointError: its marks are damaged.
+        """
+        return ()
 
     def can_be_verified(self, folder: Path) -> bool:
         """Whether a folder holds something to verify it by."""

@@ -16,25 +16,19 @@ from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError, DestinationError
 from mcore_ckpt_ext.formats.backend import sharded_backend
-from mcore_ckpt_ext.formats.canonical.reader import CanonicalCheckpoint, is_canonical
-from mcore_ckpt_ext.formats.hugging_face.folder import COMPANION_PATTERN, CONFIG, written_by_us
-from mcore_ckpt_ext.formats.legacy.reader import is_legacy
+from mcore_ckpt_ext.formats.hugging_face.folder import COMPANION_PATTERN
+from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, TRACKER_FILE, iteration_number
 from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE
 from mcore_ckpt_ext.storage.paths import as_path, file_system, is_remote
 
 # Megatron's own files beside the iterations (megatron/training: checkpointing.py, training.py, utils.py, 0.7 to 0.19).
 _OF_RUNS = (re.escape(TRACKER_FILE), r"latest_wandb_artifact_path\.txt", r"progress\.txt")
-# And in an iteration, with what Megatron-Bridge and this tool keep there.
+# What Megatron-Bridge and this tool keep in an iteration, whatever its format is.
 _OF_ITERATIONS = (
-    r"\.metadata|metadata\.json|common\.pt|__\d+_\d+\.distcp",
     rf"mcore_ckpt_ext\.json|{re.escape(DIGESTS_FILE)}|integrity\.json|run_config\.yaml|train_state\.pt",
     rf"tokenizer/({COMPANION_PATTERN}|[^/]+)",
-    r"mp_rank_[\d_]+/(model_optim_rng|model_rng|distrib_optim|optim|layer_wise_optimizer_\d+)\.pt",
-    r"[^/]+/(\.zarray|\d+(\.\d+)*|shard_\d[\d._]*\.pt)",
 )
-_OF_CANONICAL = r"common\.json|model\.safetensors\.index\.json|canonical-\d+-of-\d+\.safetensors"
-_OF_HUGGING_FACE = r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
 _OF_ALL = re.escape(DIGESTS_FILE)
 _SHOWN = 5
 
@@ -159,19 +153,20 @@ def _known(folder: Path) -> list[str]:
     Raises:
         CheckpointError: its marks cannot be read.
     """
-    if is_canonical(folder):
-        CanonicalCheckpoint(folder)
-        return [_OF_CANONICAL, _OF_ALL]
+    found = format_of(folder)
+    if found is not None and not found.is_iteration and (own := found.own_files(folder)):
+        return [*own, _OF_ALL]
     if (folder / TRACKER_FILE).is_file():
         named = (entry for entry in folder.iterdir() if iteration_number(entry) is not None or entry.name == RELEASE)
         names = [entry.name for entry in named]
         if len(names) != 1:
             return []
-        if not is_legacy(folder / names[0]):
-            sharded_backend(folder / names[0])
-        return [*_OF_RUNS, *(f"{re.escape(names[0])}/({pattern})" for pattern in _OF_ITERATIONS)]
-    if (folder / CONFIG).is_file() and written_by_us(folder):
-        return [_OF_HUGGING_FACE, COMPANION_PATTERN, _OF_ALL]
+        within = format_of(folder / names[0])
+        if within is None:
+            sharded_backend(folder / names[0])  # which says what is wrong with it
+            return []
+        if own := within.own_files(folder / names[0]):
+            return [*_OF_RUNS, *(f"{re.escape(names[0])}/({pattern})" for pattern in (*own, *_OF_ITERATIONS))]
     return []
 
 

@@ -120,7 +120,14 @@ def test_force_replaces_nothing_but_checkpoints(what: Callable[[Path], None], tm
 
 @pytest.mark.parametrize(
     ("first", "options"),
-    [("torch_dist", {}), ("legacy", {}), ("canonical", {}), ("hf", {}), ("hf", {"pickled": True})],
+    [
+        ("torch_dist", {}),
+        ("legacy", {}),
+        ("canonical", {}),
+        ("fsdp_dtensor", {}),
+        ("hf", {}),
+        ("hf", {"pickled": True}),
+    ],
     ids=str,
 )
 def test_force_replaces_what_this_tool_wrote(first: str, options: dict[str, bool], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ class CanonicalFormat(Format[Canonical]):
     """The layout-free format of this package."""
 
     name = "canonical"
+    is_iteration = False
     target = Canonical
 
     @override
@@ -28,6 +29,13 @@ class CanonicalFormat(Format[Canonical]):
         from mcore_ckpt_ext.formats.canonical.reader import is_canonical
 
         return is_canonical(folder)
+
+    @override
+    def own_files(self, folder: Path) -> tuple[str, ...]:
+        from mcore_ckpt_ext.formats.canonical.reader import CanonicalCheckpoint
+
+        CanonicalCheckpoint(folder)  # which looks at the mark
+        return (r"common\.json|model\.safetensors\.index\.json|canonical-\d+-of-\d+\.safetensors",)
 
     @override
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:

@@ -32,6 +32,10 @@ class FsdpDtensorFormat(Format[FsdpDtensor]):
         return plain_backend(folder) == self.name or is_finished(folder, self.name)
 
     @override
+    def own_files(self, folder: Path) -> tuple[str, ...]:
+        return (r"\.metadata|__\d+_\d+\.distcp",)
+
+    @override
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.fsdp.reader import FsdpCheckpoint
 

@@ -31,6 +31,14 @@ class HuggingFaceFormat(Format[HuggingFace]):
         return is_huggingface(folder)
 
     @override
+    def own_files(self, folder: Path) -> tuple[str, ...]:
+        from mcore_ckpt_ext.formats.hugging_face.folder import COMPANION_PATTERN, CONFIG, written_by_us
+
+        if not (folder / CONFIG).is_file() or not written_by_us(folder):
+            return ()
+        return (r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?", COMPANION_PATTERN)
+
+    @override
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 

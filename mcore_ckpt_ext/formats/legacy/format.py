@@ -30,6 +30,10 @@ class LegacyFormat(Format[Legacy]):
         return is_legacy(folder)
 
     @override
+    def own_files(self, folder: Path) -> tuple[str, ...]:
+        return (r"mp_rank_[\d_]+/(model_optim_rng|model_rng|distrib_optim|optim|layer_wise_optimizer_\d+)\.pt",)
+
+    @override
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
 

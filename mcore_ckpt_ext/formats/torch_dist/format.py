@@ -32,6 +32,10 @@ class TorchDistFormat(Format[TorchDist]):
         return is_finished(folder, self.name)
 
     @override
+    def own_files(self, folder: Path) -> tuple[str, ...]:
+        return (r"\.metadata|metadata\.json|common\.pt|__\d+_\d+\.distcp",)
+
+    @override
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 

@@ -27,6 +27,13 @@ class ZarrFormat(Format[Target]):
         return is_finished(folder, self.name)
 
     @override
+    def own_files(self, folder: Path) -> tuple[str, ...]:
+        return (
+            r"metadata\.json|common\.pt",
+            r"[^/]+/(\.zarray|\d+(\.\d+)*|shard_\d[\d._]*\.pt)",
+        )
+
+    @override
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.zarr.reader import ZarrCheckpoint
 
