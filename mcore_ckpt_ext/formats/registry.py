@@ -5,6 +5,7 @@ The first that recognizes a folder opens it: what can be taken for another forma
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mcore_ckpt_ext.formats.torch_dcp.format import TorchDcpFormat
 from mcore_ckpt_ext.formats.torch_dist.format import TorchDistFormat
 from mcore_ckpt_ext.formats.verl.format import VerlFormat
 from mcore_ckpt_ext.formats.zarr.format import ZarrFormat
+from mcore_ckpt_ext.storage.paths import as_path
 
 FORMATS: tuple[Format[Any], ...] = (
     NemoFormat(),
@@ -40,6 +42,12 @@ FORMATS: tuple[Format[Any], ...] = (
 def format_written(target: Target) -> Format[Any]:
     """Return the format that options are of."""
     return next(one for one in FORMATS if one.target is type(target))
+
+
+def is_adapter_folder(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is a folder of adapters alone, whose model lies elsewhere."""
+    folder = as_path(path)
+    return any(one.is_adapter_folder and one.recognizes(folder) for one in FORMATS)
 
 
 def format_of(folder: Path) -> Format[Any] | None:

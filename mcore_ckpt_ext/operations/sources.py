@@ -11,10 +11,10 @@ from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.adapters_alone import under_bridge_s_names
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
-from mcore_ckpt_ext.formats.hugging_face.folder import is_peft
 from mcore_ckpt_ext.formats.hugging_face.images import compared_whole, text_beside, with_images
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.merged import merged_view
+from mcore_ckpt_ext.formats.registry import is_adapter_folder
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_first_moments
@@ -22,7 +22,6 @@ from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.targets import Target
 
 
@@ -42,7 +41,7 @@ def open_source(
     """
     wanted = target.transformer_impl
     spec = wanted or TRANSFORMER_ENGINE
-    if merge is not None and is_peft(as_path(path)):
+    if merge is not None and is_adapter_folder(path):
         if weights is not None:
             raise UsageError(
                 "the model of a PEFT folder is named twice", found=f"--merge {merge}, --weights {weights}",
@@ -84,7 +83,7 @@ def open_both(
     Raises:
         CheckpointError: one cannot be read, or has no weights.
     """
-    peft = [is_peft(as_path(path)) for path in paths]
+    peft = [is_adapter_folder(path) for path in paths]
     opened = [
         open_checkpoint(path, family=family, weights=weights if lies_elsewhere else None)
         for path, lies_elsewhere in zip(paths, peft, strict=True)

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.formats.canonical import writer
 from mcore_ckpt_ext.formats.canonical.reader import CanonicalCheckpoint
 from mcore_ckpt_ext.formats.format import Format, OpenOptions
 from mcore_ckpt_ext.formats.laid_out import LaidOut, small_file, with_files
-from mcore_ckpt_ext.formats.registry import FORMATS, format_of
+from mcore_ckpt_ext.formats.registry import FORMATS, format_of, is_adapter_folder
 from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.view import CheckpointView
 from tests.harness.checkpoints import fixture_named
@@ -79,6 +79,11 @@ def test_the_more_particular_format_comes_first(make: Callable[[Path], None], na
     found = format_of(tmp_path)
     assert found is not None
     assert found.name == name
+
+
+def test_a_folder_that_is_not_there_is_in_no_format(tmp_path: Path) -> None:
+    assert format_of(tmp_path / "iter_0000004") is None
+    assert not is_adapter_folder(tmp_path / "adapters")
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"sharded_backend": "tensorstore"}'])

@@ -72,7 +72,7 @@ def weights_below(folder: Path) -> str | None:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir()]
+    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
 
 
 def _optimizer_index(folder: Path) -> Path | None:
