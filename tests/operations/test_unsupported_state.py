@@ -74,7 +74,7 @@ def add_to_legacy(folder: Path) -> None:
 ADDING = {"torch_dist": add_to_torch_dist, "zarr": add_to_zarr, "torch": add_to_legacy}
 
 
-# Of the formats of p50 and p51 see test_fsdp.py and test_torch_dcp.py.
+# Of the formats of p50 and p51 see tests/formats.
 READ = [name for name in FIXTURES if name[:3] not in ("p50", "p51")]
 
 
