@@ -77,6 +77,17 @@ def compares_versions(source: str) -> list[int]:
     return found
 
 
+def names_a_release(source: str) -> list[int]:
+    """The lines that name a release of Megatron by its numbers: `Version(0, 16)` or `(0, 16)`."""
+    nodes = ast.walk(ast.parse(source))
+    return [node.lineno for node in nodes if isinstance(node, ast.expr) and (_is_release(node) or _makes_release(node))]
+
+
+def _makes_release(node: ast.expr) -> bool:
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Version"
+    return is_call and all(map(_is_number, node.args))
+
+
 def _is_release(node: ast.expr) -> bool:
     """Whether an expression is a pair of numbers that may be a release of Megatron: `(0, 16)`, but not `(0, 0)`."""
     numbers = ast.literal_eval(node) if isinstance(node, ast.Tuple) and all(map(_is_number, node.elts)) else ()
@@ -102,6 +113,8 @@ def test_releases_are_told_apart_in_one_table() -> None:
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
     found = {path: lines for path, source in sources.items() if (lines := compares_versions(source)) and path != TABLE}
     assert found == {}, "add a row to job/releases.py instead"
+    named = {path for path, source in sources.items() if names_a_release(source)}
+    assert named == {TABLE, "versions.py"}, "a release is named by a row of job/releases.py"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +131,14 @@ def test_releases_are_told_apart_in_one_table() -> None:
 )
 def test_what_compares_versions(source: str) -> None:
     assert compares_versions(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [("x = (0, 19)", True), ("f(first, Version(0, 8))", True), ("share = (0, 1)", False), ("Version(*found)", False)],
+)
+def test_what_names_a_release(source: str, named: bool) -> None:
+    assert bool(names_a_release(source)) == named
 
 
 @pytest.mark.parametrize(

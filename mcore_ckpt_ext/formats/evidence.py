@@ -10,10 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.formats.common_state import sharding_type
+from mcore_ckpt_ext.job.releases import (
+    DESCRIBES_CONTENT,
+    DESCRIBES_LOCAL_SHARDS,
+    EXTENDS_INDEX_WITH_SHAPES,
+    KEEPS_PLANS_IN_INDEX,
+    STORES_FULLY_RESHARDABLE,
+    Capability,
+    releases_between,
+)
 from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
-from mcore_ckpt_ext.versions import NEWEST, OLDEST, Version
+from mcore_ckpt_ext.versions import Version
 
 Bound = tuple[str, Version | None, Version | None]
 """What was seen, and the first and last release that it allows the writer to be; None where it says nothing."""
@@ -26,40 +35,43 @@ class Loading:
     Attributes:
         in_megatron: whether it reads it at all.
         flag: the flag of the jobs that it is for; empty where it is any job's.
-        since: the first release that reads it.
-        last: the last one, or the newest known.
+        loaded_by: the releases that read it; None where it is every one.
         stumbles: why it fails all the same, under every layout; empty where it does not.
         by_rank: whether it finds files by the running layout, whatever lies in them.
     """
 
     in_megatron: bool = False
     flag: str = ""
-    since: Version = OLDEST
-    last: Version = NEWEST
+    loaded_by: Capability | None = None
     stumbles: str = ""
     by_rank: bool = False
+
+    def releases(self, first: Version) -> list[Version]:
+        """Return the known releases that read it, from `first` on."""
+        return [version for version in releases_between(first) if not self.loaded_by or self.loaded_by.is_of(version)]
 
 
 def bounds_of_index(index: DcpIndex) -> Iterator[Bound]:
     """What the index of a `torch_dist` checkpoint shows."""
     if index.natural_shapes:
-        yield ".metadata records natural shapes (mcore_data)", Version(0, 8), Version(0, 15)
+        yield ".metadata records natural shapes (mcore_data)", *EXTENDS_INDEX_WITH_SHAPES.span
     if index.has_plans:
-        yield ".metadata keeps the plans of all ranks", Version(0, 11), None
+        yield ".metadata keeps the plans of all ranks", *KEEPS_PLANS_IN_INDEX.span
     else:
-        yield ".metadata keeps no plans of the ranks", None, Version(0, 10)
+        yield ".metadata keeps no plans of the ranks", *KEEPS_PLANS_IN_INDEX.span_without
 
 
 def bounds_of_metadata(common: Mapping[str, Any]) -> Iterator[Bound]:
     """What the content metadata in a common state show."""
     content = common.get("content_metadata")
     if not isinstance(content, dict):
-        yield "no content metadata", None, Version(0, 12)
+        yield "no content metadata", *DESCRIBES_CONTENT.span_without
         return
     label = sharding_type(dict(common))
     if label in (DP_RESHARDABLE, FULLY_RESHARDABLE):
-        yield f"the content metadata name the optimizer format {label}", Version(0, 15), None
+        yield f"the content metadata name the optimizer format {label}", *STORES_FULLY_RESHARDABLE.span
     elif "singleton_local_shards" in content:
-        yield "the content metadata have singleton_local_shards", Version(0, 14), None
+        yield "the content metadata have singleton_local_shards", *DESCRIBES_LOCAL_SHARDS.span
     else:
-        yield "the content metadata lack singleton_local_shards", Version(0, 13), Version(0, 13)
+        _, last = DESCRIBES_LOCAL_SHARDS.span_without
+        yield "the content metadata lack singleton_local_shards", DESCRIBES_CONTENT.since, last

@@ -7,7 +7,7 @@ recorded, one of its arguments shows it: what every release has from there on. T
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version
 
@@ -17,6 +17,14 @@ class Arguments(Protocol):
 
     def lacks(self, name: str) -> bool:
         """Whether the version of the job did not have an argument yet."""
+
+
+Span: TypeAlias = "tuple[Version | None, Version | None]"
+"""The first and the last release of a range; None where it has no end there."""
+
+
+def _before(version: Version) -> Version:
+    return Version(version.major, version.minor - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +49,22 @@ class Capability:
         """Whether a release does it."""
         begun = self.since is None or version >= self.since
         return begun and (self.until is None or version < self.until)
+
+    @property
+    def span(self) -> Span:
+        """The first and the last release that do it."""
+        return self.since, _before(self.until) if self.until else None
+
+    @property
+    def span_without(self) -> Span:
+        """The first and the last release that do not do it.
+
+        Raises:
+            ValueError: there are such releases both before and after those that do it.
+        """
+        if self.since and self.until:
+            raise ValueError(f"releases before and after others do not do what Megatron {self.what}")
+        return self.until, _before(self.since) if self.since else None
 
     def is_shown_by(self, arguments: Arguments) -> bool:
         """Whether the release of a job does it, by its arguments; a job that tells little is taken for a recent one.
@@ -173,7 +197,28 @@ STORES_COMMON_STATE_AS_OBJECT = Capability(
 EXTENDS_INDEX_WITH_SHAPES = Capability(
     "extends the index with natural shapes (`mcore_data`)",
     "megatron/core/dist_checkpointing/strategies/torch.py",
+    since=Version(0, 8),
     until=Version(0, 16),
+)
+KEEPS_PLANS_IN_INDEX = Capability(
+    "keeps the plans of all ranks in the index",
+    "megatron/core/dist_checkpointing/strategies/state_dict_saver.py, `save_state_dict_async_plan`",
+    since=Version(0, 11),
+)
+WRITES_ZARR = Capability(
+    "writes checkpoints in the format zarr",
+    "megatron/training/checkpointing.py, `save_checkpoint`",
+    until=Version(0, 12),
+)
+LOADS_ZARR = Capability(
+    "loads checkpoints in the format zarr",
+    "megatron/core/dist_checkpointing/strategies/zarr.py",
+    until=Version(0, 16),
+)
+HAS_TORCH_DCP = Capability(
+    "has the checkpoint format torch_dcp, that of --use-torch-fsdp2",
+    "megatron/training/checkpointing.py",
+    since=Version(0, 12),
 )
 RESHAPES_STATE = Capability(
     "stores optimizer arrays of a natural shape reshaped",
@@ -200,6 +245,11 @@ DESCRIBES_CONTENT = Capability(
     "keeps content_metadata in the common state",
     "megatron/training/checkpointing.py, `_build_sharded_state_dict_metadata`",
     since=Version(0, 13),
+)
+DESCRIBES_LOCAL_SHARDS = Capability(
+    "describes in content_metadata whether local shards are apart (`singleton_local_shards`)",
+    "megatron/training/checkpointing.py, `_build_sharded_state_dict_metadata`",
+    since=Version(0, 14),
 )
 GRID_OF_EXPERTS_HAS_DATA_RANKS = Capability(
     "gives the grid of random states a data-parallel axis where there are several expert ranks",

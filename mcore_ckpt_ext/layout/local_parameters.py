@@ -37,6 +37,7 @@ from mcore_ckpt_ext.model_space.names import (
     unwrapped,
 )
 from mcore_ckpt_ext.model_space.slices import Region
+from mcore_ckpt_ext.versions import NEWEST
 
 _COLUMN_PARALLEL = {
     "linear_qkv", "linear_q", "linear_kv",  # attention.py: self and cross attention
@@ -44,7 +45,6 @@ _COLUMN_PARALLEL = {
     "eh_proj", "output_layer",  # multi_token_prediction.py, gpt_model.py
     "word_embeddings",  # language_model_embedding.py: VocabParallelEmbedding
 }  # fmt: skip
-_TODAY = (0, 19)  # of Megatron
 _ROW_PARALLEL = {"linear_proj", "linear_fc2", "out_proj"}
 _REPLICATED = {
     "input_layernorm", "pre_mlp_layernorm", "pre_cross_attn_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm",
@@ -254,7 +254,7 @@ def whole_cut(name: str, shape: tuple[int, ...], arguments: JobArguments) -> Cut
     Raises:
         UnsupportedCheckpointError: no rule says how it is cut.
     """
-    return _cut(name, shape, TensorPart(0, 2), arguments, _TODAY)
+    return _cut(name, shape, TensorPart(0, 2), arguments, NEWEST)
 
 
 def _cut(

@@ -24,6 +24,7 @@ from mcore_ckpt_ext.model_space.anatomy import (
     word_embeddings_of,
 )
 from mcore_ckpt_ext.model_space.names import Layer, in_layer, parse, split_layer
+from mcore_ckpt_ext.versions import OLDEST
 
 
 def _both(*modules: str) -> tuple[str, ...]:
@@ -274,7 +275,7 @@ def known_orders(arguments: JobArguments) -> list[KnownOrder]:
     elif arguments.moe_grouped_gemm:
         local.reverse()
     found = [*local, *engine] if arguments.transformer_impl == "local" else [*engine, *local]
-    return [*found, *(order.of_version((0, 18)) for order in found if is_hybrid(arguments))]
+    return [*found, *(order.of_version(OLDEST) for order in found if is_hybrid(arguments))]
 
 
 def registration_order(names: Iterable[str], order: ParameterOrder, tied_copy: bool = False) -> list[str] | None:

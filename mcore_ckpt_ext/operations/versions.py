@@ -112,7 +112,7 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
         return [*_of_fsdp(checkpoint, writer, loading)]
     if not checkpoint.arguments.tells_all:
         return [*_of_another_loop(checkpoint)]
-    readable = releases_between(min(writer.first, NEWEST), loading.last)
+    readable = loading.releases(min(writer.first, NEWEST))
     own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
     same = [v for v in readable if _stock(checkpoint, False, v)]
     other = [v for v in readable if _stock(checkpoint, True, v)]
@@ -130,7 +130,7 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
 
 
 def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> Iterator[Resumption]:
-    readable = releases_between(max(writer.first, loading.since))
+    readable = loading.releases(writer.first)
     own = f"its own: {checkpoint.layout}; another DP"
     yield Resumption(f"stock Megatron with {loading.flag}", _span(readable), own, _stock_note(checkpoint))
     yield Resumption(
@@ -141,7 +141,7 @@ def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> It
 
 def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
     """See `megatron/sources/torch_fsdp.py` for what stock Megatron makes of its own."""
-    known = _span(releases_between(max(writer.first, loading.since)))
+    known = _span(loading.releases(writer.first))
     yield Resumption("stock Megatron", "none", "none", loading.stumbles)
     yield Resumption(f"Megatron with mcore_ckpt_ext, {loading.flag}", known, "TP1, any DP", "tested with 0.19.2")
     yield Resumption("Megatron with mcore_ckpt_ext, without it", known, "any", "tested with 0.19.2")

@@ -68,3 +68,12 @@ def test_each_release_but_the_oldest_has_an_argument() -> None:
 def test_arguments_place_a_job_between_releases(fixture: str) -> None:
     first, last = releases.releases_by_arguments(open_checkpoint(fixture_named(fixture).run).arguments)
     assert (first[0] if first else OLDEST) == WRITTEN[fixture] == (last[0] if last else KNOWN[-1])
+
+
+def test_the_releases_that_do_something_and_those_that_do_not() -> None:
+    assert releases.LOADS_MODEL_SPACE.span == (Version(0, 14), Version(0, 15))
+    assert releases.LOADS_ZARR.span == (None, Version(0, 15))
+    assert releases.LOADS_ZARR.span_without == (Version(0, 16), None)
+    assert releases.DESCRIBES_CONTENT.span_without == (None, Version(0, 12))
+    with pytest.raises(ValueError, match="before and after"):
+        _ = releases.LOADS_MODEL_SPACE.span_without

@@ -16,6 +16,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.local_parameters import LocalNames, model_space_name
 from mcore_ckpt_ext.layout.parameter_parts import check_whole
 from mcore_ckpt_ext.model_space.names import is_first_linear, unwrapped
+from mcore_ckpt_ext.versions import NEWEST
 
 MODEL = "model.module."
 STATE = "optimizer.state.module.module.module."
@@ -28,7 +29,6 @@ _HALF = re.compile(r"^(?P<whole>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv
 # (`MultiTokenPredictionLayer`, megatron/core/transformer/multi_token_prediction.py); its keys never were.
 _MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)$")
 _AS_LAYER = "decoder.layers.0."
-_TODAY = (0, 19)  # of Megatron; what names depend on the version for is not written here
 
 
 class Stored(NamedTuple):
@@ -58,7 +58,7 @@ class ModuleNames:
 
     def __init__(self, arguments: JobArguments) -> None:
         """Raises: UnsupportedCheckpointError, where that job's experts are arranged as nothing else is."""
-        self._names = LocalNames(arguments, _TODAY)
+        self._names = LocalNames(arguments, NEWEST)
         self._is_gated = bool(arguments.swiglu)
 
     def of(self, name: str) -> str:

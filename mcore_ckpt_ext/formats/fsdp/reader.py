@@ -23,12 +23,12 @@ from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.fsdp.names import HALVES, parameter_of
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK
 from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR
 from mcore_ckpt_ext.model_space.names import is_extra_state, is_first_linear, is_module_buffer, parse
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
-from mcore_ckpt_ext.versions import Version
 
 NAME = FSDP_DTENSOR
 _MODEL, _STATE = MODEL, "optimizer.state."
@@ -44,11 +44,11 @@ class FsdpCheckpoint(FlattenedCheckpoint):
     """One iteration folder in `fsdp_dtensor`."""
 
     format = NAME
-    loading = Loading(in_megatron=True, flag="--use-megatron-fsdp", since=Version(0, 14))
+    loading = Loading(in_megatron=True, flag="--use-megatron-fsdp", loaded_by=LOADS_FSDP_DTENSOR)
 
     @override
     def evidence(self) -> Iterator[Bound]:
-        yield "Megatron-FSDP has written this format since 0.14", Version(0, 14), None
+        yield "Megatron-FSDP has written this format since 0.14", *LOADS_FSDP_DTENSOR.span
 
     @override
     def _read_index(self) -> DcpIndex:

@@ -25,13 +25,13 @@ from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.flattened import MODEL, FlattenedCheckpoint
 from mcore_ckpt_ext.formats.group_rule import group_that_holds
 from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.job.releases import HAS_TORCH_DCP
 from mcore_ckpt_ext.layout.local_parameters import model_space_name
 from mcore_ckpt_ext.layout.parameter_parts import check_whole
 from mcore_ckpt_ext.model_space.names import is_extra_state, is_module_buffer
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
-from mcore_ckpt_ext.versions import Version
 
 NAME = "torch_dcp"
 _STATE = "optimizer.state."
@@ -46,13 +46,13 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
 
     format = NAME
     loading = Loading(
-        in_megatron=True, flag="--use-torch-fsdp2", since=Version(0, 12),
+        in_megatron=True, flag="--use-torch-fsdp2", loaded_by=HAS_TORCH_DCP,
         stumbles="its loader calls ChainedOptimizer.state_dict with an argument that this does not know",
     )  # fmt: skip
 
     @override
     def evidence(self) -> Iterator[Bound]:
-        yield "jobs with --use-torch-fsdp2 have written this format since 0.12", Version(0, 12), None
+        yield "jobs with --use-torch-fsdp2 have written this format since 0.12", *HAS_TORCH_DCP.span
 
     @override
     def _read_index(self) -> DcpIndex:

@@ -32,6 +32,7 @@ from mcore_ckpt_ext.formats.unread import (
     optimizer_kind,
     tensors_in,
 )  # fmt: skip
+from mcore_ckpt_ext.job.releases import STORES_COMMON_STATE_AS_OBJECT
 from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, name_at, stacked_axes
 from mcore_ckpt_ext.optimizers.bucket_formats import optimizer_children
 from mcore_ckpt_ext.optimizers.derived_masters import with_masters
@@ -46,7 +47,6 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, read_index
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
-from mcore_ckpt_ext.versions import Version
 
 NAME = "torch_dist"
 COMMON_FILE = "common.pt"
@@ -80,9 +80,9 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     def _evidence_of_files(self) -> Iterator[Bound]:
         if COMMON_OBJECT in self.index.objects:
-            yield "the common state is an object of the checkpoint (common_state)", Version(0, 19), None
+            yield "the common state is an object of the checkpoint (common_state)", *STORES_COMMON_STATE_AS_OBJECT.span
         if (self.folder / COMMON_FILE).exists():
-            yield "the common state is a file of its own (common.pt)", None, Version(0, 18)
+            yield "the common state is a file of its own (common.pt)", *STORES_COMMON_STATE_AS_OBJECT.span_without
         yield from self._evidence_of_index()
 
     def _evidence_of_index(self) -> Iterator[Bound]:

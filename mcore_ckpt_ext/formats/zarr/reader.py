@@ -20,6 +20,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
+from mcore_ckpt_ext.job.releases import LOADS_ZARR, WRITES_ZARR
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import elements_of
@@ -27,7 +28,6 @@ from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredChunk, StoredObject
 from mcore_ckpt_ext.storage.json_text import parsed
-from mcore_ckpt_ext.versions import Version
 
 NAME = "zarr"
 _DESCRIPTION = ".zarray"
@@ -45,11 +45,11 @@ class ZarrCheckpoint(TorchDistCheckpoint):
 
     format = NAME
     # It left the loader in 0.16 (commit faa6037b).
-    loading = Loading(in_megatron=True, last=Version(0, 15))
+    loading = Loading(in_megatron=True, loaded_by=LOADS_ZARR)
 
     @override
     def _evidence_of_index(self) -> Iterator[Bound]:
-        yield "its arrays are in the format zarr, which megatron.training wrote up to 0.11", None, Version(0, 11)
+        yield "its arrays are in the format zarr, which megatron.training wrote up to 0.11", *WRITES_ZARR.span
 
     def _read_index(self) -> DcpIndex:
         return read_index(self.folder)
