@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +15,9 @@ from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.selftest.report import Outcome, Report, Row, passed
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.selftest.jobs import Order
+    from mcore_ckpt_ext.selftest.jobs import Machine, Order
     from mcore_ckpt_ext.selftest.launcher import Ended
+    from mcore_ckpt_ext.selftest.run import Start
 
 _STYLES: dict[Outcome, str] = {"passed": GOOD, "FAILED": BAD, "skipped": REMARKABLE}
 _HEADER = ("model", "layout", "format", "check", "bits equal", "seconds", "")
@@ -32,14 +36,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Test, and report it."""
+    from mcore_ckpt_ext.cli.selftest_ranks import Team, place_among_ranks, require_shared_folder
+    from mcore_ckpt_ext.selftest.machine import this_machine
+
+    joined = place_among_ranks(os.environ)
+    if joined is None:
+        return _test(this_machine(arguments.nproc), arguments, start_ranks)
+    place, variables = joined
+    require_shared_folder(place, arguments.folder)
+    machine = replace(this_machine(place.on_node), ranks=place.total)
+    os.environ.update(variables)
+    team = Team(place, _PATIENCE_SECONDS)
+    return team.lead(partial(_test, machine, arguments)) if place.rank == 0 else team.follow()
+
+
+def _test(machine: Machine, arguments: argparse.Namespace, start: Start) -> int:
     from mcore_ckpt_ext.selftest import run as running
-    from mcore_ckpt_ext.selftest.machine import device_name, this_machine, versions
+    from mcore_ckpt_ext.selftest.machine import device_name, versions
     from mcore_ckpt_ext.selftest.plan import plan
 
-    machine = this_machine(arguments.nproc)
     jobs = plan(machine)
     message(f"{sum(not job.skipped for job in jobs)} jobs on {machine.ranks} ranks; about three minutes")
-    rows, folder = running.run(jobs, start_ranks, arguments.folder)
+    rows, folder = running.run(jobs, start, arguments.folder)
     report = Report(
         passed(rows), machine.ranks, device_name(), versions(), rows, None if folder is None else str(folder)
     )
@@ -56,12 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
 def start_ranks(order: Order) -> Ended:
     """Start the ranks of this node, which have to finish a job every two minutes."""
     from mcore_ckpt_ext.selftest.jobs import read_results
-    from mcore_ckpt_ext.selftest.launcher import start
+    from mcore_ckpt_ext.selftest.launcher import all_on_this_node, start
 
     def progress() -> int:
         return len(read_results(order.results))
 
-    return start(order.jobs[0].layout.ranks, order.write(), progress=progress, patience=_PATIENCE_SECONDS)
+    ranks = all_on_this_node(order.jobs[0].layout.ranks)
+    return start(ranks, order.write(), progress=progress, patience=_PATIENCE_SECONDS)
 
 
 def _show(report: Report) -> None:

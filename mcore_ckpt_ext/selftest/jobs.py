@@ -68,6 +68,25 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What the self-test has to work with.
+
+    Attributes:
+        ranks: number of ranks.
+        backend: of torch.distributed.
+        no_engine: why there are no layers of Transformer Engine; empty where there are.
+        no_fp8: why nothing is computed in fp8; empty where it can be.
+        layers: number of layers of a model, the most pipeline stages that there can be.
+    """
+
+    ranks: int
+    backend: str = "nccl"
+    no_engine: str = ""
+    no_fp8: str = ""
+    layers: int = 8
+
+
+@dataclass(frozen=True)
 class Order:
     """What the ranks do: jobs, one after the other, and the folder for all that they write."""
 

@@ -12,7 +12,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.devices import accelerator_type, device_module
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.group_device import default_backend
-from mcore_ckpt_ext.selftest.plan import Machine
+from mcore_ckpt_ext.selftest.jobs import Machine
 
 _ON_CPU = "the demonstration of the repository runs on the CPU: python3 scripts/demo.py"
 _DISTRIBUTIONS = ("megatron-core", "transformer-engine", "apex", "nvidia-resiliency-ext")

@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from mcore_ckpt_ext.selftest.jobs import LAST, SAVED, Job, Layout
+from mcore_ckpt_ext.selftest.jobs import Job, Layout, Machine
+from mcore_ckpt_ext.selftest.models import EXPERTS, MODELS, arguments
 
-HEADS = LAYERS = 8
-HIDDEN, SEQUENCE, VOCABULARY = 128, 64, 128
-_EXPERTS = 4
 _MOST_LAYOUTS = 9
 _RESUMED = "optimizer resumed from"
 _FAST = "--ckpt-ext-load: "
+EIGHT_RANKS = "eight-ranks"
+"""The job whose checkpoint is part of this package."""
 DP_RESHARDABLE, FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the self-test has to work with.
-
-    Attributes:
-        ranks: number of ranks.
-        backend: of torch.distributed.
-        no_engine: why there are no layers of Transformer Engine; empty where there are.
-        no_fp8: why nothing is computed in fp8; empty where it can be.
-        layers: number of layers of the models, the most pipeline stages that there can be.
-    """
-
-    ranks: int
-    backend: str = "nccl"
-    no_engine: str = ""
-    no_fp8: str = ""
-    layers: int = LAYERS
 
 
 def plan(machine: Machine) -> tuple[Job, ...]:
     """Return the jobs in the order in which they run; each follows the one whose checkpoint it resumes."""
-    return (*_dense(machine), *_fully_reshardable(machine), *_experts(machine), *_engine(machine))
+    return (
+        *_dense(machine),
+        *_of_eight_ranks(machine),
+        *_fully_reshardable(machine),
+        *_experts(machine),
+        *_engine(machine),
+    )
 
 
 def layouts(ranks: int, layers: int) -> list[Layout]:
@@ -47,7 +34,7 @@ def layouts(ranks: int, layers: int) -> list[Layout]:
         Layout(ranks, tensor, pipeline)
         for tensor in sizes
         for pipeline in sizes
-        if tensor <= HEADS and pipeline <= layers and ranks % (tensor * pipeline) == 0
+        if tensor <= MODELS["gpt"].heads and pipeline <= layers and ranks % (tensor * pipeline) == 0
     ]
 
 
@@ -74,6 +61,27 @@ def _dense(machine: Machine) -> Iterator[Job]:
     )  # fmt: skip
 
 
+def saved_by_eight_ranks(machine: Machine) -> Job:
+    """Return the job that saved the checkpoint of this package."""
+    layout = Layout(8, 2, 2)
+    job = _saving(_without_engine(machine), "tiny gpt", layout, DP_RESHARDABLE, (), check="save")
+    return replace(job, name=EIGHT_RANKS)
+
+
+def _without_engine(machine: Machine) -> Machine:
+    """The checkpoint has no layers of Transformer Engine, and a machine may have none."""
+    return replace(machine, no_engine="the checkpoint was saved without Transformer Engine")
+
+
+def _of_eight_ranks(machine: Machine) -> Iterator[Job]:
+    save, layout = saved_by_eight_ranks(machine), Layout(machine.ranks)
+    samples = MODELS[save.model].samples
+    skipped = "" if samples % layout.data == 0 else f"{samples} samples cannot be divided among {layout.data} ranks"
+    yield _resuming(
+        _without_engine(machine), save, layout, check="resume, saved by 8 ranks", expects=_RESUMED, skipped=skipped
+    )
+
+
 def _fully_reshardable(machine: Machine) -> Iterator[Job]:
     found = layouts(machine.ranks, machine.layers)
     source = _source(found)
@@ -84,7 +92,7 @@ def _fully_reshardable(machine: Machine) -> Iterator[Job]:
 
 
 def _experts(machine: Machine) -> Iterator[Job]:
-    ranks, expert = machine.ranks, min(_EXPERTS, machine.ranks)
+    ranks, expert = machine.ranks, min(EXPERTS, machine.ranks)
     source = Layout(ranks, 1, 1, max(size for size in (1, 2, 4) if size <= expert and ranks % size == 0))
     save = _saving(machine, "experts", source, DP_RESHARDABLE, ("--async-save",), check="save, asynchronously")
     yield save
@@ -102,6 +110,8 @@ def _engine(machine: Machine) -> Iterator[Job]:
     source, flags = _source(found), ("--fp8-format", "hybrid", "--fp8-recipe", "delayed")
     why_not = machine.no_engine or machine.no_fp8
     save = _saving(machine, "gpt in fp8", source, DP_RESHARDABLE, flags, check="save", skipped=why_not)
+    # Transformer Engine refuses its own pickled states without it (2.20: transformer_engine/pytorch/_extra_state.py).
+    save = replace(save, environment={"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"})
     yield save
     target = max(found, key=lambda one: (one != source, one.data))
     expects = _RESUMED if target != source else ""
@@ -133,36 +143,8 @@ def _resuming(
         layout=layout,
         check=check,
         arguments=(*arguments(machine, save.model, layout), *flags),
+        environment=save.environment,
         loads=save.name,
         expects=expects,
         skipped=skipped,
     )
-
-
-def arguments(machine: Machine, model: str, layout: Layout) -> tuple[str, ...]:
-    """Return Megatron's command line for a model under a layout; the padded vocabulary is the same under each."""
-    named = {
-        "num-layers": machine.layers, "hidden-size": HIDDEN, "num-attention-heads": HEADS, "seq-length": SEQUENCE,
-        "max-position-embeddings": SEQUENCE, "micro-batch-size": 1, "global-batch-size": 2 * max(4, machine.ranks),
-        "lr": 3e-3, "min-lr": 3e-4, "lr-decay-iters": 100, "lr-warmup-iters": 1, "train-iters": LAST,
-        "save-interval": SAVED, "eval-iters": 0, "eval-interval": 1000, "num-workers": 0, "log-interval": 1,
-        "attention-dropout": 0, "hidden-dropout": 0, "tokenizer-type": "NullTokenizer", "vocab-size": VOCABULARY - 1,
-        "make-vocab-size-divisible-by": VOCABULARY // layout.tensor, "ckpt-format": "torch_dist",
-        "tensor-model-parallel-size": layout.tensor, "pipeline-model-parallel-size": layout.pipeline,
-        "distributed-backend": machine.backend, "distributed-timeout-minutes": 3,
-    }  # fmt: skip
-    # Kernels that torch compiles take longer than the self-test; Apex, of which others are, need not be installed.
-    unfused = ("gradient-accumulation", "masked-softmax", "bias-gelu", "bias-dropout", "bias-swiglu", "rope")
-    words = [word for name, value in named.items() for word in (f"--{name}", str(value))]
-    words += ["--bf16", "--use-distributed-optimizer", "--mock-data", *(f"--no-{name}-fusion" for name in unfused)]
-    if machine.no_engine:
-        words += ["--transformer-impl", "local", "--attention-backend", "unfused", "--no-persist-layer-norm"]
-    if model == "experts":
-        words += ["--num-experts", str(_EXPERTS), "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"]
-        words += ["--expert-model-parallel-size", str(layout.expert), "--expert-tensor-parallel-size", "1"]
-        words += ["--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"]
-        words += ["--untie-embeddings-and-output-weights", "--position-embedding-type", "rope"]
-        # Experts and tensor parallelism need it together (megatron/training/arguments.py, validate_args).
-        words += ["--sequence-parallel"] if layout.tensor > 1 else []
-        words += [] if machine.no_engine else ["--moe-grouped-gemm"]
-    return tuple(words)

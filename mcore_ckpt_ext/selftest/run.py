@@ -9,7 +9,9 @@ from pathlib import Path
 
 from mcore_ckpt_ext.selftest.jobs import Job, JobResult, Order, read_results
 from mcore_ckpt_ext.selftest.launcher import Ended, log_of
+from mcore_ckpt_ext.selftest.plan import EIGHT_RANKS
 from mcore_ckpt_ext.selftest.report import Row, passed, row
+from mcore_ckpt_ext.selftest.shipped import unpack
 
 Start = Callable[[Order], Ended]
 _PREFIX = "mcore-ckpt-selftest-"
@@ -41,6 +43,8 @@ def run(jobs: Sequence[Job], start: Start, parent: Path | None = None) -> tuple[
 def _run_all(jobs: Sequence[Job], folder: Path, start: Start) -> dict[str, str]:
     """Run jobs until each has ended or failed; returns the failures by the name of the job."""
     failures: dict[str, str] = {}
+    if any(job.loads == EIGHT_RANKS for job in jobs):
+        unpack(Order(folder, ()))
     while remaining := [job for job in jobs if _is_to_run(job, failures, read_results(Order(folder, ()).results))]:
         order = Order(folder, tuple(remaining))
         order.write()
@@ -70,4 +74,4 @@ def _reason(order: Order, job: Job, ended: Ended) -> str:
         return path.read_text(encoding="utf-8")
     log = log_of(order.folder, 0)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    return " | ".join([ended.reason or "the ranks ended early", *lines[-_MOST_LINES:]])
+    return " | ".join([str(ended) or "the ranks ended early", *lines[-_MOST_LINES:]])

@@ -115,6 +115,21 @@ def number_of_elements(state: State) -> int:
     return sum(torch.Size(shape).numel() for shape in {(one.kind, one.key): one.shape for one in state.pieces}.values())
 
 
+def merged(state: State) -> State:
+    """Put the pieces of each tensor together.
+
+    Raises:
+        ValueError: replicas of a tensor differ, or elements of it are missing.
+    """
+    pieces = []
+    for (kind, key), parts in _by_tensor(state.pieces).items():
+        whole, *others = _replicas(parts)
+        if others or not whole.held.all():
+            raise ValueError(f"{kind}.{key} is not one whole tensor")
+        pieces.append(Piece(kind, key, tuple(whole.values.shape), (0,) * whole.values.dim(), 0, whole.values))
+    return State(pieces, state.settings, state.progress)
+
+
 def differences(saved: State, loaded: State) -> list[str]:
     """Describe what of a state is not as it was at the save: some tensors by name, and how many more.
 

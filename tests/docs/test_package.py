@@ -32,6 +32,7 @@ OTHER_THAN_CODE = {
     "mcore_ckpt_ext/families/config_reads.json",
     *(f"mcore_ckpt_ext/cli/pages/{name}" for name in PAGES),
     *(f"mcore_ckpt_ext/cli/schemas/{name}" for name in SCHEMAS),
+    "mcore_ckpt_ext/selftest/eight_ranks.tar.xz",
 }
 # Cheap, and each looks at the files beside it: data, documentation, scripts, the package itself.
 TESTS_OF_THE_ARCHIVE = (

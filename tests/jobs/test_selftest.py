@@ -13,14 +13,14 @@ from megatron_on_cpu import launch
 from mcore_ckpt_ext.cli.json_schema import schema_of
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.megatron import selftest
-from mcore_ckpt_ext.selftest.jobs import Job, Order
+from mcore_ckpt_ext.selftest.jobs import Job, Machine, Order
 from mcore_ckpt_ext.selftest.launcher import Ended
-from mcore_ckpt_ext.selftest.plan import Machine, plan
+from mcore_ckpt_ext.selftest.plan import plan
 from tests.harness.jobs import TIME_LIMIT
 from tests.harness.json_schema import violations
 
 RANK_PROGRAM = Path(selftest.__file__).with_name("rank.py")
-MACHINE = Machine(2, "gloo", "Transformer Engine is not installed", "no fp8", layers=4)
+MACHINE = Machine(2, "gloo", "Transformer Engine is not installed", "no fp8", layers=2)
 # Beside the plan: jobs that have to fail, and one after them.
 FORGETS, STOPS, GOES_ON = "forgets its optimizer", "stops", "goes on"
 
@@ -67,7 +67,7 @@ def test_every_job_of_the_plan_passes(report: dict[str, Any]) -> None:
     planned = [row for row in report["rows"] if row["check"] not in (FORGETS, STOPS)]
     assert [row for row in planned if row["outcome"] == "FAILED"] == []
     ran = [row for row in planned if row["outcome"] == "passed"]
-    assert {row["model"] for row in ran} == {"gpt", "experts"}
+    assert {row["model"] for row in ran} == {"gpt", "tiny gpt", "experts"}
     assert {row["format"] for row in ran} == {"dp_reshardable", "fully_reshardable"}
     resumed = [row for row in ran if row["bits_equal"] is not None]
     assert {row["layout"] for row in resumed if row["model"] == "gpt"} == {
@@ -75,7 +75,7 @@ def test_every_job_of_the_plan_passes(report: dict[str, Any]) -> None:
     }  # fmt: skip
     for row in resumed:
         assert row["bits_equal"]
-        assert row["elements"] > 2_000_000
+        assert row["elements"] > 30_000
         assert len(row["losses"]) == 3
         # The models learn: a state that is not the saved one would show in the losses, too.
         assert row["losses"][-1] < row["losses"][0]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt_ext.selftest.launcher import Ended, log_of, start
+from mcore_ckpt_ext.selftest.launcher import Ended, all_on_this_node, log_of, start
 
 
 def run(folder: Path, program: str, *, ranks: int = 2, patience: float = 30, gets_on: bool = False) -> Ended:
@@ -23,7 +23,7 @@ def run(folder: Path, program: str, *, ranks: int = 2, patience: float = 30, get
     )
     steps = count()
     return start(
-        ranks,
+        all_on_this_node(ranks),
         folder / "order.json",
         progress=(lambda: next(steps)) if gets_on else (lambda: 0),
         patience=patience,
@@ -56,12 +56,13 @@ def test_all_end_well(tmp_path: Path) -> None:
 
 
 def test_one_fails_and_the_other_waits_for_it(tmp_path: Path) -> None:
-    assert run(tmp_path, "sys.exit(3) if rank else time.sleep(600)") == Ended(False, "rank 1 ended with exit code 3")
+    ended = run(tmp_path, "sys.exit(3) if rank else time.sleep(600)")
+    assert (ended.succeeded, str(ended)) == (False, "rank 1 ended with exit code 3")
 
 
 def test_one_dies(tmp_path: Path) -> None:
     found = run(tmp_path, "os.kill(os.getpid(), 9) if rank else time.sleep(600)")
-    assert found == Ended(False, "rank 1 ended with signal SIGKILL")
+    assert (found.succeeded, str(found)) == (False, "rank 1 ended with signal SIGKILL")
 
 
 def test_all_hang(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt_ext.selftest.jobs import Job, Layout, Order
-from mcore_ckpt_ext.selftest.plan import Machine, layouts, plan
+from mcore_ckpt_ext.selftest.jobs import Job, Layout, Machine, Order
+from mcore_ckpt_ext.selftest.plan import EIGHT_RANKS, layouts, plan, saved_by_eight_ranks
 
 SIZES = [1, 2, 3, 4, 6, 8, 16]
 
@@ -18,7 +18,7 @@ def resumes(jobs: tuple[Job, ...], model: str) -> set[str]:
 
 @pytest.mark.parametrize("ranks", SIZES)
 def test_each_resume_follows_its_save(ranks: int) -> None:
-    saved: dict[str, Job] = {}
+    saved = {EIGHT_RANKS: saved_by_eight_ranks(Machine(8))}
     for job in plan(Machine(ranks)):
         assert job.name not in saved
         assert job.layout.ranks == ranks
@@ -66,9 +66,24 @@ def test_what_is_missing_is_skipped_with_its_reason() -> None:
 
 
 def test_the_vocabulary_has_the_same_padding_under_each_layout() -> None:
-    for job in plan(Machine(8)):
-        words = job.arguments
-        assert int(words[words.index("--make-vocab-size-divisible-by") + 1]) * job.layout.tensor == 128
+    padded = {
+        (job.model, number(job, "--make-vocab-size-divisible-by") * job.layout.tensor) for job in plan(Machine(8))
+    }
+    assert padded == {("gpt", 128), ("experts", 128), ("gpt in fp8", 128), ("tiny gpt", 64)}
+
+
+def number(job: Job, flag: str) -> int:
+    return int(job.arguments[job.arguments.index(flag) + 1])
+
+
+def test_the_batch_of_a_resume_is_that_of_its_save() -> None:
+    shipped = saved_by_eight_ranks(Machine(8))
+    for ranks in (1, 2, 4, 8, 16):
+        (job,) = (job for job in plan(Machine(ranks)) if job.loads == EIGHT_RANKS)
+        assert not job.skipped
+        assert number(job, "--global-batch-size") == number(shipped, "--global-batch-size") == 16
+    (job,) = (job for job in plan(Machine(6)) if job.loads == EIGHT_RANKS)
+    assert job.skipped == "16 samples cannot be divided among 6 ranks"
 
 
 def test_orders_are_read_as_written(tmp_path: Path) -> None:

@@ -113,16 +113,14 @@ def _write_losses(order: Order, job: Job, losses: dict[int, float | None]) -> No
 
 @contextmanager
 def _environment(job: Job) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in job.environment}
+    """Set a job's variables; afterwards remove those that Megatron set, such as NVTE_FLASH_ATTN for its attention."""
+    before = dict(os.environ)
     os.environ.update(job.environment)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class _Collector(logging.Handler):

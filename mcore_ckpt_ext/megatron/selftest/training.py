@@ -18,7 +18,6 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
 from megatron.training import arguments as training_arguments
@@ -61,9 +60,10 @@ class Training:
 
     def step(self) -> float | None:
         """Train one iteration; returns its loss on the ranks of the last pipeline stage."""
+        self.arguments.curr_iteration = self.arguments.iteration
         losses, *_ = training.train_step(
             _forward_step, self._batches, self.model, self.optimizer, self.scheduler, self.config,
-            get_forward_backward_func(), iteration=self.arguments.iteration,
+            training.get_forward_backward_func(), iteration=self.arguments.iteration,
         )  # fmt: skip
         self.arguments.iteration += 1
         self.arguments.consumed_train_samples += self.arguments.global_batch_size

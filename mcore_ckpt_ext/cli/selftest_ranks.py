@@ -1,0 +1,164 @@
+"""A self-test for which torchrun or srun has started a process for each rank, on one node or several.
+
+Each of these processes starts the program of its rank, as often as it is needed, and ends it when another rank has
+failed. The first one decides what is run, and reports. They meet in a store of torch.distributed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.selftest.jobs import Order, read_results
+from mcore_ckpt_ext.selftest.launcher import PROGRAM, Ended, Ranks, free_port, start
+
+# Set by torchrun alone (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_FIRST_PORT, _PORTS = 20_000, 10_000
+_FIRST_NODE = re.compile(r"(?P<name>[^,\[]+)(\[(?P<number>\d+))?")
+_NAMESPACE = "mcore-ckpt-selftest"
+_FOR_EVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among the ranks.
+
+    Attributes:
+        rank: its number.
+        total: how many ranks there are.
+        local: its number on its node.
+        on_node: how many ranks there are on its node.
+    """
+
+    rank: int
+    total: int
+    local: int
+    on_node: int
+
+
+def place_among_ranks(environment: Mapping[str, str]) -> tuple[Place, dict[str, str]] | None:
+    """Return the place of this process, and the variables by which torch finds the store where they are not set.
+
+    Args:
+        environment: the variables of this process.
+
+    Returns:
+        None for a process that neither torchrun nor srun started as one of several.
+    """
+    if _TORCHRUN in environment:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return Place(*(int(environment[name]) for name in names)), {}
+    total = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if total < 2 or "SLURM_PROCID" not in environment:
+        return None
+    rank, local = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])
+    place = Place(rank, total, local, total // int(environment["SLURM_STEP_NUM_NODES"]))
+    meeting = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(total),
+        "MASTER_ADDR": first_node(environment["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": str(_FIRST_PORT + int(environment["SLURM_JOB_ID"]) % _PORTS),
+    }
+    return place, {name: value for name, value in meeting.items() if name not in environment}
+
+
+def first_node(nodes: str) -> str:
+    """Return the first node of a list as Slurm writes it: `gpu03` of `gpu[03-05,9],login`.
+
+    Raises:
+        UsageError: it is not understood.
+    """
+    found = _FIRST_NODE.match(nodes)
+    if found is None:
+        raise UsageError("the first node of this job is not known", found=nodes, helps="set MASTER_ADDR")
+    return found["name"] + (found["number"] or "")
+
+
+def require_shared_folder(place: Place, folder: Path | None) -> None:
+    """Refuse several nodes without a folder that all of them see.
+
+    Raises:
+        UsageError: none was named.
+    """
+    if folder is None and place.on_node < place.total:
+        raise UsageError(
+            "several nodes share no temporary files", helps="--folder FOLDER on a file system of all nodes"
+        )
+
+
+class Team:
+    """The processes of all ranks; each runs one rank in each round, with the same order."""
+
+    def __init__(self, place: Place, patience: float, program: Sequence[str] = PROGRAM) -> None:
+        """Meet the others.
+
+        Args:
+            place: of this process.
+            patience: seconds without progress after which the ranks are ended.
+            program: command line of a rank, before the order.
+        """
+        self._place, self._patience, self._program = place, patience, program
+        store, _, _ = next(rendezvous("env://"))
+        self._store = PrefixStore(_NAMESPACE, store)
+        self._round = 0
+
+    def lead(self, test: Callable[[Callable[[Order], Ended]], int]) -> int:
+        """Run a test in the first process, while the others `follow`.
+
+        Args:
+            test: is given a function that runs an order on all ranks; returns an exit code.
+        """
+        code = 2  # where the test ends with an error
+        try:
+            code = test(self._run_order)
+        finally:
+            self._tell({"code": code})
+        return code
+
+    def follow(self) -> int:
+        """Run what the first process wants; returns its exit code."""
+        while True:
+            wanted = json.loads(self._store.get(self._key("wanted")).decode())
+            if "code" in wanted:
+                return int(wanted["code"])
+            self._run_rank(Path(wanted["order"]), wanted["port"], lambda: 0, _FOR_EVER)
+
+    def _run_order(self, order: Order) -> Ended:
+        path, port = order.write().resolve(), free_port()
+        self._tell({"order": str(path), "port": port})
+        return self._run_rank(path, port, lambda: len(read_results(order.results)), self._patience)
+
+    def _tell(self, wanted: Mapping[str, Any]) -> None:
+        self._store.set(self._key("wanted"), json.dumps(wanted))
+
+    def _run_rank(self, order: Path, port: int, progress: Callable[[], object], patience: float) -> Ended:
+        place, failed = self._place, self._key("failed")
+        ranks = Ranks(place.rank, 1, place.total, place.local, place.on_node, os.environ["MASTER_ADDR"], port)
+        ended = start(
+            ranks, order, progress=progress, patience=patience, program=self._program,
+            interruption=lambda: self._store.get(failed).decode() if self._store.check([failed]) else "",
+        )  # fmt: skip
+        if not ended.succeeded:
+            self._store.set(failed, str(ended))
+        self._wait_for_all()
+        self._round += 1
+        return ended
+
+    def _wait_for_all(self) -> None:
+        """Wait until each rank of this round has ended, so that the next round begins with none of them."""
+        if self._store.add(self._key("ended"), 1) == self._place.total:
+            self._store.set(self._key("all ended"), "")
+        self._store.wait([self._key("all ended")])
+
+    def _key(self, name: str) -> str:
+        return f"{self._round}/{name}"

@@ -1,0 +1,76 @@
+"""The models of the self-test, and Megatron's command line for each under a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mcore_ckpt_ext.selftest.jobs import LAST, SAVED, Layout, Machine
+
+EXPERTS = 4
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model.
+
+    Attributes:
+        hidden: hidden size.
+        heads: number of attention heads, the most tensor-parallel ranks that there can be.
+        sequence: length of a sample.
+        vocabulary: rows of the padded vocabulary.
+        layers: number of layers; 0 means the machine's.
+        samples: global batch size; 0 means some for each rank.
+    """
+
+    hidden: int = 128
+    heads: int = 8
+    sequence: int = 64
+    vocabulary: int = 128
+    layers: int = 0
+    samples: int = 0
+
+
+MODELS = {
+    "gpt": Model(),
+    "gpt in fp8": Model(),
+    "experts": Model(),
+    # That of the checkpoint in this package; a resume under another batch size would need a decision of the user.
+    "tiny gpt": Model(hidden=16, heads=2, sequence=16, vocabulary=64, layers=2, samples=16),
+}
+
+
+def arguments(machine: Machine, model: str, layout: Layout) -> tuple[str, ...]:
+    """Return Megatron's command line for a model under a layout; the padded vocabulary is the same under each."""
+    sizes = MODELS[model]
+    words = [word for name, value in _named(machine, sizes, layout).items() for word in (f"--{name}", str(value))]
+    # Kernels that torch compiles take longer than the self-test; Apex, of which others are, need not be installed.
+    unfused = ("gradient-accumulation", "masked-softmax", "bias-gelu", "bias-dropout", "bias-swiglu", "rope")
+    words += ["--bf16", "--use-distributed-optimizer", "--mock-data", *(f"--no-{name}-fusion" for name in unfused)]
+    if machine.no_engine:
+        words += ["--transformer-impl", "local", "--attention-backend", "unfused", "--no-persist-layer-norm"]
+    if model == "experts":
+        words += ["--num-experts", str(EXPERTS), "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"]
+        words += ["--expert-model-parallel-size", str(layout.expert), "--expert-tensor-parallel-size", "1"]
+        words += ["--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"]
+        words += ["--untie-embeddings-and-output-weights", "--position-embedding-type", "rope"]
+        # Experts and tensor parallelism need it together (megatron/training/arguments.py, validate_args).
+        words += ["--sequence-parallel"] if layout.tensor > 1 else []
+        words += [] if machine.no_engine else ["--moe-grouped-gemm"]
+    return tuple(words)
+
+
+def _named(machine: Machine, sizes: Model, layout: Layout) -> Mapping[str, object]:
+    return {
+        "num-layers": sizes.layers or machine.layers, "hidden-size": sizes.hidden,
+        "num-attention-heads": sizes.heads, "seq-length": sizes.sequence,
+        "max-position-embeddings": sizes.sequence, "micro-batch-size": 1,
+        "global-batch-size": sizes.samples or 2 * max(4, machine.ranks),
+        "lr": 3e-3, "min-lr": 3e-4, "lr-decay-iters": 100, "lr-warmup-iters": 1, "train-iters": LAST,
+        "save-interval": SAVED, "eval-iters": 0, "eval-interval": 1000, "num-workers": 0, "log-interval": 1,
+        "attention-dropout": 0, "hidden-dropout": 0, "tokenizer-type": "NullTokenizer",
+        "vocab-size": sizes.vocabulary - 1,
+        "make-vocab-size-divisible-by": sizes.vocabulary // layout.tensor, "ckpt-format": "torch_dist",
+        "tensor-model-parallel-size": layout.tensor, "pipeline-model-parallel-size": layout.pipeline,
+        "distributed-backend": machine.backend, "distributed-timeout-minutes": 3,
+    }  # fmt: skip

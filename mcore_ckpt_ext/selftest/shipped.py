@@ -1,0 +1,35 @@
+"""The checkpoint of eight ranks that is part of this package, with the state that was alive when it was saved.
+
+`scripts/selftest_checkpoint.py` made it with genuine Megatron.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+from mcore_ckpt_ext.selftest.jobs import Order
+
+ARCHIVE = Path(__file__).with_name("eight_ranks.tar.xz")
+
+
+def unpack(order: Order) -> None:
+    """Put the checkpoint, the state and the result of its job where those of a job that has run would be."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(order.folder, filter="data")
+
+
+def pack(order: Order, name: str) -> None:
+    """Make the archive of a job that has run; the sidecar is left out, as in a checkpoint from before the package."""
+    with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
+        for path in (order.checkpoints(name), order.state(name), order.results):
+            archive.add(path, path.relative_to(order.folder), filter=_neutral)
+
+
+def _neutral(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    if Path(entry.name).name == "mcore_ckpt_ext.json":
+        return None
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    entry.mtime = 0
+    return entry

@@ -1,0 +1,47 @@
+"""Makes the checkpoint of eight ranks that `mcore-ckpt selftest` resumes: genuine Megatron on CPU ranks.
+
+python scripts/selftest_checkpoint.py        in the environment of the tests
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from megatron_on_cpu import launch
+
+from mcore_ckpt_ext.megatron import selftest
+from mcore_ckpt_ext.selftest.jobs import Machine, Order
+from mcore_ckpt_ext.selftest.plan import saved_by_eight_ranks
+from mcore_ckpt_ext.selftest.shipped import ARCHIVE, pack
+from mcore_ckpt_ext.selftest.state import State, merged
+
+# Its name becomes part of the checkpoint, among the arguments of the job.
+FOLDER = Path("/tmp/selftest")
+TIME_LIMIT = 200
+
+
+def main() -> int:
+    """Train, save, and pack."""
+    FOLDER.mkdir()
+    try:
+        job = saved_by_eight_ranks(Machine(8, "gloo"))
+        order = Order(FOLDER, (job,))
+        program = Path(selftest.__file__).with_name("rank.py")
+        result = launch.run(8, program, [str(order.write())], timeout=TIME_LIMIT)
+        if result.returncode:
+            sys.stderr.write(result.output)
+            return 1
+        whole = merged(State.load(order.state(job.name)))
+        shutil.rmtree(order.state(job.name))
+        whole.save(order.state(job.name) / "rank_00000.pt")
+        pack(order, job.name)
+    finally:
+        shutil.rmtree(FOLDER)
+    print(f"{ARCHIVE}: {ARCHIVE.stat().st_size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
