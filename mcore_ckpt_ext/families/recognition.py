@@ -11,6 +11,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_article
 from mcore_ckpt_ext.families.arcee import Arcee
 from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.chatglm import ChatGLM
 from mcore_ckpt_ext.families.deepseek_v2 import DeepSeekV2
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, KimiK2
 from mcore_ckpt_ext.families.entry_points import RegisteredFamily, loadable, registered_families
@@ -29,6 +30,7 @@ from mcore_ckpt_ext.families.gpt_neox import GPTNeoX
 from mcore_ckpt_ext.families.gpt_oss import GptOss
 from mcore_ckpt_ext.families.hy_v3 import HyV3
 from mcore_ckpt_ext.families.indexed_attention import DeepSeekV32, GlmMoEDsa
+from mcore_ckpt_ext.families.internlm2 import InternLM2
 from mcore_ckpt_ext.families.internlm3 import InternLM3
 from mcore_ckpt_ext.families.llama import Llama
 from mcore_ckpt_ext.families.minimax_m2 import MiniMaxM2
@@ -39,6 +41,7 @@ from mcore_ckpt_ext.families.nemotron import Nemotron
 from mcore_ckpt_ext.families.nemotron_h import NemotronH
 from mcore_ckpt_ext.families.olmoe import OLMoE
 from mcore_ckpt_ext.families.phi3 import Phi3
+from mcore_ckpt_ext.families.qwen import Qwen
 from mcore_ckpt_ext.families.qwen2 import MiMo, Qwen2
 from mcore_ckpt_ext.families.qwen2_moe import Qwen2MoE
 from mcore_ckpt_ext.families.qwen3 import Qwen3
@@ -56,7 +59,7 @@ FAMILIES: tuple[Family, ...] = (
     KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(), OLMoE(),
     GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
     DeepSeekV32(), GlmMoEDsa(), NemotronH(), StableLM(), GPTBigCode(), Nemotron(), Glm(), Ministral3(), Gemma(),
-    GPTNeoX(), HyV3(), ExaoneMoE(),
+    GPTNeoX(), HyV3(), ExaoneMoE(), InternLM2(), ChatGLM(), Qwen(),
 )  # fmt: skip
 _SHOWN = 4
 

@@ -26,6 +26,7 @@ _ALWAYS = {"rope_theta", "rope_type", "partial_rotary_factor"}
 _OF_KIND = {
     "default": {"factor"},
     "linear": {"factor"},
+    "dynamic": {"factor"},
     "llama3": {"factor", *_LLAMA_3},
     "yarn": {
         "factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
@@ -34,12 +35,14 @@ _OF_KIND = {
 }  # fmt: skip
 
 
-def rope_parameters(config: Config, theta: float = 10000.0, ignored: Collection[str] = ()) -> dict[str, Any]:
+def rope_parameters(
+    config: Config, theta: float = 10000.0, ignored: Collection[str] = (), *, dynamic: bool = False
+) -> dict[str, Any]:
     """RoPE as `config.json` says it, with `rope_theta` and `rope_type`; keys without a value are left out.
 
     Until transformers 4 in `rope_theta` and `rope_scaling` (there `type` before 4.43), since 5 in `rope_parameters`. Of
     both, transformers takes one without a word (`convert_rope_params_to_dict`): here they have to say the same. Some
-    keys may be `ignored`.
+    keys may be `ignored`. If `dynamic`, that kind is read as `default`, which it is up to `max_position_embeddings`.
 
     Raises:
         UnsupportedCheckpointError: a kind of scaling, or a key of it, that Megatron has no arguments for; a
@@ -51,11 +54,12 @@ def rope_parameters(config: Config, theta: float = 10000.0, ignored: Collection[
         raise contradictory("rope_scaling", said[0], f"{said[-1]} in rope_parameters")
     found = said[0]
     kind = str(found["rope_type"])
-    if kind not in _OF_KIND:
-        raise unrepresentable("rope_scaling", _why_not(found), ", ".join(_OF_KIND))
+    if kind not in _OF_KIND or (kind == "dynamic" and not dynamic):
+        expected = ", ".join(kind for kind in _OF_KIND if kind != "dynamic" or dynamic)
+        raise unrepresentable("rope_scaling", _why_not(found), expected)
     if strange := sorted(found.keys() - _ALWAYS - _OF_KIND[kind]):
         raise unrepresentable(f"rope_scaling of type {kind}", ", ".join(strange), ", ".join(sorted(_OF_KIND[kind])))
-    return found
+    return {**found, "rope_type": "default"} if kind == "dynamic" else found
 
 
 def _why_not(found: Mapping[str, Any]) -> str:
@@ -100,7 +104,7 @@ def base_of(found: Mapping[str, Any]) -> float:
 
 def rope(
     theta: float = 10000.0, *, partial: float | None = None, interleaved: bool = False, width: str = "",
-    scaling: Mapping[str, Any] | None = None, ignored: Collection[str] = (),
+    scaling: Mapping[str, Any] | None = None, ignored: Collection[str] = (), dynamic: bool = False,
 ) -> Setting:  # fmt: skip
     """Rotary positions: plain, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
 
@@ -111,6 +115,7 @@ def rope(
         interleaved: neighbours are rotated together, not halves.
         ignored: keys that may stand among the others, and that do not count here.
         scaling: what the class has where no key says any.
+        dynamic: frequencies may change where a text is longer than `max_position_embeddings`; never written.
     """
     unscaled = scaling is not None  # has to be said, then
 
@@ -129,7 +134,8 @@ def rope(
 
     def to_arguments(config: Config) -> dict[str, Any]:
         unsaid = scaling is not None and not any(config.get(key) for key in _NESTED)
-        found = rope_parameters({**config, "rope_scaling": scaling} if unsaid else config, theta, ignored)
+        said = {**config, "rope_scaling": scaling} if unsaid else config
+        found = rope_parameters(said, theta, ignored, dynamic=dynamic)
         if width in config:
             found.setdefault("partial_rotary_factor", config[width] / config["head_dim"])
         kind, part = found["rope_type"], found.get("partial_rotary_factor", partial or 1.0)

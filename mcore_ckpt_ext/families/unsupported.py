@@ -34,6 +34,7 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
     "llama4": _CHUNKS, "llama4_text": _CHUNKS,
     "hunyuan_v1_dense": _NORMS_AFTER_ROPE, "hunyuan_v1_moe": _NORMS_AFTER_ROPE,
     "dbrx": _CLIPPED, "mamba": _MAMBA_1, "falcon_mamba": _MAMBA_1, "jamba": _MAMBA_1,
+    "baichuan": "Baichuan 2 computes logits by an output layer whose rows it normalizes first, and Megatron does not",
     "olmo": "its norms have no weights, and those of Megatron do",
     "opt": "its MLP has ReLU, for which Megatron has no flag, and its positions begin at 2",
     "apertus": "its MLP has xIELU, for which Megatron has no flag",

@@ -74,6 +74,8 @@ SHOWN: dict[str, Shown] = {
     "ministral3": Shown("ministral3", _DENSE),
     "nemotron_h": Shown("nemotron_h", why="the kernels of Megatron's Mamba mixers run on GPUs only"),
 }
+COMPUTES_AS = {"internlm2": "llama", "chatglm": "glm", "qwen": "qwen2"}
+"""Types whose class transformers does not have, and the type that computes the same: `tests/huggingface/own_code`."""
 BUILT_BY_MEGATRON = [name for name, shown in SHOWN.items() if shown.layouts]
 CASES = [("local", name, layout) for name, shown in SHOWN.items() for layout in shown.layouts] + [
     ("transformer_engine", name, layout) for name, shown in SHOWN.items() for layout in shown.engine

@@ -1,0 +1,104 @@
+"""ChatGLM2 and 3 of 6 billion parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import RMS_NORM
+from mcore_ckpt_ext.families.family import Family, Rule, set_in
+from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
+from mcore_ckpt_ext.families.settings import (
+    Both,
+    Config,
+    Fixed,
+    Needs,
+    Same,
+    Sets,
+    Setting,
+    Size,
+    checked_size,
+    contradictory,
+    unrepresentable,
+)
+
+_OURS, _THEIRS = "decoder.layers.{layer}", "transformer.encoder.layers.{layer}"
+_QKV = joined(QUERY, KEY, VALUE)
+_GROUPED, _GROUPS = "multi_query_attention", "multi_query_group_num"
+_ROWS, _TOKENS = "padded_vocab_size", "vocab_size"
+
+
+def _groups() -> Setting:
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        return {_GROUPED: True, _GROUPS: arguments.num_query_groups}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        if not config.get(_GROUPED):
+            raise unrepresentable(_GROUPED, config.get(_GROUPED), "True")
+        heads, groups = config["num_attention_heads"], checked_size(_GROUPS, config.get(_GROUPS, 1))
+        if heads % groups:
+            raise unrepresentable(_GROUPS, groups, f"a divisor of {heads} heads")
+        return {"group_query_attention": groups != heads, "num_query_groups": groups}
+
+    return Both((_GROUPED, _GROUPS), to_config, to_arguments)
+
+
+def _vocabulary() -> Setting:
+    def to_arguments(config: Config) -> dict[str, Any]:
+        rows = checked_size(_ROWS, config.get(_ROWS, 65024), 1 << 40)
+        if config.get(_TOKENS, rows) != rows:
+            raise contradictory(_TOKENS, config[_TOKENS], f"{rows} as {_ROWS}")
+        return {"vocab_size": rows}
+
+    return Both((_ROWS, _TOKENS), lambda arguments: {_ROWS: arguments.known("vocab_size")}, to_arguments)
+
+
+class ChatGLM(Family):
+    """Neighbours of half a head are rotated together; queries, keys and values, gate and up projection in one matrix.
+
+    Its folders bring their own code (`modeling_chatglm.py`). A `rope_ratio` is refused: folders differ in what they
+    multiply by it.
+    """
+
+    model_type = "chatglm"
+    architecture = "ChatGLMForConditionalGeneration"
+    left_out = (r"\.rotary_pos_emb\.inv_freq$",)
+    rules = (
+        Rule("transformer.embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
+        Rule(f"{_THEIRS}.input_layernorm.weight", f"{_OURS}.self_attention.linear_qkv.layer_norm_weight"),
+        Rule(f"{_THEIRS}.self_attention.query_key_value.weight", f"{_OURS}.self_attention.linear_qkv.weight", _QKV),
+        Rule(f"{_THEIRS}.self_attention.query_key_value.bias", f"{_OURS}.self_attention.linear_qkv.bias", _QKV,
+             set_in("add_qkv_bias")),
+        Rule(f"{_THEIRS}.self_attention.dense.weight", f"{_OURS}.self_attention.linear_proj.weight"),
+        Rule(f"{_THEIRS}.post_attention_layernorm.weight", f"{_OURS}.mlp.linear_fc1.layer_norm_weight"),
+        Rule(f"{_THEIRS}.mlp.dense_h_to_4h.weight", f"{_OURS}.mlp.linear_fc1.weight"),
+        Rule(f"{_THEIRS}.mlp.dense_4h_to_h.weight", f"{_OURS}.mlp.linear_fc2.weight"),
+        Rule("transformer.encoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
+        Rule("transformer.output_layer.weight", "output_layer.weight"),
+    )  # fmt: skip
+    # In which precision and by which kernel it is computed; tuning of prompts, which a folder of weights is without.
+    without_effect = (
+        "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "bias_dropout_fusion", "fp32_residual_connection",
+        "quantization_bit", "pre_seq_len", "prefix_projection",
+    )  # fmt: skip
+    settings = (
+        Size("num_layers", "num_layers", 28, counted=True), Size("hidden_size", "hidden_size", 4096),
+        Size("num_attention_heads", "num_attention_heads", 32, counted=True), Size("kv_channels", "kv_channels", 128),
+        Size("ffn_hidden_size", "ffn_hidden_size", 13696), Size("seq_length", "max_position_embeddings", 2048),
+        _vocabulary(), _groups(), Same("layernorm_epsilon", "layernorm_epsilon", 1e-5), RMS_NORM,
+        Same("hidden_dropout", "hidden_dropout", 0.0), Same("attention_dropout", "attention_dropout", 0.0),
+        Same("add_qkv_bias", "add_qkv_bias", False), Fixed("add_bias_linear", False, {"add_bias_linear": False}),
+        Fixed("rmsnorm", True, {}), Fixed("post_layer_norm", True, {}),
+        Fixed("apply_residual_connection_post_layernorm", False, {"apply_residual_connection_post_layernorm": False}),
+        Fixed("tie_word_embeddings", False, {"untie_embeddings_and_output_weights": True}),
+        Fixed("original_rope", True, {
+            "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 0.5, "rotary_interleaved": True,
+        }),
+        Fixed("rope_ratio", 1, {}), Needs({"swiglu": True}), Sets({"init_method_std": 0.02}),
+    )  # fmt: skip
+
+    @override
+    def rather_another(self, arguments: ModelArguments) -> list[str]:
+        return ["all that GLM-4-9B is"]

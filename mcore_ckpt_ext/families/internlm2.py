@@ -1,0 +1,55 @@
+"""InternLM2 and 2.5."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import (
+    RMS_NORM,
+    SILU,
+    SIZES,
+    TRAINING,
+    implied_head_size,
+    query_groups,
+    tied,
+)
+from mcore_ckpt_ext.families.family import Family, Rule, untied
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rows import GATE, UP
+from mcore_ckpt_ext.families.settings import Fixed, Same
+
+_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+
+
+class InternLM2(Family):
+    """Llama with queries, keys and values in one matrix, group by group as Megatron has them, under other names.
+
+    Its folders bring their own code (`modeling_internlm2.py`): `wqkv` is taken apart into groups of queries, a key and
+    a value, and RoPE of the type `dynamic` is plain up to `max_position_embeddings`.
+    """
+
+    model_type = "internlm2"
+    architecture = "InternLM2ForCausalLM"
+    rules = (
+        Rule("model.tok_embeddings.weight", "embedding.word_embeddings.weight"),
+        Rule(f"{_THEIRS}.attention.wqkv.weight", f"{_OURS}.self_attention.linear_qkv.weight"),
+        Rule(f"{_THEIRS}.attention.wo.weight", f"{_OURS}.self_attention.linear_proj.weight"),
+        Rule(f"{_THEIRS}.feed_forward.w1.weight", f"{_OURS}.mlp.linear_fc1.weight", GATE),
+        Rule(f"{_THEIRS}.feed_forward.w3.weight", f"{_OURS}.mlp.linear_fc1.weight", UP),
+        Rule(f"{_THEIRS}.feed_forward.w2.weight", f"{_OURS}.mlp.linear_fc2.weight"),
+        Rule(f"{_THEIRS}.attention_norm.weight", f"{_OURS}.self_attention.linear_qkv.layer_norm_weight"),
+        Rule(f"{_THEIRS}.ffn_norm.weight", f"{_OURS}.mlp.linear_fc1.layer_norm_weight"),
+        Rule("model.norm.weight", "decoder.final_layernorm.weight"),
+        Rule("output.weight", "output_layer.weight", where=untied),
+    )
+    without_effect = ("attn_implementation",)
+    settings = (
+        *SIZES, query_groups(), implied_head_size(), rope(dynamic=True), tied(by_default=False), *TRAINING, SILU,
+        RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        Fixed("bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+    )  # fmt: skip
+
+    @override
+    def rather_another(self, arguments: ModelArguments) -> list[str]:
+        return ["all that Llama is"]

@@ -1,0 +1,105 @@
+"""Qwen, the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, implied_head_size
+from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE, joined
+from mcore_ckpt_ext.families.settings import (
+    Both,
+    Config,
+    Fixed,
+    Needs,
+    Same,
+    Setting,
+    Size,
+    checked_size,
+    contradictory,
+)
+
+_OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
+_QKV = joined(QUERY, KEY, VALUE)
+_HEAD, _WIDTH, _LENGTH, _MOST = "kv_channels", "intermediate_size", "seq_length", "max_position_embeddings"
+
+
+def _width() -> Setting:
+    """That of gate and up projection together."""
+    return Both(
+        (_WIDTH,),
+        lambda arguments: {_WIDTH: 2 * arguments.ffn_hidden_size},
+        lambda config: {"ffn_hidden_size": checked_size(_WIDTH, config[_WIDTH], 1 << 40) // 2},
+    )
+
+
+def _heads() -> Setting:
+    implied = implied_head_size()
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        width, heads, hidden = config.get(_HEAD, 128), config["num_attention_heads"], config["hidden_size"]
+        if width * heads != hidden:
+            raise contradictory(_HEAD, width, f"{hidden} of hidden_size for {heads} heads")
+        return {"kv_channels": width, "group_query_attention": False, "num_query_groups": heads}
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        grouped = arguments.num_query_groups != arguments.num_attention_heads
+        return implied.misfits(arguments) + (["grouped queries"] if grouped else [])
+
+    return Both((_HEAD,), lambda arguments: {_HEAD: arguments.kv_channels}, to_arguments, why_not)
+
+
+def _length() -> Setting:
+    """The number of positions up to which frequencies do not change and queries are not scaled."""
+    return Both(
+        (_LENGTH, _MOST),
+        lambda arguments: {_LENGTH: arguments.known(_MOST), _MOST: arguments.known(_MOST)},
+        lambda config: {_MOST: checked_size(_LENGTH, config.get(_LENGTH, config.get(_MOST, 8192)), 1 << 40)},
+    )
+
+
+class Qwen(Family):
+    """Llama with biases of queries, keys and values in one matrix, under other names.
+
+    Its folders bring their own code (`modeling_qwen.py`): `w2` is the gate, and `use_dynamic_ntk` and `use_logn_attn`
+    count for texts longer than `seq_length`.
+    """
+
+    model_type = "qwen"
+    architecture = "QWenLMHeadModel"
+    rules = (
+        Rule("transformer.wte.weight", "embedding.word_embeddings.weight"),
+        Rule(f"{_THEIRS}.ln_1.weight", f"{_OURS}.self_attention.linear_qkv.layer_norm_weight"),
+        Rule(f"{_THEIRS}.attn.c_attn.weight", f"{_OURS}.self_attention.linear_qkv.weight", _QKV),
+        Rule(f"{_THEIRS}.attn.c_attn.bias", f"{_OURS}.self_attention.linear_qkv.bias", _QKV),
+        Rule(f"{_THEIRS}.attn.c_proj.weight", f"{_OURS}.self_attention.linear_proj.weight"),
+        Rule(f"{_THEIRS}.ln_2.weight", f"{_OURS}.mlp.linear_fc1.layer_norm_weight"),
+        Rule(f"{_THEIRS}.mlp.w1.weight", f"{_OURS}.mlp.linear_fc1.weight", UP),
+        Rule(f"{_THEIRS}.mlp.w2.weight", f"{_OURS}.mlp.linear_fc1.weight", GATE),
+        Rule(f"{_THEIRS}.mlp.c_proj.weight", f"{_OURS}.mlp.linear_fc2.weight"),
+        Rule("transformer.ln_f.weight", "decoder.final_layernorm.weight"),
+        Rule("lm_head.weight", "output_layer.weight"),
+    )
+    # By which kernel and in which precision it is computed; beyond `seq_length`.
+    without_effect = (
+        "bf16", "fp16", "fp32", "use_flash_attn", "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32",
+        "use_dynamic_ntk", "use_logn_attn", "emb_dropout_prob",
+    )  # fmt: skip
+    settings = (
+        Size("num_hidden_layers", "num_layers", 32, counted=True), Size("hidden_size", "hidden_size", 4096),
+        Size("num_attention_heads", "num_attention_heads", 32, counted=True),
+        Size("vocab_size", "vocab_size", 151936), _width(), _heads(), _length(), RMS_NORM,
+        Same("layer_norm_epsilon", "layernorm_epsilon", 1e-6), Same("initializer_range", "init_method_std", 0.02),
+        Same("attn_dropout_prob", "attention_dropout", 0.0), Same("rotary_emb_base", "rotary_base", 10000),
+        Fixed("rotary_pct", 1.0, {"position_embedding_type": "rope", "rotary_percent": 1.0}),
+        Fixed("scale_attn_weights", True, {}), Fixed("no_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
+        Fixed("tie_word_embeddings", False, {"untie_embeddings_and_output_weights": True}),
+        Needs({"swiglu": True, "rotary_interleaved": False}),
+    )  # fmt: skip
+
+    @override
+    def rather_another(self, arguments: ModelArguments) -> list[str]:
+        return ["all that Qwen2 is"]

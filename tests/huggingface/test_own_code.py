@@ -1,0 +1,75 @@
+"""Families whose class transformers does not have: models that their own code built, and what it answered.
+
+Such a model converted to Megatron is one of a family that transformers has: exported as that family, it gives the
+logits of its own code. That Megatron computes the same as that family is shown by `tests/jobs`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.recognition import family_named
+from tests.harness.witnesses import COMPUTES_AS
+
+FOLDER = Path(__file__).with_name("own_code")
+TOKENS = torch.arange(40).view(2, 20) * 7 % 64
+WEIGHTS = "model.safetensors"
+
+
+@pytest.mark.parametrize("name", COMPUTES_AS)
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    """Every tensor and every key come back; frequencies, which are no weights, are left out and named."""
+    source = tmp_path / "model"
+    _copy(FOLDER / name, source)
+    report = mcore_ckpt_ext.convert(source, tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    expected, found = load_file(source / WEIGHTS), load_file(tmp_path / "back" / WEIGHTS)
+    frequencies = {label for label in expected if label.endswith(".inv_freq")}
+    assert found.keys() == expected.keys() - frequencies
+    assert all(torch.equal(found[label], expected[label]) for label in found)
+    assert not frequencies or any("inv_freq" in note for note in report.notes)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "back")]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize(("name", "family"), COMPUTES_AS.items())
+def test_it_answers_as_its_own_code_does(name: str, family: str, tmp_path: Path) -> None:
+    mcore_ckpt_ext.convert(FOLDER / name, tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "other", mcore_ckpt_ext.HuggingFace(), family=family)
+    truth = load_file(FOLDER / name / "logits.safetensors")["logits"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "other", attn_implementation="eager")
+    with torch.no_grad():
+        difference = (model(TOKENS).logits - truth).abs().max() / truth.abs().max()
+    assert difference <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("chatglm", {"rope_ratio": 50}, "rope_ratio"),
+        ("chatglm", {"multi_query_attention": False}, "multi_query_attention"),
+        ("chatglm", {"padded_vocab_size": 128}, "vocab_size"),
+        ("qwen", {"kv_channels": 16}, "kv_channels"),
+        ("internlm2", {"bias": True}, "bias"),
+        ("internlm2", {"rope_scaling": {"type": "longrope"}}, "longrope"),
+    ],
+)
+def test_what_megatron_cannot_do_is_refused(name: str, changed: dict[str, object], said: str) -> None:
+    config = json.loads((FOLDER / name / "config.json").read_text())
+    with pytest.raises(UnsupportedCheckpointError, match=said):
+        family_named(name).arguments({**config, **changed})
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """The folder without the answer, which is no part of a model."""
+    folder.mkdir()
+    for name in ("config.json", WEIGHTS):
+        (folder / name).write_bytes((source / name).read_bytes())
