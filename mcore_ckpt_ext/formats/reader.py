@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, shown
+from mcore_ckpt_ext.formats.companions import TOKENIZER_FOLDER, companions
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.grid import weight_grid
-from mcore_ckpt_ext.formats.hugging_face.folder import TOKENIZER_FOLDER, companions
 from mcore_ckpt_ext.formats.messages import general_notices
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar

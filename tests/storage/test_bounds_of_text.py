@@ -18,7 +18,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.families.qwen3_moe import Qwen3MoE
 from mcore_ckpt_ext.formats.canonical.reader import INDEX_FILE
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.hugging_face.folder import companions, tokens_of
+from mcore_ckpt_ext.formats.companions import companions, tokens_of
 from mcore_ckpt_ext.formats.zarr import reader as zarr
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, RecordedParameter
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, read_tracker

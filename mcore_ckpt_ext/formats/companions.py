@@ -1,0 +1,170 @@
+"""The small files beside a model, such as its tokenizer: what there is, and notes on what is copied."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, some
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.storage.checked_files import read_file
+from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.paths import as_path, is_remote
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_FOLDER = "tokenizer"
+"""Of an iteration folder, as Megatron itself keeps it (`save_tokenizer_assets`, checkpointing.py, commit 6c344290)."""
+
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "tokenizer.model.v3", "tokenizer.model.v7", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "chat_template.jinja", "chat_template.json",
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+COMPANIONS = (CONFIG, GENERATION_CONFIG, *_TOKENIZER)
+"""The small files that belong to a model, by name."""
+# A tokenizer's own code, which nothing here runs, and its further templates.
+_FURTHER = ("tokenization_*.py", "*.tiktoken", "additional_chat_templates/*.jinja")
+_FURTHER_PATTERN = r"tokenization_\w+\.py|[\w.-]+\.tiktoken|additional_chat_templates/[\w.-]+\.jinja"
+COMPANION_PATTERN = "|".join([*map(re.escape, COMPANIONS), _FURTHER_PATTERN])
+"""The names of the small files that a folder may have, as a regular expression."""
+_CODE = "auto_map"
+"""The key by which a JSON file names classes that transformers imports from the folder, or from another repository.
+
+Source: `get_class_from_dynamic_module`, transformers/dynamic_module_utils.py, 4.36 to 5.23: with `trust_remote_code`.
+"""
+
+
+def companions(folder: Path, below: str = "") -> dict[str, bytes]:
+    """The small files that belong to a model: its tokenizer, and the two configurations.
+
+    Args:
+        folder: of a checkpoint, of a model, or of a tokenizer alone; nothing where there is no such folder.
+        below: the folder in it that they lie in.
+    """
+    found: dict[str, bytes] = {}
+    for name in _companion_names(folder, below):
+        with contextlib.suppress(OSError):
+            found[name] = read_file(folder, _joined(below, name))
+    return found
+
+
+def tokenizer_files(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
+    """The small files in the folder of a tokenizer that the user names; none without a name.
+
+    Raises:
+        UnreadableCheckpointError: it has none.
+    """
+    if path is None:
+        return {}
+    found = companions(as_path(path))
+    if not found:
+        refused = "; ".join(f"{name}: {why}" for name, why in refused_companions(as_path(path)).items())
+        there = is_remote(as_path(path)) or as_path(path).is_dir()
+        raise UnreadableCheckpointError(
+            "the folder holds no tokenizer" if there else "there is no such folder", found=refused or None,
+            expected="the small files of a tokenizer or model, such as tokenizer.json or config.json", where=str(path),
+            helps="name the folder of a tokenizer or model on this machine: --tokenizer PATH",
+        )  # fmt: skip
+    return found
+
+
+def _companion_names(folder: Path, below: str) -> list[str]:
+    """The small files to look for: the known ones, and those that a folder of this machine has by a pattern."""
+    if is_remote(folder):
+        return list(COMPANIONS)
+    there = folder / below
+    further = (path.relative_to(there).as_posix() for pattern in _FURTHER for path in there.glob(pattern))
+    return [*COMPANIONS, *sorted(name for name in further if re.fullmatch(COMPANION_PATTERN, name))]
+
+
+def refused_companions(folder: Path, below: str = "") -> dict[str, str]:
+    """Those that are there but are not copied, with the reason."""
+    found: dict[str, str] = {}
+    for name in _companion_names(folder, below):
+        if not is_remote(folder) and not os.path.lexists(folder / below / name):
+            continue
+        if reason := _why_unreadable(folder, _joined(below, name)):
+            found[name] = reason
+    return found
+
+
+def _why_unreadable(folder: Path, name: str) -> str | None:
+    try:
+        read_file(folder, name)
+    except FileNotFoundError:
+        return None if is_remote(folder) else "a link to nowhere"  # what a remote store lacks is not there
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def json_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """A JSON object among small files; empty where none can be read."""
+    try:
+        content = parsed(files.get(name, b"{}"))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def tokens_of(files: Mapping[str, bytes]) -> int | None:
+    """The size of the vocabulary according to a model's or tokenizer's own files; None where they do not say.
+
+    `config.json` says how many rows the embedding has, which may be more than the tokenizer has tokens.
+    """
+    if type(size := json_of(files, CONFIG).get("vocab_size")) is int:
+        return size
+    tokenizer = json_of(files, "tokenizer.json")
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, (dict, list)):
+        numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+        return _after_the_last([*numbers, *(token.get("id") for token in tokens)])
+    words = json_of(files, "vocab.json")
+    return _after_the_last(words.values()) if words else None
+
+
+def _after_the_last(numbers: Collection[object]) -> int:
+    return 1 + max((number for number in numbers if type(number) is int), default=-1)
+
+
+def _joined(below: str, name: str) -> str:
+    return f"{below}/{name}" if below else name
+
+
+def companion_notes(taken: Mapping[str, bytes], checkpoint: CheckpointView) -> list[str]:
+    """Notes on the small files that are copied along with a checkpoint, and on those that are not.
+
+    Args:
+        taken: the files that are copied, by name.
+        checkpoint: the checkpoint that has them.
+    """
+    refused = refused_companions(checkpoint.folder, checkpoint.companions_below)
+    found = [f"copied along with the weights: {', '.join(taken)}"] if taken else []
+    found += _code_notes(taken)
+    return found + [f"not copied: {name}: {why}" for name, why in refused.items()]
+
+
+def _code_notes(taken: Mapping[str, bytes]) -> Iterator[str]:
+    for name in taken:
+        if name.endswith(".json") and (named := json_of(taken, name).get(_CODE)):
+            yield (
+                f"{name} names code ({_CODE}: {shortened(some(_names(named), 3))}), which is copied with it as a name "
+                "only: nothing here runs it, and transformers imports it with trust_remote_code=True"
+            )
+
+
+def _names(named: object) -> list[str]:
+    """The classes of an `auto_map`, which has a name, or a list of names, for each kind of class."""
+    if isinstance(named, dict):
+        return [name for value in named.values() for name in _names(value)]
+    if isinstance(named, list):
+        return [name for value in named for name in _names(value)]
+    return [] if named is None else [str(named)]
