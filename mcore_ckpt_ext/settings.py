@@ -96,19 +96,19 @@ VERIFY_ALL = Setting(
 )
 ACCEPT_LOST = Setting(
     "MCORE_CKPT_EXT_ACCEPT_LOST",
-    "1: resume although elements are lost",
+    "1: resume even if elements are lost",
     False,
     _off_or_on,
 )
 NEW_TOKENS = Setting(
     "MCORE_CKPT_EXT_NEW_TOKENS",
-    "keep: tokens that the checkpoint has no row for keep the model's own initialization",
+    "keep: tokens missing from the checkpoint keep the model's initialization",
     False,
     {"keep": True}.__getitem__,
 )
 PROOF = Setting(
     "MCORE_CKPT_EXT_PROOF",
-    "warn: training goes on although masters do not round to their weights",
+    "warn: training goes on even if masters do not round to their weights",
     STOP,
     {word: word for word in (STOP, WARN)}.__getitem__,
 )
@@ -121,29 +121,29 @@ ON_SAVE_FAILURE = Setting(
 )
 FALLBACK = Setting(
     "MCORE_CKPT_EXT_FALLBACK",
-    "1: resume from the newest whole checkpoint",
+    "1: resume from the newest complete checkpoint",
     False,
     _off_or_on,
     argument="ckpt_ext_fallback",
 )
 LOAD = Setting(
     "MCORE_CKPT_EXT_LOAD",
-    "fast: this package reads all tensors of torch_dist checkpoints, stock: none that Megatron can, auto: those of "
-    "another layout",
+    "which loader reads torch_dist checkpoints; fast: this package, stock: Megatron, auto: this package if the layout "
+    "has changed",
     AUTO,
     {word: word for word in (AUTO, STOCK, FAST)}.__getitem__,
     argument="ckpt_ext_load",
 )
 READ_ONCE = Setting(
     "MCORE_CKPT_EXT_READ_ONCE",
-    "1: what several ranks want is read by one of them and sent to the others",
+    "1: data that several ranks need is read by one of them and sent to the others",
     False,
     _off_or_on,
     argument="ckpt_ext_read_once",
 )
 FROM_HF = Setting(
     "MCORE_CKPT_EXT_FROM_HF",
-    "1: the folder that a job begins with must be one of Hugging Face",
+    "1: require a Hugging Face folder to start from",
     False,
     _off_or_on,
     argument="ckpt_ext_from_hf",
@@ -157,19 +157,22 @@ ACCEPT_KEYS = Setting[tuple[str, ...]](
 )
 EXPORT_HF = Setting(
     "MCORE_CKPT_EXT_EXPORT_HF",
-    "a Hugging Face folder of every checkpoint whose iteration is a multiple of this number",
+    "write a Hugging Face folder with each checkpoint whose iteration is a multiple of this number",
     0,
     _whole,
     argument="ckpt_ext_export_hf",
 )
 EXPLAIN = Setting(
     "MCORE_CKPT_EXT_EXPLAIN",
-    "1: a line says who loads the optimizer, stock Megatron or this package, and why",
+    "1: print whether stock Megatron or this package loads the optimizer, and why",
     False,
     _off_or_on,
 )
 WRITER_PATIENCE = Setting(
-    "MCORE_CKPT_EXT_WRITER_PATIENCE", "seconds after which a silent writer is given up", 300.0, _seconds
+    "MCORE_CKPT_EXT_WRITER_PATIENCE",
+    "seconds without activity after which a writer process is given up",
+    300.0,
+    _seconds,
 )
 SETTINGS = (
     SWITCH,
