@@ -64,14 +64,14 @@ SHOWN: dict[str, Shown] = {
     "olmoe": Shown("olmoe"),
     "gemma2": Shown("gemma2"),
     "gemma": Shown("gemma"),
-    "stablelm": Shown("stablelm", _DENSE),
-    "gpt_bigcode": Shown("gpt_bigcode", _DENSE),
-    "nemotron": Shown("nemotron", engine=_DENSE),  # Megatron's own norms do not multiply by one more
-    "glm": Shown("glm", _DENSE),
-    "gpt_neox": Shown("gpt_neox", _DENSE),
-    "hy_v3": Shown("hy_v3", _EXPERTS),
-    "exaone_moe": Shown("exaone_moe", _EXPERTS),
-    "ministral3": Shown("ministral3", _DENSE),
+    "stablelm": Shown("stablelm", ("TP2",)),
+    "gpt_bigcode": Shown("gpt_bigcode", ("TP2",)),
+    "nemotron": Shown("nemotron", engine=("TP2",)),  # Megatron's own norms do not multiply by one more
+    "glm": Shown("glm", ("TP2",)),
+    "gpt_neox": Shown("gpt_neox", ("TP2",)),
+    "hy_v3": Shown("hy_v3", ("TP2", "EP2")),
+    "exaone_moe": Shown("exaone_moe", ("TP2", "EP2")),
+    "ministral3": Shown("ministral3", ("TP2",)),
     "nemotron_h": Shown("nemotron_h", why="the kernels of Megatron's Mamba mixers run on GPUs only"),
 }
 COMPUTES_AS = {"internlm2": "llama", "chatglm": "glm", "qwen": "qwen2"}
