@@ -9,13 +9,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "mcore_ckpt_ext"
-# Where a path may begin: a page names files from here on, or within the folder that it speaks of.
-ROOTS = (
-    REPOSITORY, PACKAGE, PACKAGE / "megatron", PACKAGE / "megatron" / "live",
-    PACKAGE / "megatron" / "live" / "optimizer_adapters", PACKAGE / "formats", PACKAGE / "optimizers", PACKAGE / "job",
-    REPOSITORY / "tests", REPOSITORY / "tests" / "harness", REPOSITORY / "tests" / "jobs",
-    REPOSITORY / "tests" / "operations", REPOSITORY / "scripts", REPOSITORY / "scripts" / "documentation",
-)  # fmt: skip
+FOLDERS = ("mcore_ckpt_ext", "tests", "scripts", "docs", "patches", "benchmarks")
 # A file that the page tells its reader to make.
 OF_THE_READER = {"parrot.py"}
 _PATH = re.compile(r"(?<![\w./*<-])((?:\w+/)*\w+\.py|(?:\w+/)+)(?![\w*<])")
@@ -26,12 +20,18 @@ def paths_in(text: str) -> set[str]:
     return set(_PATH.findall(re.sub(r"https?://\S+|\]\([^)]*\)", "", text)))
 
 
+def exists(named: str) -> bool:
+    """Whether the path of a file or folder is this one or ends with it: a page names files within a folder."""
+    pattern = named.rstrip("/")
+    below = (path for folder in FOLDERS for path in (REPOSITORY / folder).rglob(pattern))
+    return (REPOSITORY / pattern).exists() or next(below, None) is not None
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md"])
 def test_named_files_exist(page: str) -> None:
     named = paths_in((REPOSITORY / page).read_text()) - OF_THE_READER
     assert len(named) > 4
-    missing = {path for path in named if not any((root / path).exists() for root in ROOTS)}
-    assert missing == set()
+    assert {path for path in named if not exists(path)} == set()
 
 
 def test_the_whole_package_is_listed() -> None:
@@ -43,3 +43,9 @@ def test_the_whole_package_is_listed() -> None:
 
 def test_a_name_that_is_missing_is_found() -> None:
     assert paths_in("see `layout/none.py`, old/ and `tests/<folder>`") == {"layout/none.py", "old/"}
+    assert [exists(path) for path in ("layout/none.py", "old/", "layout/sidecar.py", "docs/")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
