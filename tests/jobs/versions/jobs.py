@@ -19,6 +19,9 @@ _TIME_LIMIT = 400
 INSTALLED = "0.19.2"
 # Release: the Python that its wheel on PyPI was made for. What is compiled in it is not used here.
 WHEELS = {"0.12.3": "3.11", "0.13.1": "3.11", "0.14.0": "3.12", "0.15.3": "3.12", "0.16.1": "3.12", INSTALLED: ""}
+# The oldest, the one that writes every format, and the newest; a minute each. TEST_RELEASES=all adds those between.
+OF_EVERY_RUN = ("0.12.3", "0.15.3", INSTALLED)
+RELEASES = tuple(WHEELS) if os.environ.get("TEST_RELEASES") == "all" else OF_EVERY_RUN
 
 DP_RESHARDABLE, FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"
 MODEL_SPACE, DP_ZERO = "fully_sharded_model_space", "dp_zero_gather_scatter"
