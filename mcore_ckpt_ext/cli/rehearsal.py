@@ -80,6 +80,8 @@ def _show(found: Rehearsal) -> None:
             ("written by", found.old_layout),
             ("rehearsed", f"{found.new_layout}, {found.gpus} GPUs, Megatron {found.megatron_version}"),
             *((("optimizer", found.optimizer_format),) if found.optimizer_format else ()),
+            *((("loaded by", found.loaded_by),) if found.loaded_by else ()),
+            *((("because of", found.why),) if found.why else ()),
         ]
     )
     if found.refusal is not None:

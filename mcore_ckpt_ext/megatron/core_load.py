@@ -24,6 +24,7 @@ from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.views import is_before_first_step
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.megatron.core_save import ToBeSaved
+from mcore_ckpt_ext.megatron.decision_facts import stored_groups
 from mcore_ckpt_ext.megatron.live.arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.megatron.live.compatibility import check_adapters
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import (
@@ -32,7 +33,7 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import (
     is_precision_aware,
     keeps_remainders,
 )
-from mcore_ckpt_ext.megatron.load_decision import explain, stored_groups, with_order_compared
+from mcore_ckpt_ext.megatron.load_decision import explain, with_order_compared
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.load_request import (
     LoadPlan,

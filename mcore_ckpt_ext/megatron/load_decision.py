@@ -14,34 +14,21 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, attempt, is_first_rank
 from mcore_ckpt_ext.errors import ModelMismatchError, printable
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.common_state import common_optimizers, scheduler_in, sharding_type
-from mcore_ckpt_ext.formats.description import ARGUMENTS
-from mcore_ckpt_ext.formats.legacy.ranks import LAYER_WISE_FILES
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
-from mcore_ckpt_ext.formats.views import is_before_first_step
-from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.sidecar import orders_of
-from mcore_ckpt_ext.layout.weight_shards import check_gates
-from mcore_ckpt_ext.megatron.live.compatibility import becomes_hybrid, check_optimizer_was_saved, check_tokens
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import (
-    Chain,
-    is_another_kind,
-    kind_named,
-    switched,
-)
+from mcore_ckpt_ext.megatron.decision_facts import decision_on, facts_of_common, facts_of_fed
+from mcore_ckpt_ext.megatron.live.compatibility import check_optimizer_was_saved
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, is_another_kind, kind_named
 from mcore_ckpt_ext.megatron.live.sidecar_writer import recorded_groups
-from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
-from mcore_ckpt_ext.megatron.param_group_compat import has_as_many_groups
-from mcore_ckpt_ext.megatron.policy import OF_ARGUMENTS, LoadDecision, decide
+from mcore_ckpt_ext.megatron.load_facts import LoadFacts
+from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.megatron.random_states import are_lacking, are_too_few, may_differ
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import changes_of, folder_to_feed
-from mcore_ckpt_ext.optimizers.first_step import counts_no_step
-from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT_DISTRIBUTED
-from mcore_ckpt_ext.optimizers.table import FORMATS, encodings_named, shows_names
-from mcore_ckpt_ext.optimizers.unsupported import has_remainders
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import folder_to_feed
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
+from mcore_ckpt_ext.optimizers.table import encodings_named, shows_names
 from mcore_ckpt_ext.patching.log import own_logger, speaks_for_the_job
 from mcore_ckpt_ext.settings import EXPLAIN
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_name
@@ -170,22 +157,9 @@ def packs_otherwise(folder: Path, chunks: Callable[[], Sequence[Any]], optimizer
 def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any, has_new_tokens: bool) -> Look | None:
     if folder.name == "release":
         return None
-    written = open_checkpoint(folder).arguments
-    check_optimizer_was_saved(written, str(folder))
-    chain, running = Chain.of(call["optimizer"]), JobArguments.of(vars(arguments))
-    facts = LoadFacts(
-        Loop.LEGACY,
-        megatron_version(),
-        blockers=changes_of(folder, arguments),
-        chain=chain,
-        written=written,
-        running=running,
-        switched=lambda: _switched(folder, written, call, arguments),
-        stored_groups=stored_groups(folder),
-        has_own_files=lambda: _has_own_files(folder, chain, arguments),
-        has_new_tokens=has_new_tokens,
-    )
-    decision = replace(decide(facts), omits_random_states=are_too_few(written, running))
+    chain, version = Chain.of(call["optimizer"]), megatron_version()
+    facts = facts_of_fed(folder, chain, arguments, version, has_new_tokens=has_new_tokens)
+    decision = replace(decide(facts), omits_random_states=are_too_few(facts.written, facts.running))
     return Look(folder, decision, is_fed=True)
 
 
@@ -197,17 +171,13 @@ def _look_with_megatron(
     common, name, release, kind = _common_state(scope, call, directory)
     if common is None or release or getattr(kind, "name", None) != "GLOBAL":
         return None
-    folder, running = Path(name), JobArguments.of(vars(arguments))
-    # Other loops save no arguments.
-    written = JobArguments.of(vars(common[ARGUMENTS])) if ARGUMENTS in common else open_checkpoint(folder).arguments
-    check_optimizer_was_saved(written, str(folder))
-    check_tokens(written.tokens, running, folder)
-    check_gates(written, running, str(folder))
-    facts = replace(_facts_of(folder, common, written, call, arguments), has_new_tokens=has_new_tokens)
-    decision = decide(facts)
-    if not facts.chain.whole and facts.optimizer_format not in FORMATS and decision.reason not in OF_ARGUMENTS:
+    folder, optimizer, version = Path(name), call["optimizer"], megatron_version()
+    chain, children = Chain.of(optimizer), len(getattr(optimizer, "chained_optimizers", [None]))
+    facts = facts_of_common(folder, common, chain, children, arguments, version, has_new_tokens=has_new_tokens)
+    decision = decision_on(facts)
+    if decision is None:
         return None
-    lacking = are_too_few(written, running) or lacks_random_states(folder, arguments, written)
+    lacking = are_too_few(facts.written, facts.running) or lacks_random_states(folder, arguments, facts.written)
     return Look(folder, replace(decision, omits_random_states=lacking))
 
 
@@ -227,52 +197,6 @@ def _common_state(scope: Mapping[str, Any], call: Mapping[str, Any], directory: 
         raise
 
 
-def _facts_of(
-    folder: Path, common: Mapping[str, Any], written: JobArguments, call: Mapping[str, Any], arguments: Any
-) -> LoadFacts:
-    """The facts of a load by Megatron's own loop from a checkpoint with a common state."""
-    optimizer = call["optimizer"]
-    chain, running = Chain.of(optimizer), JobArguments.of(vars(arguments))
-    # Without arguments stock takes any checkpoint for TP1 x PP1.
-    is_foreign = ARGUMENTS not in common
-    return LoadFacts(
-        Loop.MEGATRON,
-        megatron_version(),
-        optimizer_format=_format_of(folder, common, written, chain),
-        is_moved=is_foreign or becomes_hybrid(written, running) or bool(placement_changes(written, running)),
-        chain=chain,
-        written=written,
-        running=running,
-        optimizer_counts=(len(common_optimizers(common)), len(getattr(optimizer, "chained_optimizers", [None]))),
-        switched=lambda: _switched(folder, written, call, arguments),
-        stored_groups=stored_groups(folder),
-        has_as_many_groups=lambda: has_as_many_groups(common, chain),
-        is_before_first_step=lambda: _is_before_first_step(folder, common),
-    )
-
-
-def stored_groups(folder: Path) -> Callable[[], Sequence[Mapping[str, Any]]]:
-    """Return a function that reads the parameter groups of a checkpoint once, when a check first needs them.
-
-    It returns them on the first rank, whose decision counts, and none on the others.
-    """
-
-    @functools.cache
-    def groups() -> Sequence[Mapping[str, Any]]:
-        found: list[Mapping[str, Any]] = []
-        if is_first_rank():
-            attempt(lambda: found.extend(open_checkpoint(folder).param_groups()))  # stock reports what is wrong
-        return found
-
-    return groups
-
-
-def _is_before_first_step(folder: Path, common: Mapping[str, Any]) -> bool:
-    """Whether the optimizer was saved before its first step; seen by the first rank alone, whose decision counts."""
-    may_be = counts_no_step(scheduler_in(common)) and is_first_rank()
-    return may_be and is_before_first_step(open_checkpoint(folder))
-
-
 def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | None = None) -> bool:
     """Whether a torch_dist checkpoint was saved with another grid of random states; seen by the first rank alone."""
     if not may_differ(arguments) or not is_first_rank():
@@ -282,15 +206,6 @@ def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | No
         return False
     stated = (written or checkpoint.arguments).stated
     return are_lacking(checkpoint.random_state_grid(), arguments, megatron_version(), stated)
-
-
-def _format_of(folder: Path, common: Mapping[str, Any], written: JobArguments, chain: Chain) -> str | None:
-    """The stored optimizer format, by the label in the common state as far as that suffices."""
-    label = sharding_type(common)
-    # With a layer-wise optimizer the label speaks of a distributed one all the same: then the keys decide.
-    if not chain.whole or written.use_distributed_optimizer:
-        return label
-    return open_checkpoint(folder).optimizer_format if label else NOT_DISTRIBUTED
 
 
 def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> None:
@@ -335,23 +250,3 @@ def _by_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: s
     arguments = scope["get_args"]()
     context = {key: call[key] for key in ("checkpointing_context",) if key in call}
     return scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
-
-
-def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
-    """Whether a layer-wise optimizer finds in a legacy folder what it stored there, and any other what is its own.
-
-    Every rank reads the file of its own data-parallel number, and does so with `--ckpt-format torch` only; otherwise
-    the first one's part is handed to all (`save_checkpoint`, `load_checkpoint`, checkpointing.py, 0.16.1 to 0.19.2).
-    """
-    files = len(list(folder.glob(f"mp_rank_*/{LAYER_WISE_FILES}")))
-    if not any(layer_wise is not None for _, layer_wise in chain.whole):
-        return not files
-    return bool(arguments.ckpt_format == LEGACY and files == arguments.world_size)
-
-
-def _switched(folder: Path, written: JobArguments, call: Mapping[str, Any], arguments: Any) -> Sequence[str]:
-    def stored_remainders() -> bool:
-        index = open_checkpoint(folder).format_reader.index
-        return index is not None and has_remainders(index)
-
-    return switched(call["optimizer"], written, kind_named(vars(arguments)), stored_remainders)

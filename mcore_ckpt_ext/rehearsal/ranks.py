@@ -15,6 +15,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
 from mcore_ckpt_ext.layout.local_parameters import gated_in_towers, shard_grid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.parameter_order import known_orders, registration_order
 from mcore_ckpt_ext.megatron.live.job import RankView
 from mcore_ckpt_ext.megatron.live.model import LiveParameter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
@@ -22,6 +23,7 @@ from mcore_ckpt_ext.model_space.anatomy import in_vocabulary
 from mcore_ckpt_ext.model_space.names import is_module_buffer, of_experts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.transfer import read_wanted
 from mcore_ckpt_ext.versions import Version
@@ -75,6 +77,7 @@ class SimulatedJob:
     def __init__(self, checkpoint: CheckpointView, arguments: JobArguments, version: Version) -> None:
         """Raises: UnsupportedCheckpointError, where it is not known how the job's ranks share the model."""
         self.arguments, self.layout = arguments, ParallelLayout.from_arguments(arguments)
+        self._held: dict[int, list[Held]] = {}
         self._checkpoint, self._version = checkpoint, (version.major, version.minor)
         tensors = {name: self._live_tensor(name) for name in checkpoint.names(WEIGHT)}
         gated = gated_in_towers({name: tensor.shape for name, tensor in tensors.items()})
@@ -105,8 +108,23 @@ class SimulatedJob:
 
     @cached_property
     def view(self) -> RankView:
-        """What all ranks together tell of the model."""
-        return RankView(list(self._tensors), list(self.trained), [], frozenset({_KIND}))
+        """What all ranks together tell of the model, but for what is trained."""
+        return RankView(list(self._tensors), [], self._registered(), frozenset({_KIND}))
+
+    def _registered(self) -> list[list[str]]:
+        """The parameters of every chunk in the order in which the layer spec that the arguments name registers them.
+
+        Empty where that order is not known.
+        """
+        order = known_orders(self.arguments)[0].of_version(self._version)
+        last = (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)
+        found = []
+        for pipeline, chunks in enumerate(self.models.chunks or []):
+            for stage, chunk in enumerate(chunks):
+                tied = (pipeline, stage) == last and self.models.has_tied_copy
+                found.append(registration_order(chunk, order, tied_copy=tied))
+        known = [names for names in found if names is not None]
+        return known if len(known) == len(found) else []
 
     @cached_property
     def trained(self) -> set[str]:
@@ -125,11 +143,13 @@ class SimulatedJob:
 
     def held(self, pipeline: int) -> list[Held]:
         """What the ranks of one pipeline stage hold, each part once."""
-        return [
-            Held(self._shard(name, regions), tuple(places))
-            for (name, regions), places in self._parts(pipeline).items()
-            if name in self.trained
-        ]
+        if pipeline not in self._held:
+            self._held[pipeline] = [
+                Held(self._shard(name, regions), tuple(places))
+                for (name, regions), places in self._parts(pipeline).items()
+                if name in self.trained
+            ]
+        return self._held[pipeline]
 
     def weights(self, pipeline: int) -> list[tuple[WantedSlice, int]]:
         """The weights that the ranks of one pipeline stage load, each part once with the number of ranks, and buffers.
@@ -173,8 +193,7 @@ class SimulatedJob:
     def _live_tensor(self, name: str) -> LogicalTensor:
         """A weight as the job has it: in its precision, and with its vocabulary's rows."""
         tensor, job = self._checkpoint.named_tensor(WEIGHT, name), self.arguments
-        if tensor.dtype in _HALVES:
-            tensor = replace(tensor, dtype="bfloat16" if job.bf16 else "float16" if job.fp16 else "float32")
+        tensor = replace(tensor, dtype=dtype_of(tensor.dtype, job))
         rows = job.padded_vocab_size
         if in_vocabulary(name) and rows is not None:
             tensor = replace(tensor, shape=(rows, *tensor.shape[1:]))
@@ -190,11 +209,22 @@ class SimulatedJob:
         live = LiveParameter(parameter, regions, wanted.tensors, wanted.may_pad)
         return SimulatedShard(live, wanted.slice, self._kinds(name), self._checkpoint)
 
+    @cached_property
+    def _state(self) -> OptimizerState:
+        return self._checkpoint.optimizer
+
     def _kinds(self, name: str) -> tuple[str, ...]:
         """What the optimizer keeps of a parameter: as the checkpoint's does, which is of the same kind."""
-        state = self._checkpoint.optimizer
+        state = self._state
         known = (kind for kind in state.carried_kinds if state.logical_tensor(kind, name) is not None)
         return tuple(kind for kind in known if kind != FP32_PARAM)
+
+
+def dtype_of(stored: str, running: JobArguments) -> str:
+    """The dtype of a job's weight whose stored dtype is that; what is kept in fp32 beside halves stays so."""
+    if stored not in _HALVES:
+        return stored
+    return "bfloat16" if running.bf16 else "float16" if running.fp16 else "float32"
 
 
 @cache

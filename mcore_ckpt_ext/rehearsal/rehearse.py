@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,27 +14,36 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, interpreting, some
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
+from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout.weight_shards import check_gates
-from mcore_ckpt_ext.megatron.live.compatibility import check_lost, check_optimizer_was_saved, check_tokens
+from mcore_ckpt_ext.megatron.decision_facts import decision_on, facts_of_common, facts_of_fed
+from mcore_ckpt_ext.megatron.live.compatibility import check_lost, verify_checksums
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import kind_named
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
 from mcore_ckpt_ext.megatron.live.planning import check_job, open_with_orders
 from mcore_ckpt_ext.megatron.new_tokens import new_tokens, refusal
 from mcore_ckpt_ext.megatron.probe import check_whole, look_around
-from mcore_ckpt_ext.rehearsal.agreement import RefusedError, on_every_rank
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.optimizers.unsupported import has_remainders
+from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank, on_every_rank
 from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
 from mcore_ckpt_ext.rehearsal.groups import simulated_groups
-from mcore_ckpt_ext.rehearsal.ranks import SimulatedJob
+from mcore_ckpt_ext.rehearsal.optimizers import simulated_chain
+from mcore_ckpt_ext.rehearsal.ranks import SimulatedJob, dtype_of
 from mcore_ckpt_ext.rehearsal.result import SCHEMA, Rehearsal
 from mcore_ckpt_ext.rehearsal.shares import PLANNING, Shares
 from mcore_ckpt_ext.rehearsal.target import TargetJob, check_changes, target_job
-from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, iteration_number
+from mcore_ckpt_ext.settings import VERIFY_ALL
+from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_number
+from mcore_ckpt_ext.storage.dcp_index import Lent, lent
+from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.versions import Version
 
 _LOOKING = "looking at the checkpoint"
+STOCK, PACKAGE = "stock Megatron", "mcore_ckpt_ext"
 
 
 def rehearse(
@@ -65,11 +75,12 @@ def rehearse(
         raise UsageError("the number of GPUs is not 1 or more", found=f"{gpus}")
     check_changes(changes or {})
     version = version_number(megatron_version)
-    with interpreting(path):
-        folder = iteration_folder(as_path(path))
-        plain = Rehearsal(SCHEMA, str(folder), gpus, "not known", _in_words(sizes), str(version))
+    with interpreting(path), collector_paused(), ExitStack() as sharing:
+        plain = Rehearsal(SCHEMA, str(path), gpus, "not known", _in_words(sizes), str(version))
         try:
-            _look_around(folder)
+            sharing.enter_context(lent(_look_around(as_path(path))))
+            folder = iteration_folder(as_path(path))
+            plain = replace(plain, path=str(folder))
             checkpoint = on_every_rank(_LOOKING, gpus, lambda: _opened(folder))
             written = checkpoint.arguments.changed(**stated) if stated else checkpoint.arguments
             plain = replace(plain, old_layout=str(ParallelLayout.from_arguments(written)))
@@ -85,6 +96,9 @@ def rehearse(
         )  # fmt: skip
         if job.refused is not None:
             return replace(plain, refusal=f"Megatron does not accept this layout: {job.refused}")
+        tokens = new_tokens(checkpoint.vocabulary_rows, Namespace(**job.arguments.stated))
+        if tokens:
+            return replace(plain, refusal=str(refusal(tokens, str(folder.parent))), is_verbatim=True)
         return _Rehearsing(folder, written, job, version, plain).result(full=full)
 
 
@@ -93,17 +107,22 @@ class _Rehearsing:
 
     def __init__(self, folder: Path, written: JobArguments, job: TargetJob, version: Version, plain: Rehearsal) -> None:
         self._folder, self._written, self._job, self._version, self._plain = folder, written, job, version, plain
+        # Whether the job itself plans the resume: without a decision, everything before it is refused by all loads.
+        self._plans = True
 
     def result(self, *, full: bool) -> Rehearsal:
         try:
             return self._done(full=full)
         except RefusedError as refused:
-            return _refused(self._plain, refused)
+            found = _refused(self._plain, refused)
+            # Stock Megatron, and the proof that follows its load, say so in words of their own.
+            return replace(found, is_verbatim=found.is_verbatim and self._plans)
 
     def _done(self, *, full: bool) -> Rehearsal:
         ranks, running = self._job.layout.world, self._job.arguments
         on_every_rank(_LOOKING, ranks, self._look)
-        checkpoint = on_every_rank("opening the checkpoint", ranks, lambda: open_with_orders(self._folder, ()))
+        view = SimulatedJob(open_checkpoint(self._folder), running, self._version).view
+        checkpoint = on_every_rank("opening the checkpoint", ranks, lambda: open_with_orders(self._folder, [view]))
         if checkpoint.optimizer_format is None:
             raise UnsupportedCheckpointError(
                 "the checkpoint holds no optimizer state that is read, so there is nothing to rehearse",
@@ -111,18 +130,19 @@ class _Rehearsing:
                 helps="weights alone are loaded by Megatron under any layout",
             )
         simulated = SimulatedJob(checkpoint, running, self._version)
-        on_every_rank(PLANNING, ranks, lambda: self._check(checkpoint, simulated))
-        stored = on_every_rank(PLANNING, ranks, checkpoint.param_groups)
-        groups = simulated_groups(stored, self._written, running, experts_apart=simulated.models.experts_apart)
-        own_bounds = takes_own_bounds(running.stated, self._version)
+        on_every_rank(PLANNING, ranks, lambda: check_job(checkpoint, [view], str, running))
+        if VERIFY_ALL.value:
+            by_rank(PLANNING, ranks, lambda rank: verify_checksums(checkpoint, rank, ranks))
+        on_every_rank(PLANNING, ranks, lambda: check_lost(checkpoint))
+        # A rank recovers the packing of those buffers alone that it needs: of all, where there is one stage.
+        needs_all = self._job.layout.pipeline == 1 and not simulated.models.experts_apart
+        on_every_rank(PLANNING, ranks, lambda: simulated.trained, is_verbatim=needs_all)
         shares = Shares(
-            simulated, checkpoint, groups, DataParallelRanks(simulated, checkpoint, self._version),
-            own_bounds=own_bounds,
+            simulated, checkpoint, on_every_rank(PLANNING, ranks, lambda: self._groups(checkpoint)),
+            DataParallelRanks(simulated, checkpoint, self._version),
+            own_bounds=takes_own_bounds(running.stated, self._version),
         )  # fmt: skip
         shares.plan()
-        tokens = new_tokens(checkpoint.vocabulary_rows, Namespace(**running.stated))
-        if tokens:
-            raise RefusedError(refusal(tokens, str(self._folder.parent)))
         shares.find_weights()
         shares.prove(full=full)
         figures = shares.figures
@@ -134,16 +154,38 @@ class _Rehearsing:
         )  # fmt: skip
 
     def _look(self) -> None:
-        """What the first look at a checkpoint refuses (`load_decision`)."""
-        check_optimizer_was_saved(self._written, str(self._folder))
-        check_tokens(self._written.tokens, self._job.arguments, self._folder)
-        check_gates(self._written, self._job.arguments, str(self._folder))
+        """What the first look at a checkpoint refuses, and who loads the optimizer (`load_decision`)."""
+        running, folder, checkpoint = self._job.arguments, self._folder, open_checkpoint(self._folder)
+        groups, arguments = self._groups(checkpoint), Namespace(**running.stated)
+        index = checkpoint.format_reader.index
+        dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
+        chain = simulated_chain(
+            running, groups, {dtype_of(dtype, running) for dtype in dtypes},
+            has_remainders=index is not None and has_remainders(index),
+        )  # fmt: skip
+        if checkpoint.format != TORCH_DIST:
+            facts = facts_of_fed(folder, chain, arguments, self._version, has_new_tokens=False)
+        else:
+            common = checkpoint.common
+            facts = facts_of_common(
+                folder, common, chain, len(groups), arguments, self._version, has_new_tokens=False
+            )  # fmt: skip
+        decision = decision_on(facts)
+        if decision is not None and _is_adam(running):
+            loader = STOCK if decision.is_stock else PACKAGE
+            check = decision.check
+            why = None if check is None else f"{check.name}: stock Megatron would not do it, {check.consequence}"
+            self._plain = replace(self._plain, loaded_by=loader, why=why)
+            # What Megatron wrote shifted is planned anew once stock has loaded it (`check_after_load`).
+            self._plans = not decision.is_stock or bool(checkpoint.optimizer.shifted)
 
-    def _check(self, checkpoint: CheckpointView, simulated: SimulatedJob) -> None:
-        check_job(checkpoint, [simulated.view], str, self._job.arguments)
-        check_lost(checkpoint)
+    def _groups(self, checkpoint: CheckpointView) -> list[list[dict[str, Any]]]:
+        apart, running = self._job.layout.expert > 1, self._job.arguments
+        return simulated_groups(checkpoint.param_groups(), self._written, running, experts_apart=apart)
 
     def _given(self, checkpoint: CheckpointView, simulated: SimulatedJob) -> Iterator[str]:
+        if self._plain.loaded_by is None:
+            yield "who loads the optimizer, stock Megatron or this package, is decided by the job: it is not simulated"
         yield "the job builds the model, and its optimizer, by the same arguments as the job that wrote the checkpoint"
         tokens = self._job.arguments.tokens or checkpoint.tokens
         if tokens is None and checkpoint.vocabulary_rows is not None:
@@ -158,21 +200,27 @@ def _opened(folder: Path) -> CheckpointView:
     return checkpoint
 
 
-def _look_around(folder: Path) -> None:
-    """Whether the iteration is complete, as the first rank of a job sees it.
+def _look_around(path: Path) -> Lent | None:
+    """Whether the iteration that a job would take is complete, as its first rank sees it.
+
+    Returns:
+        Its index, which is read once.
 
     Raises:
         RefusedError: it is not, and another one is.
     """
-    step = iteration_number(folder)
-    if step is None:
-        return
-    arguments = Namespace(load=str(folder.parent), ckpt_step=step)
-    sight = on_every_rank(
-        "looking at what is to be loaded", 1,
-        lambda: look_around(arguments, "load", str(folder.parent), shares_index=False),
-    )  # fmt: skip
-    on_every_rank(_LOOKING, 1, lambda: check_whole(sight.standing, str(folder.parent)))
+    step = None if (path / TRACKER_FILE).exists() else iteration_number(path)
+    run = str(path if step is None else path.parent)
+    arguments = Namespace(load=run, ckpt_step=step)
+    looking = "looking at what is to be loaded"
+    sight = on_every_rank(looking, 1, lambda: look_around(arguments, "load", run, shares_index=True))
+    on_every_rank(looking, 1, lambda: check_whole(sight.standing, run))
+    return sight.index
+
+
+def _is_adam(running: JobArguments) -> bool:
+    """Whether Adam steps all parameters, whose optimizers are simulated."""
+    return kind_named(running.stated) in (None, "adam")
 
 
 def _proof(checkpoint: CheckpointView) -> str:

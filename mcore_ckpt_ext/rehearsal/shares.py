@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
-from mcore_ckpt_ext.collectives import reason_of, refusal
-from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
+from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.megatron.live.master_check import prove
@@ -14,7 +14,7 @@ from mcore_ckpt_ext.megatron.live.planning import plan_rank
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.optimizers.groups import Group
 from mcore_ckpt_ext.planning.plan import WantedSlice, plans_of
-from mcore_ckpt_ext.rehearsal.agreement import RefusedError
+from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank
 from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
 from mcore_ckpt_ext.rehearsal.ranks import Held, SimulatedJob, SimulatedShard
 from mcore_ckpt_ext.transfer import read_wanted
@@ -62,15 +62,17 @@ class Shares:
             RefusedError: some rank would refuse.
         """
         wrong: list[Held] = []
+        problem: CheckpointError | None = None
         for held in self._stages():
             for copies, alike in self._by_copies(held):
                 try:
                     self.figures.bytes_read += self._plan([one.shard for one in alike]) * copies
-                except CheckpointError:
+                except CheckpointError as error:
+                    problem = problem or error
                     wrong += [one for one in alike if self._is_refused(one)] or alike
                 self._count(alike, copies)
-        if wrong:
-            raise RefusedError(self._refusal(PLANNING, wrong, self._plan), is_verbatim=self._ranks.are_known)
+        if problem is not None:
+            self._refuse(PLANNING, wrong, self._plan, problem)
 
     def find_weights(self) -> None:
         """Find every element of every weight that some rank loads.
@@ -88,12 +90,13 @@ class Shares:
                 self.figures.bytes_read += read * ranks
 
     def prove(self, *, full: bool) -> None:
-        """Compare masters with their weights: all of them, or the first and the last ones of every part.
+        """Compare masters with their weights: all of them, or the first ones of every part.
 
         Raises:
             RefusedError: some rank would refuse.
         """
         wrong: list[Held] = []
+        problem: CheckpointError | None = None
         for held in self._stages():
             for one in held:
                 if self._checkpoint.follow_from_weights(one.shard.name):
@@ -102,11 +105,11 @@ class Shares:
                     for piece in _pieces(one.shard, full=full):
                         self._prove([piece])
                         self.figures.proven += piece.slice.numel
-                except CheckpointError:
+                except CheckpointError as error:
+                    problem = problem or error
                     wrong.append(one)
-        if wrong:
-            error = self._refusal(PROVING, wrong, self._prove)
-            raise RefusedError(error, is_verbatim=self._ranks.are_known)
+        if problem is not None:
+            self._refuse(PROVING, wrong, self._prove, problem)
 
     def _stages(self) -> Iterator[list[Held]]:
         for pipeline in range(self._job.layout.pipeline):
@@ -144,32 +147,32 @@ class Shares:
             wanted = WantedSlice(FP32_PARAM, shard.slice, own, shard.live.may_pad)
             prove(shard, read_wanted(self._checkpoint, self._checkpoint.transfer, wanted), self._checkpoint)
 
-    def _refusal(
-        self, phase: str, wrong: Sequence[Held], work: Callable[[Sequence[SimulatedShard]], object]
-    ) -> ResumeRefusedError:
-        """What the ranks would say that hold an element of a part with which something is wrong."""
+    def _refuse(
+        self,
+        phase: str,
+        wrong: Sequence[Held],
+        work: Callable[[Sequence[SimulatedShard]], object],
+        problem: CheckpointError,
+    ) -> NoReturn:
+        """Refuse in the words of the ranks that hold an element of a part with which something is wrong."""
         by_place: dict[ModelRank, list[SimulatedShard]] = {}
         for one in wrong:
             for place in one.places:
                 by_place.setdefault(place, []).append(one.shard)
-        reasons = {}
-        for rank in range(self._job.layout.world):
-            shards = self._ranks.shards(rank, by_place)
-            try:
-                if shards:
-                    work(shards)
-            except CheckpointError as error:
-                reasons[rank] = reason_of(error)
-        return refusal(phase, reasons)
+
+        def of_rank(rank: int) -> None:
+            if shards := self._ranks.shards(rank, by_place):
+                work(shards)
+
+        by_rank(phase, self._job.layout.world, of_rank, is_verbatim=self._ranks.are_known)
+        raise RefusedError(problem, is_verbatim=False) from problem
 
 
 def _pieces(shard: SimulatedShard, *, full: bool) -> Iterator[SimulatedShard]:
-    """What is compared of a part: all of it, block by block, or its first and last elements."""
+    """What is compared of a part: all of it, block by block, or its first elements."""
     start, stop = shard.slice.start, shard.slice.stop
     if full:
         for begin in range(start, stop, _BLOCK):
             yield shard.part(begin, min(begin + _BLOCK, stop))
         return
     yield shard.part(start, min(start + _SAMPLE, stop))
-    if stop - start > _SAMPLE:
-        yield shard.part(max(stop - _SAMPLE, start + _SAMPLE), stop)

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.rehearsal.rehearse import rehearse
+from mcore_ckpt_ext.rehearsal.target import CHANGEABLE, sizes_in
 from tests.harness.cases import Case, Outcomes, load_all
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip, payload_position
@@ -162,9 +164,13 @@ REFUSALS = [
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("refusals")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Outcomes:
     """Every refusal and, at the end, the intact checkpoint, resumed as TP2 x PP1; saved as TP1 x PP4 x DP2."""
-    folder = tmp_path_factory.mktemp("refusals")
     cases = []
     for number, refusal in enumerate([*REFUSALS, Refusal("intact", ""), Refusal("intact, full", "", environment=FULL)]):
         run = copy_of(fixture_named(refusal.fixture).run, folder / f"{number}")
@@ -182,6 +188,23 @@ def test_it_is_refused_on_every_rank_and_the_optimizer_is_untouched(refusal: Ref
         assert_says(rank["error"], refusal.says)
         assert rank["after"] == rank["before"]
         assert rank["lines"] == []
+
+
+@pytest.mark.parametrize("refusal", [one for one in REFUSALS if one.model.keys() <= CHANGEABLE], ids=str)
+def test_a_rehearsal_is_refused_in_the_same_words(
+    refusal: Refusal, outcomes: Outcomes, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in refusal.environment.items():
+        monkeypatch.setenv(name, value)
+    run = folder / f"{REFUSALS.index(refusal)}"
+    found = rehearse(run, 2, sizes_in("tp=2"), full=True, changes=refusal.model)
+    assert not found.will_succeed
+    assert f"ResumeRefusedError: {found.refusal}" == outcomes[refusal.name][0]["error"]
+
+
+def test_a_rehearsal_of_the_intact_checkpoint_succeeds(outcomes: Outcomes, folder: Path) -> None:
+    assert outcomes["intact"][0]["error"] is None
+    assert rehearse(folder / f"{len(REFUSALS)}", 2, sizes_in("tp=2"), full=True).will_succeed
 
 
 def test_a_program_that_catches_the_errors_of_stock_megatron_catches_the_refusals(outcomes: Outcomes) -> None:

@@ -13,13 +13,13 @@ import pytest
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
-from mcore_ckpt_ext.rehearsal.rehearse import rehearse
+from mcore_ckpt_ext.rehearsal.rehearse import PACKAGE, STOCK, rehearse
 from mcore_ckpt_ext.rehearsal.result import Rehearsal
 from mcore_ckpt_ext.rehearsal.target import sizes_in
 from tests.harness.checkpoints import APART, CORRUPTED, INTACT, fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position
 
-LAYOUTS = {"tp=2": 4, "pp=2": 2, "tp=2 pp=2": 8, "tp=1": 1}
+LAYOUTS = {"tp=2": 4, "pp=2": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,24 @@ def test_lost_elements_are_refused(name: str) -> None:
     assert not found.will_succeed
     assert found.refusal is not None
     assert "elements in no slot" in found.refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "gpus", "loader", "check"),
+    [
+        ("p02", "tp=2 pp=2", 8, STOCK, None),
+        ("p04", "tp=2", 4, STOCK, None),
+        ("p10", "tp=2", 4, PACKAGE, "layout"),
+        ("p08", "pp=2", 4, PACKAGE, "files"),
+        ("p09", "pp=2", 4, PACKAGE, "number of optimizers"),
+        ("p45", "pp=2", 4, PACKAGE, "CPU offloading"),
+        ("p43", "pp=2", 4, None, None),
+    ],
+)
+def test_who_loads_the_optimizer(name: str, layout: str, gpus: int, loader: str | None, check: str | None) -> None:
+    found = rehearsed(name, layout, gpus)
+    assert found.loaded_by == loader
+    assert (found.why or "").partition(":")[0] == (check or "")
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

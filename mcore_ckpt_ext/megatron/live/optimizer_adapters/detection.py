@@ -158,22 +158,19 @@ def any_keeps_remainders(optimizer: Any) -> bool:
     return any(map(keeps_remainders, Chain.of(optimizer).distributed))
 
 
-def switched(
-    optimizer: Any, written: JobArguments, kind: str | None, stored_remainders: Callable[[], bool]
-) -> list[str]:
+def switched(chain: Chain, written: JobArguments, kind: str | None, stored_remainders: Callable[[], bool]) -> list[str]:
     """What a job has switched on or off in its optimizer since the checkpoint; Megatron looks at none of it.
 
     torch's loader copies numbers into whatever tensor is asked for: int16 remainders into fp32 masters, or masters
     into remainders (seen with core_v0.19.0 and 0.19.2; NaN after the next step).
 
     Args:
-        optimizer: the live (chained) optimizer.
+        chain: the live optimizers.
         written: the arguments of the job that wrote the checkpoint.
         kind: what the running job's arguments name, see `kind_named`.
         stored_remainders: whether the checkpoint has remainders; asked only where both jobs may have them.
     """
-    chain = Chain.of(optimizer)
-    optimizers, found = chain.distributed, []
+    optimizers, found = chain.distributed, list[str]()
     if bool(written.use_distributed_optimizer) == bool(chain.whole or chain.unknown):
         found.append("use_distributed_optimizer")
     if bool(written.optimizer_cpu_offload) != any(map(is_offloaded, optimizers)):

@@ -1,0 +1,161 @@
+"""The facts of a load by Megatron's own loop, and what is refused at first sight: of a live job or a simulated one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.collectives import attempt, is_first_rank
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.common_state import common_optimizers, scheduler_in, sharding_type
+from mcore_ckpt_ext.formats.description import ARGUMENTS
+from mcore_ckpt_ext.formats.legacy.ranks import LAYER_WISE_FILES
+from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
+from mcore_ckpt_ext.formats.views import is_before_first_step
+from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.layout.weight_shards import check_gates
+from mcore_ckpt_ext.megatron.live.compatibility import becomes_hybrid, check_optimizer_was_saved, check_tokens
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, kind_named, switched
+from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
+from mcore_ckpt_ext.megatron.param_group_compat import has_as_many_groups
+from mcore_ckpt_ext.megatron.policy import OF_ARGUMENTS, LoadDecision, decide
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import changes_of
+from mcore_ckpt_ext.optimizers.first_step import counts_no_step
+from mcore_ckpt_ext.optimizers.model_space_formats import NOT_DISTRIBUTED
+from mcore_ckpt_ext.optimizers.table import FORMATS
+from mcore_ckpt_ext.optimizers.unsupported import has_remainders
+
+
+def facts_of_fed(
+    folder: Path, chain: Chain, arguments: Any, version: tuple[int, int], *, has_new_tokens: bool
+) -> LoadFacts:
+    """The facts of a load whose weights are handed to Megatron (see `sources.legacy_state_dict`).
+
+    Args:
+        folder: the iteration folder.
+        chain: the live optimizers.
+        arguments: Megatron's.
+        version: of megatron-core.
+        has_new_tokens: the job has tokens that the checkpoint holds no row for.
+
+    Raises:
+        CheckpointError: there is no optimizer to resume, or the checkpoint cannot be read.
+    """
+    written = open_checkpoint(folder).arguments
+    check_optimizer_was_saved(written, str(folder))
+    return LoadFacts(
+        Loop.LEGACY,
+        version,
+        blockers=changes_of(folder, arguments),
+        chain=chain,
+        written=written,
+        running=JobArguments.of(vars(arguments)),
+        switched=lambda: _switched(folder, written, chain, arguments),
+        stored_groups=stored_groups(folder),
+        has_own_files=lambda: _has_own_files(folder, chain, arguments),
+        has_new_tokens=has_new_tokens,
+    )
+
+
+def facts_of_common(
+    folder: Path, common: Mapping[str, Any], chain: Chain, children: int, arguments: Any, version: tuple[int, int], *,
+    has_new_tokens: bool,
+) -> LoadFacts:  # fmt: skip
+    """The facts of a load by Megatron's own loop from a checkpoint with a common state.
+
+    Args:
+        folder: the iteration folder.
+        common: the common state.
+        chain: the live optimizers.
+        children: how many optimizers the live one chains; 1 where it is no chain.
+        arguments: Megatron's.
+        version: of megatron-core.
+        has_new_tokens: the job has tokens that the checkpoint holds no row for.
+
+    Raises:
+        CheckpointError: the job cannot resume it, whatever its optimizer is.
+    """
+    running = JobArguments.of(vars(arguments))
+    # Other loops save no arguments.
+    written = JobArguments.of(vars(common[ARGUMENTS])) if ARGUMENTS in common else open_checkpoint(folder).arguments
+    check_optimizer_was_saved(written, str(folder))
+    check_tokens(written.tokens, running, folder)
+    check_gates(written, running, str(folder))
+    # Without arguments stock takes any checkpoint for TP1 x PP1.
+    is_foreign = ARGUMENTS not in common
+    return LoadFacts(
+        Loop.MEGATRON,
+        version,
+        optimizer_format=_format_of(folder, common, written, chain),
+        is_moved=is_foreign or becomes_hybrid(written, running) or bool(placement_changes(written, running)),
+        chain=chain,
+        written=written,
+        running=running,
+        optimizer_counts=(len(common_optimizers(common)), children),
+        switched=lambda: _switched(folder, written, chain, arguments),
+        stored_groups=stored_groups(folder),
+        has_as_many_groups=lambda: has_as_many_groups(common, chain),
+        is_before_first_step=lambda: _is_before_first_step(folder, common),
+        has_new_tokens=has_new_tokens,
+    )
+
+
+def decision_on(facts: LoadFacts) -> LoadDecision | None:
+    """The decision on such a load; None where there is no optimizer state for this package to consider."""
+    decision = decide(facts)
+    is_known = facts.loop is Loop.LEGACY or bool(facts.chain.whole) or facts.optimizer_format in FORMATS
+    return decision if is_known or decision.reason in OF_ARGUMENTS else None
+
+
+def stored_groups(folder: Path) -> Callable[[], Sequence[Mapping[str, Any]]]:
+    """Return a function that reads the parameter groups of a checkpoint once, when a check first needs them.
+
+    It returns them on the first rank, whose decision counts, and none on the others.
+    """
+
+    @functools.cache
+    def groups() -> Sequence[Mapping[str, Any]]:
+        found: list[Mapping[str, Any]] = []
+        if is_first_rank():
+            attempt(lambda: found.extend(open_checkpoint(folder).param_groups()))  # stock reports what is wrong
+        return found
+
+    return groups
+
+
+def _is_before_first_step(folder: Path, common: Mapping[str, Any]) -> bool:
+    """Whether the optimizer was saved before its first step; seen by the first rank alone, whose decision counts."""
+    may_be = counts_no_step(scheduler_in(common)) and is_first_rank()
+    return may_be and is_before_first_step(open_checkpoint(folder))
+
+
+def _format_of(folder: Path, common: Mapping[str, Any], written: JobArguments, chain: Chain) -> str | None:
+    """The stored optimizer format, by the label in the common state as far as that suffices."""
+    label = sharding_type(common)
+    # With a layer-wise optimizer the label speaks of a distributed one all the same: then the keys decide.
+    if not chain.whole or written.use_distributed_optimizer:
+        return label
+    return open_checkpoint(folder).optimizer_format if label else NOT_DISTRIBUTED
+
+
+def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
+    """Whether a layer-wise optimizer finds in a legacy folder what it stored there, and any other what is its own.
+
+    Every rank reads the file of its own data-parallel number, and does so with `--ckpt-format torch` only; otherwise
+    the first one's part is handed to all (`save_checkpoint`, `load_checkpoint`, checkpointing.py, 0.16.1 to 0.19.2).
+    """
+    files = len(list(folder.glob(f"mp_rank_*/{LAYER_WISE_FILES}")))
+    if not any(layer_wise is not None for _, layer_wise in chain.whole):
+        return not files
+    return bool(arguments.ckpt_format == LEGACY and files == arguments.world_size)
+
+
+def _switched(folder: Path, written: JobArguments, chain: Chain, arguments: Any) -> Sequence[str]:
+    def stored_remainders() -> bool:
+        index = open_checkpoint(folder).format_reader.index
+        return index is not None and has_remainders(index)
+
+    return switched(chain, written, kind_named(vars(arguments)), stored_remainders)

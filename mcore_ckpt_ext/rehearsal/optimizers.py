@@ -1,0 +1,91 @@
+"""The optimizers of a job that does not run, as far as the load decision asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.layout.master_check import half_precision
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
+
+_FUSED_ADAM = frozenset({"bias_correction"})
+
+
+@dataclass(frozen=True)
+class SimulatedAdam:
+    """The inner optimizer on GPUs: Transformer Engine's, or Apex's, FusedAdam; see `load_facts` for what is read of it.
+
+    Attributes:
+        param_groups: its parameter groups.
+        store_param_remainders: it keeps the trailing 16 bits of the masters alone.
+    """
+
+    param_groups: Sequence[dict[str, Any]]
+    store_param_remainders: bool = False
+    defaults: frozenset[str] = _FUSED_ADAM
+    state: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SimulatedOffloaded(SimulatedAdam):
+    """HybridDeviceOptimizer, which works on the CPU in part."""
+
+    sub_optimizers: Sequence[Any] = ()
+
+
+@dataclass(frozen=True)
+class SimulatedDistributed:
+    """DistributedOptimizer.
+
+    Attributes:
+        optimizer: the inner one.
+        config: the settings that the adapters of live optimizers read.
+        gbuf_ranges: the dtypes of its gradient buffers, which hold no parameters here.
+        model_param_group_index_map: a tensor of each dtype of its parameters.
+    """
+
+    optimizer: SimulatedAdam
+    config: SimpleNamespace
+    gbuf_ranges: Sequence[dict[tuple[torch.dtype, torch.dtype], Any]]
+    model_param_group_index_map: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class SimulatedWhole:
+    """An optimizer of whole parameters, which every data-parallel rank keeps."""
+
+    optimizer: SimulatedAdam
+
+
+def simulated_chain(
+    running: JobArguments, groups: Sequence[Sequence[dict[str, Any]]], dtypes: set[str], *, has_remainders: bool
+) -> Chain:
+    """The optimizers of a job, which are Adam.
+
+    Args:
+        running: the job's arguments.
+        groups: the parameter groups of each of its optimizers.
+        dtypes: of its parameters.
+        has_remainders: the checkpoint has remainders; whether the job's optimizer makes some depends on its packages.
+    """
+    is_aware = bool(running.use_precision_aware_optimizer)
+    kind = SimulatedOffloaded if running.optimizer_cpu_offload else SimulatedAdam
+    inner = [kind(own, has_remainders and is_aware) for own in groups]
+    if not running.use_distributed_optimizer:
+        return Chain((), [(SimulatedWhole(one), None) for one in inner], ())
+    quantized = bool(running.stated.get("fp8_param_gather") or running.stated.get("fp4_param_gather"))
+    config = SimpleNamespace(
+        use_precision_aware_optimizer=is_aware,
+        use_precision_aware_optimizer_no_fp8_or_ds_fp8=is_aware and not quantized,
+        bf16=bool(running.bf16),
+        main_params_dtype=torch.float16 if half_precision(running) else torch.float32,
+    )
+    parameters = [torch.empty(0, dtype=getattr(torch, name), device="meta") for name in sorted(dtypes)]
+    kept = [torch.uint8] if quantized else [one.dtype for one in parameters]
+    buffers: list[dict[tuple[torch.dtype, torch.dtype], Any]] = [{(dtype, torch.float32): []} for dtype in kept]
+    return Chain([SimulatedDistributed(one, config, buffers, parameters) for one in inner], (), ())
