@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS
 from mcore_ckpt_ext.layout.parallel import SWITCHES
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
@@ -23,17 +24,8 @@ _OF_MODEL = (
     "expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size",
     *SWITCHES, *WEIGHT_SHARDS,
 )  # fmt: skip
-# Of `ddp_config`, and the arguments that they are.
-_OF_BUFFERS = {
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "bucket_size": "ddp_bucket_size",
-    "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
-    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
-    "fp8_param_gather": "fp8_param_gather",
-    "fp4_param_gather": "fp4_param_gather",
-    "use_distributed_optimizer": "use_distributed_optimizer",
-    "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
-}
+# Of `ddp_config`, and the arguments that they are: Megatron-Bridge writes that object down as its section `ddp`.
+OF_BUFFERS = {name: argument for name, argument, field in BRIDGE_FIELDS if field.section == "ddp"}
 
 
 def unwrapped(model: Any) -> list[Any]:
@@ -74,7 +66,7 @@ def live_arguments(chunks: Iterable[Any], optimizer: Any) -> JobArguments:
     stated["num_experts"] = getattr(config, "num_moe_experts", None)
     for child in Chain.of(optimizer).distributed:
         known = getattr(child, "ddp_config", None)
-        stated |= {argument: getattr(known, name) for name, argument in _OF_BUFFERS.items() if hasattr(known, name)}
+        stated |= {argument: getattr(known, name) for name, argument in OF_BUFFERS.items() if hasattr(known, name)}
     world = dist.get_world_size() if dist.is_initialized() else 1
     sizes = [stated.get(name) or 1 for name in (*_OF_MODEL[:2], _OF_MODEL[5])]
     stated |= {"world_size": world, "data_parallel_size": max(1, world // (sizes[0] * sizes[1] * sizes[2]))}

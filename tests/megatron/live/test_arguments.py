@@ -1,0 +1,15 @@
+"""The arguments of a live job: the fields of Megatron's own objects that they are read from."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from mcore_ckpt_ext.megatron.live.arguments import OF_BUFFERS
+
+
+def test_the_fields_of_gradient_buffers_are_megatrons() -> None:
+    config = pytest.importorskip("megatron.core.distributed.distributed_data_parallel_config")
+    assert OF_BUFFERS.keys() <= {field.name for field in fields(config.DistributedDataParallelConfig)}
+    assert OF_BUFFERS["num_buckets"] == "ddp_num_buckets"
