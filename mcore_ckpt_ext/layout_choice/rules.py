@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.job.releases import SHARES_QUERY_GROUPS
@@ -170,6 +171,18 @@ def _layers(choice: Choice) -> str | None:
     return f"{choice.job.num_layers} layers cannot be divided among {chunks}"
 
 
+def _shared_indexers(choice: Choice) -> str | None:
+    """`_validate_dsa_index_share_pipeline_split` (experimental_attention_variant_module_specs.py, core_v0.19.0 on): a
+    layer that reuses the tokens which an earlier one chose is in the stage of that one.
+    """
+    frequency, offset = choice.job.dsa_indexer_topk_freq or 1, max(choice.job.dsa_indexer_skip_topk_offset or 0, 1)
+    stages = () if choice.split is None else chain.from_iterable(choice.split.ranges())
+    for layers in stages:
+        if layers and max(layers.start + 1 - offset, 0) % frequency:
+            return f"a pipeline stage begins with layer {layers.start + 1}, whose indexer is in the stage before"
+    return None
+
+
 def _hybrid_stages(choice: Choice) -> str | None:
     """`validate_args` (core_v0.17.0 on): virtual stages of a hybrid model are the segments that its pattern names, a
     multiple of PP; a pattern without `|` has none, as no hybrid model had before (`MambaStack`, mamba_block.py).
@@ -232,6 +245,7 @@ EXPERT_RULES: tuple[NamedRule, ...] = (
 STAGE_RULES: tuple[NamedRule, ...] = (
     ("hybrid pattern", _hybrid_stages),
     ("layers per stage", _layers),
+    ("shared indexers", _shared_indexers),
     ("interleaved schedule", _interleaving),
     ("batch sizes", _micro_batches),
 )

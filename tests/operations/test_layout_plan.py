@@ -19,9 +19,9 @@ from mcore_ckpt_ext.layout.local_parameters import Cut
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Recomputation, activation_bytes, memory_of
 from mcore_ckpt_ext.layout_choice.model_table import Holding, ModelTable, PaddedRows, Parameter, StageHolding
-from mcore_ckpt_ext.layout_choice.rules import Choice
+from mcore_ckpt_ext.layout_choice.rules import Choice, violations
 from mcore_ckpt_ext.layout_choice.search import PINS, Wish, search
-from mcore_ckpt_ext.layout_choice.stage_split import layout_string, stage_splits
+from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, layout_string, stage_splits
 from mcore_ckpt_ext.operations.layout_plan import buffers_of, plan
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.versions import NEWEST
@@ -269,6 +269,22 @@ def test_stages_of_hybrid_models(pattern: str, expected: set[tuple[int, int]]) -
     found = search(job, table, old, Wish(8, 8, NEWEST, pins=pins), Buffers(4)).found
     layouts = {(one.choice.layout.pipeline, one.choice.layout.virtual_pipeline) for one in found}
     assert layouts == expected - {(1, 2)}  # one rank has no virtual stages
+
+
+def test_stages_begin_with_an_indexer() -> None:
+    """Layers 1, 2, 3 and 7 have one, and the others reuse what those chose (`is_dsa_skip_topk_layer`)."""
+    sizes = {"num_layers": 8, "num_attention_heads": 8, "dsa_indexer_topk_freq": 4, "dsa_indexer_skip_topk_offset": 3}
+    job = JobArguments.of({**sizes, "global_batch_size": 64})
+    table = ModelTable([], 8, copies=0, padded_rows=PaddedRows(1, 1, 1))
+    splits = {pipeline: next(stage_splits(job, pipeline, 1, NEWEST)) for pipeline in (1, 2)}
+    splits[3] = StageSplit(((2,), (4,), (2,)), ())
+    found = {}
+    for pipeline, split in splits.items():
+        ranks = {"pipeline_model_parallel_size": pipeline, "world_size": pipeline}
+        layout = ParallelLayout.from_arguments(JobArguments.of({**sizes, **ranks}))
+        choice = Choice(job, table, layout, split, 1, 64, NEWEST)
+        found[pipeline] = [name for name, _ in violations(choice)]
+    assert found == {1: [], 2: ["shared indexers"], 3: []}
 
 
 @pytest.mark.parametrize("width", [80, 200])
