@@ -20,15 +20,15 @@ _OF_LIST: dict[str, object] = {"gpu_memory": None, "pin": [], "recompute": None,
 
 def add_rehearsal(parser: argparse.ArgumentParser) -> None:
     """Add the options of a rehearsal."""
-    group = parser.add_argument_group("rehearsal: what the resume would do, for all ranks, up to its first write")
+    group = parser.add_argument_group("rehearsal: simulate the resume of all ranks, up to the first write")
     group.add_argument(
         "--rehearse", metavar="LAYOUT",
-        help="such as 'tp=8 pp=8 vpp=2 ep=4 etp=1 cp=2'; what is left out is 1, etp the size of tp",
+        help="layout to rehearse, such as 'tp=8 pp=8 vpp=2 ep=4 etp=1 cp=2'; omitted sizes are 1, etp is tp",
     )  # fmt: skip
     group.add_argument("--full", action="store_true", help="compare all masters with their weights, not only samples")
     group.add_argument(
         "--change", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
-        help="an argument in which the job that resumes differs from the one that wrote, beside its layout",
+        help="argument other than the layout that will differ from the job that wrote the checkpoint",
     )  # fmt: skip
 
 
