@@ -32,7 +32,7 @@ from memory import forget, remember  # beside this file
 _HERE = Path(__file__).parent
 _COMMAND = [sys.executable, "-m", "mcore_ckpt_ext"]
 _IMPORTS = "import torch"
-_TARGETS: dict[str, list[str]] = {"torch_dist": [], "legacy": [], "hf": ["--vocab-size", "32000"]}
+_TARGETS = ("torch_dist", "legacy", "hf")
 SIZES = {"layers": 16, "hidden": 1024, "feed-forward": 3584, "vocabulary": 32000}
 _SENDFILE = f"import sys; sys.path.insert(0, {str(_HERE)!r}); import stream; stream.copy(*sys.argv[1:])"
 _FLUSH = "find {} -type f -exec sync {{}} +"
@@ -92,8 +92,9 @@ Results = dict[tuple[str, str], Measured]
 class Benchmark:
     """Runs the commands below a folder that holds the checkpoint, `source`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, vocabulary: int) -> None:
         self.results: Results = {}
+        self._options = {"hf": ["--vocab-size", str(vocabulary)]}
         self._folder, self._source = folder, folder / "source"
         # Python compiles modules where nothing keeps it from that, and pip does when it installs them.
         self._environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -104,8 +105,8 @@ class Benchmark:
         """Run each command once, and after it its references."""
         folder, source = self._folder, self._source
         self._run(_IMPORTS, state, [sys.executable, "-c", _IMPORTS], ())
-        for target, options in _TARGETS.items():
-            name, out = f"convert --to {target}", folder / target
+        for target in _TARGETS:
+            name, out, options = f"convert --to {target}", folder / target, self._options.get(target, [])
             self._run(name, state, [*_COMMAND, "convert", str(source), str(out), "--to", target, *options], [source])
             self._run_copies(name, state, out)
             if target != "torch_dist":
@@ -199,7 +200,7 @@ def main() -> None:
         sizes = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in SIZES]
         # In a process of its own: a child's peak memory begins with what its parent holds.
         subprocess.run([sys.executable, str(_HERE / "synthetic.py"), str(folder / "source"), *sizes], check=True)
-    benchmark = Benchmark(folder)
+    benchmark = Benchmark(folder, options.vocabulary)
     before = os.getloadavg()[0]
     for _ in range(options.runs):
         for state in options.states:
