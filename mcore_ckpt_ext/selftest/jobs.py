@@ -21,12 +21,14 @@ class Layout:
         tensor: size of tensor parallelism.
         pipeline: number of pipeline stages.
         expert: size of expert parallelism, among the data-parallel ranks.
+        virtual: number of virtual stages in each pipeline stage.
     """
 
     ranks: int
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    virtual: int = 1
 
     @property
     def data(self) -> int:
@@ -35,7 +37,8 @@ class Layout:
 
     def __str__(self) -> str:
         expert = f" x EP{self.expert}" if self.expert > 1 else ""
-        return f"TP{self.tensor} x PP{self.pipeline}{expert} x DP{self.data}"
+        virtual = f" x VPP{self.virtual}" if self.virtual > 1 else ""
+        return f"TP{self.tensor} x PP{self.pipeline}{virtual}{expert} x DP{self.data}"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-PROGRAM = (sys.executable, "-m", "mcore_ckpt_ext.megatron.selftest.rank")
+# Not `python -m`: processes that Megatron spawns for a save would import that module, and so Megatron, once more.
+PROGRAM = (
+    sys.executable, "-c", "import sys; from mcore_ckpt_ext.megatron.selftest.rank import main; main(sys.argv[1])"
+)  # fmt: skip
 HERE = "127.0.0.1"
 # One rank that fails leaves the others in a collective; those that fail too get this long to report why.
 _GRACE_SECONDS = 5.0

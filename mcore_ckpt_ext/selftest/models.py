@@ -47,6 +47,9 @@ def arguments(machine: Machine, model: str, layout: Layout) -> tuple[str, ...]:
     # Kernels that torch compiles take longer than the self-test; Apex, of which others are, need not be installed.
     unfused = ("gradient-accumulation", "masked-softmax", "bias-gelu", "bias-dropout", "bias-swiglu", "rope")
     words += ["--bf16", "--use-distributed-optimizer", "--mock-data", *(f"--no-{name}-fusion" for name in unfused)]
+    if layout.virtual > 1:
+        layers = (sizes.layers or machine.layers) // layout.pipeline // layout.virtual
+        words += ["--num-layers-per-virtual-pipeline-stage", str(layers)]
     if machine.no_engine:
         words += ["--transformer-impl", "local", "--attention-backend", "unfused", "--no-persist-layer-norm"]
     if model == "experts":

@@ -38,6 +38,11 @@ def layouts(ranks: int, layers: int) -> list[Layout]:
     ]
 
 
+def _interleaved(machine: Machine) -> Layout | None:
+    """Return the layout with virtual stages, for which there have to be two ranks and four layers."""
+    return Layout(machine.ranks, pipeline=2, virtual=2) if machine.ranks % 2 == 0 and machine.layers >= 4 else None
+
+
 def _source(found: Sequence[Layout]) -> Layout:
     """Return the layout that saves: cut in every dimension if there are ranks enough, else into stages."""
     return max(found, key=lambda one: (one.tensor <= 2 and one.pipeline <= 2, one.pipeline, one.tensor))
@@ -47,6 +52,8 @@ def _dense(machine: Machine) -> Iterator[Job]:
     found = layouts(machine.ranks, machine.layers)
     source = _source(found)
     others = [layout for layout in found if layout != source][:_MOST_LAYOUTS]
+    if interleaved := _interleaved(machine):
+        others.append(interleaved)
     save = _saving(machine, "gpt", source, DP_RESHARDABLE, ("--async-save",), check="save, asynchronously")
     yield save
     for layout in others:

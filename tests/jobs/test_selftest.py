@@ -20,7 +20,7 @@ from tests.harness.jobs import TIME_LIMIT
 from tests.harness.json_schema import violations
 
 RANK_PROGRAM = Path(selftest.__file__).with_name("rank.py")
-MACHINE = Machine(2, "gloo", "Transformer Engine is not installed", "no fp8", layers=2)
+MACHINE = Machine(2, "gloo", "Transformer Engine is not installed", "no fp8", layers=4)
 # Beside the plan: jobs that have to fail, and one after them.
 FORGETS, STOPS, GOES_ON = "forgets its optimizer", "stops", "goes on"
 
@@ -71,7 +71,7 @@ def test_every_job_of_the_plan_passes(report: dict[str, Any]) -> None:
     assert {row["format"] for row in ran} == {"dp_reshardable", "fully_reshardable"}
     resumed = [row for row in ran if row["bits_equal"] is not None]
     assert {row["layout"] for row in resumed if row["model"] == "gpt"} == {
-        "TP1 x PP2 x DP1", "TP2 x PP1 x DP1", "TP1 x PP1 x DP2",
+        "TP1 x PP2 x DP1", "TP2 x PP1 x DP1", "TP1 x PP1 x DP2", "TP1 x PP2 x VPP2 x DP1",
     }  # fmt: skip
     for row in resumed:
         assert row["bits_equal"]

@@ -51,7 +51,8 @@ class Training:
         self.config.finalize_model_grads_func = finalize_model_grads
         for chunk in self.model:
             chunk.train()
-        self._batches = RerunDataIterator(self._samples())
+        iterators = [RerunDataIterator(self._samples()) for _ in self.model]
+        self._batches = iterators if len(iterators) > 1 else iterators[0]
 
     @property
     def chunks(self) -> Sequence[Any]:

@@ -1,0 +1,58 @@
+"""Ranks agree over the backend of the devices alone: NCCL has no way through the CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt_ext.devices import accelerator_type, device_module
+from mcore_ckpt_ext.group_device import default_backend
+from mcore_ckpt_ext.selftest.launcher import Ended, all_on_this_node, log_of, start
+
+RANK = """
+import os, sys
+import torch, torch.distributed as dist
+from mcore_ckpt_ext.collectives import agreed, gather
+from mcore_ckpt_ext.devices import accelerator_type, device_module
+from mcore_ckpt_ext.errors import ResumeRefusedError, UsageError
+
+rank = int(os.environ["RANK"])
+device_module(accelerator_type()).set_device(rank)
+dist.init_process_group(BACKEND)
+size = dist.get_world_size()
+assert gather(rank) == list(range(size))
+assert gather("x" * 100_000 * rank) == ["x" * 100_000 * one for one in range(size)]
+
+def work():
+    if rank == size - 1:
+        raise UsageError("this rank refuses")
+
+try:
+    agreed("testing", work)
+except ResumeRefusedError as error:
+    assert "this rank refuses" in str(error)
+else:
+    sys.exit("no rank has refused")
+assert gather(rank) == list(range(size))
+dist.destroy_process_group()
+"""
+
+
+def run(folder: Path, ranks: int, backend: str, program: str = RANK) -> Ended:
+    code = program.replace("BACKEND", repr(backend))
+    return start(
+        all_on_this_node(ranks), folder / "order.json", progress=lambda: 0, patience=120,
+        program=(sys.executable, "-c", code),
+    )  # fmt: skip
+
+
+def test_the_refusal_of_one_rank_is_that_of_all(tmp_path: Path) -> None:
+    kind = accelerator_type()
+    assert kind is not None
+    ranks = device_module(kind).device_count()
+    if ranks < 2:
+        pytest.skip("there is one GPU, and each rank needs one")
+    ended = run(tmp_path, ranks, default_backend(kind))
+    assert ended.succeeded, f"{ended}\n" + "\n".join(log_of(tmp_path, rank).read_text() for rank in range(ranks))
