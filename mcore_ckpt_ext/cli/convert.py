@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
+from mcore_ckpt_ext.cli.folding import alike, without_numbers
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message
 from mcore_ckpt_ext.cli.progress import Progress
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.conversion import Report
     from mcore_ckpt_ext.operations.workers import Team
 
-_NUMBER = re.compile(r"\b\d+\b")
 _FIELDS = {name: target.options() for name, target in TARGETS.items()}
 
 
@@ -272,10 +271,8 @@ def _planned(report: Report) -> Iterator[str]:
 
 def _not_read(unread: Iterable[Unread]) -> Iterator[str]:
     """A line for each key, and one for all that differ in their numbers alone: a large model has thousands."""
-    alike: dict[tuple[bool, str, str], list[Unread]] = {}
-    for item in unread:
-        alike.setdefault((item.carried, item.why, _NUMBER.sub("#", item.key)), []).append(item)
-    for (carried, why, _), items in alike.items():
+    for items in alike(unread, lambda item: (item.carried, item.why, without_numbers(item.key))):
+        carried, why = items[0].carried, items[0].why
         keys = items[0].key if len(items) == 1 else f"{items[0].key}, and {len(items) - 1:,} more with other numbers"
         size = readable(sum(item.nbytes for item in items))
         yield f"{'carried as it is' if carried else 'left out'}: {keys}, {size}: {why or 'nothing here knows it'}"

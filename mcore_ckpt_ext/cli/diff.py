@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--family", metavar="NAME", help="model family of a Hugging Face folder, if it is not recognized"
     )
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained page with pictures")
+    parser.add_argument("--all", action="store_true", help="list every difference")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
     parser.epilog = (
@@ -67,11 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_result("diff", found, 0 if found.equal else 1)
     else:
-        _show(found)
+        _show(found, None if arguments.all else _SHOWN)
     return 0 if found.equal else 1
 
 
-def _show(found: Comparison) -> None:
+def _show(found: Comparison, most: int | None) -> None:
     table([("A", found.a), ("B", found.b)])
     heading("beside the tensors")
     facts = ((fact, "" if fact.a == fact.b else Painted("differs", REMARKABLE)) for fact in found.facts)
@@ -81,15 +82,15 @@ def _show(found: Comparison) -> None:
     rows = [(kind.kind, kind.compared, f"{kind.elements:,}", verdict) for kind, verdict in verdicts]
     table(rows, ("", "compared", "elements", ""), right=[1, 2])
     for kind in found.kinds:
-        for name in (*kind.only_in_a[:_SHOWN], *kind.only_in_b[:_SHOWN]):
+        for name in (*kind.only_in_a[:most], *kind.only_in_b[:most]):
             line(f"  only in {'A' if name in kind.only_in_a else 'B'}: {kind.kind} {name}")
-        for tensor in kind.different[:_SHOWN]:
+        for tensor in kind.different[:most]:
             line(f"  {tensor.kind} {tensor.name}: {'; '.join(_told(tensor))}")
-        more = sum(max(0, len(names) - _SHOWN) for names in (kind.only_in_a, kind.only_in_b, kind.different))
+        more = sum(len(names[most:]) for names in (kind.only_in_a, kind.only_in_b, kind.different) if most)
         if more:
-            line(f"  and {more:,} more of {kind.kind}: --json lists them")
+            line(f"  and {more:,} more of {kind.kind}; --all lists them")
     unread = [*(("A", item) for item in found.unread_a), *(("B", item) for item in found.unread_b)]
-    for side, item in unread[:_SHOWN]:
+    for side, item in unread[:most]:
         line(f"  not looked at, because nothing here knows it: {item.key} of {side}, {readable(item.nbytes)}")
     for side, copies in (("A", found.differing_copies_a), ("B", found.differing_copies_b)):
         if copies:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
+from mcore_ckpt_ext.cli.folding import alike, without_numbers
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, message, table
 from mcore_ckpt_ext.cli.page import check_place, inspection_page, write_page
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.inspection import Inspection, StoredFile
 
 _FILES_SHOWN = 32
-_TENSORS_SHOWN = 3
 _RANKS_SHOWN = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
+    parser.add_argument("--all", action="store_true", help="list every file, and the tensors in it")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained page")
     add_weights(parser)
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_result("inspect", found, 0)
     else:
-        _show(found)
+        _show(found, show_all=arguments.all)
     return 0
 
 
@@ -59,7 +60,7 @@ def _layout(found: Inspection) -> str:
     return f"{found.layout_text}{ranks}{source}"
 
 
-def _show(found: Inspection) -> None:
+def _show(found: Inspection, *, show_all: bool) -> None:
     line(found.path)
     table(
         [
@@ -88,7 +89,7 @@ def _show(found: Inspection) -> None:
     heading("bytes")
     _show_bytes(found.bytes_by_kind, found.bytes_on_disk)
     heading("files: who wrote them, and what is in them")
-    _show_files(found)
+    _show_files(found, show_all=show_all)
     heading("who can resume it, optimizer included")
     table([(item.who, item.versions, item.layouts, item.note) for item in found.resumptions])
 
@@ -109,29 +110,55 @@ def _show_bytes(by_kind: Mapping[str, int], on_disk: int) -> None:
     table([*rows, ("on disk", readable(on_disk))], right=[1])
 
 
-def _show_files(found: Inspection) -> None:
-    table((_file_row(file) for file in found.files[:_FILES_SHOWN]), right=[2])
-    if len(found.files) > _FILES_SHOWN:
-        line(f"  and {len(found.files) - _FILES_SHOWN:,} more: --json and --html list them")
+def _show_files(found: Inspection, *, show_all: bool) -> None:
+    """List the files; many that differ only in numbers are one line each."""
+    if show_all or len(found.files) <= _FILES_SHOWN:
+        table((_file_row(file, with_names=show_all) for file in found.files), right=[2])
+    else:
+        rows = [_folded_row(files) for files in alike(found.files, _kind_of_file)]
+        table(rows[:_FILES_SHOWN], right=[2])
+        more = len(rows) - _FILES_SHOWN
+        line(f"  {f'and {more:,} more; ' if more > 0 else ''}--all lists every file, with its tensors")
     if any(file.rank is not None for file in found.files):
-        line("  __x_y.distcp: x is the global rank that wrote it, y which of that rank's writers")
+        line("  __x_y.distcp: written by global rank x, writer process y of that rank")
     if found.silent_ranks:
         shown = ", ".join(map(str, found.silent_ranks[:_RANKS_SHOWN]))
-        more = ", ..." if len(found.silent_ranks) > _RANKS_SHOWN else ""
-        line(f"  no file from {_ranks(len(found.silent_ranks))} ({shown}{more}): {found.why_silent}")
+        more_ranks = ", ..." if len(found.silent_ranks) > _RANKS_SHOWN else ""
+        line(f"  no file from {_ranks(len(found.silent_ranks))} ({shown}{more_ranks}): {found.why_silent}")
+
+
+def _kind_of_file(file: StoredFile) -> tuple[str, bool]:
+    return without_numbers(file.file), file.bytes_on_disk is None
+
+
+def _folded_row(files: Sequence[StoredFile]) -> tuple[object, ...]:
+    """Return one line for files that differ only in their numbers: how many, their sizes, and the range."""
+    if len(files) == 1:
+        return _file_row(files[0], with_names=False)
+    ranks = sorted({file.rank for file in files if file.rank is not None})
+    sizes = [file.bytes_on_disk for file in files if file.bytes_on_disk is not None]
+    smallest, largest = (readable(size) for size in (min(sizes, default=0), max(sizes, default=0)))
+    each = smallest if smallest == largest else f"{smallest} to {largest}"
+    return (
+        f"{files[0].file} to {files[-1].file}",
+        f"{len(files):,} files" + (f" from ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else ""),
+        each if sizes else Painted("MISSING", BAD),
+        f"{sum(file.records for file in files):,} records, {readable(sum(sizes))} in all",
+    )
 
 
 def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count:,} ranks"
 
 
-def _file_row(file: StoredFile) -> tuple[object, ...]:
+def _file_row(file: StoredFile, *, with_names: bool) -> tuple[object, ...]:
+    """Return the line of one file, with the names of the tensors in it or their number."""
     who = "" if file.rank is None else f"rank {file.rank}, writer {file.writer}"
     size: object = Painted("MISSING", BAD) if file.bytes_on_disk is None else readable(file.bytes_on_disk)
-    more = len(file.tensors) - _TENSORS_SHOWN
-    tensors = ", ".join(file.tensors[:_TENSORS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    tensors = len(file.tensors)
+    held = f": {', '.join(file.tensors)}" if with_names else f" of {tensors:,} tensor{'s' if tensors != 1 else ''}"
     place = f"{who} ({file.place})" if who else file.place
-    return file.file, place, size, f"{file.records} records: {tensors}"
+    return file.file, place, size, f"{file.records:,} records{held}"
 
 
 def _bounds(first: str, last: str) -> str:

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import PurePath
-from typing import TextIO
+from typing import TextIO, TypeAlias
 
+from mcore_ckpt_ext.cli.terminal import fitted, terminal_width, wrapped
 from mcore_ckpt_ext.errors import DETAILS, printable
 
+_GAP = "  "
 # Of a terminal: "select graphic rendition" of ECMA-48.
 GOOD, BAD, REMARKABLE, STRONG, SOFT = "32", "1;31", "33", "1", "2"
 
@@ -30,6 +32,9 @@ class Painted:
 
     def __str__(self) -> str:
         return self.text
+
+
+_Part: TypeAlias = str | Painted
 
 
 def line(text: str | Painted = "") -> None:
@@ -60,18 +65,30 @@ def heading(text: str) -> None:
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), right: Sequence[int] = ()) -> None:
-    """Write rows as columns, indented; the columns numbered in `right` end at the right."""
+    """Write rows as columns, indented; the columns numbered in `right` end at the right.
+
+    On a terminal a table fits its width: the widest columns are broken into several lines.
+    """
     all_rows: list[Sequence[object]] = [*([[Painted(text, SOFT) for text in header]] if header else []), *rows]
     texts = [[printable(str(cell)) for cell in row] for row in all_rows]
     widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
+    if (terminal := terminal_width()) is not None:
+        widths = fitted(widths, terminal - len(_GAP) * len(widths))
     for row, of_row in zip(all_rows, texts, strict=True):
-        last = max((number for number, text in enumerate(of_row) if text), default=-1)
-        parts: list[str | Painted] = []
-        for number, (cell, text, width) in enumerate(zip(row[: last + 1], of_row, widths, strict=False)):
-            ahead = width - len(text) if number in right else 0
-            parts += [" " * (2 + ahead), Painted(text, cell.style) if isinstance(cell, Painted) else text]
-            parts += [" " * (width - len(text) - ahead)] if number < last else []
-        _write(sys.stdout, parts)
+        cells = [wrapped(text, width) for text, width in zip(of_row, widths, strict=False)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            _write(sys.stdout, _columns(row, parts, widths, right))
+
+
+def _columns(row: Sequence[object], texts: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> list[_Part]:
+    """Return one line of a row, in the styles of its cells; nothing follows the last text."""
+    last = max((number for number, text in enumerate(texts) if text), default=-1)
+    parts: list[_Part] = []
+    for number, (cell, text, width) in enumerate(zip(row[: last + 1], texts, widths, strict=False)):
+        ahead = width - len(text) if number in right else 0
+        parts += [_GAP + " " * ahead, Painted(text, cell.style) if isinstance(cell, Painted) else text]
+        parts += [" " * (width - len(text) - ahead)] if number < last else []
+    return parts
 
 
 def as_json_object(content: dict[str, object]) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import sys
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
@@ -13,6 +10,7 @@ from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_rehearsal
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
+from mcore_ckpt_ext.cli.terminal import terminal_width
 from mcore_ckpt_ext.errors import UsageError, readable, shortened
 from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.layout_choice.memory import Recomputation
@@ -132,7 +130,7 @@ def _show_layouts(found: LayoutPlan) -> None:
     heading(f"layouts that Megatron accepts: {shown} of {found.accepted}, best first" if shown < found.accepted else
             f"layouts that Megatron accepts: {shown}, best first")  # fmt: skip
     # On a narrow terminal the last columns are left out: they say the same of most layouts, and --json has them.
-    shown_columns = len(_HEADER) if _columns_of_terminal() >= _WIDTH else _NARROW
+    shown_columns = len(_HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
     table(
         (_cells(one)[:shown_columns] for one in found.layouts),
         header=_HEADER[:shown_columns],
@@ -169,12 +167,6 @@ def _cells(one: PlannedLayout) -> tuple[str | Painted, ...]:
         f"{one.micro_batch_size} / {one.global_batch_size}", readable(one.read_per_rank), _seconds(one),
         "yes" if one.stock_resumes else "no",
     )  # fmt: skip
-
-
-def _columns_of_terminal() -> int:
-    """The width of the terminal, or of COLUMNS; output that goes elsewhere is not limited."""
-    limited = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
-    return shutil.get_terminal_size((_WIDTH, 24)).columns if limited else _WIDTH
 
 
 def _split(one: PlannedLayout) -> str:

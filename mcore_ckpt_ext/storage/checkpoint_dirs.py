@@ -21,6 +21,8 @@ RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _SHOWN = 40
+# Of run folders, distributed checkpoints, Hugging Face folders and canonical ones.
+_MARKS = (TRACKER_FILE, METADATA_FILE, "metadata.json", "config.json", "common.json")
 _MOST_BYTES = 1 << 12
 
 
@@ -135,15 +137,22 @@ def check_folder_exists(path: Path) -> None:
 
 
 def no_checkpoint(path: Path) -> UnreadableCheckpointError:
-    """The refusal of a folder in which nothing is a checkpoint; it says what is there instead."""
+    """Return the refusal of a folder in which nothing is a checkpoint, with what is in it, and where to look."""
     names = sorted(entry.name for entry in path.iterdir())
+    iterations = list(iteration_folders(path).values())
+    below = iterations[:1] or [path / name for name in names if _looks_like_checkpoint(path / name)]
     return UnreadableCheckpointError(
         "there is no checkpoint in this folder",
-        found=_iterations(path) if iteration_folders(path) else some(names) or "nothing, it is empty",
+        found=_iterations(path) if iterations else some(names) or "nothing, it is empty",
         expected=f"a run folder with its {TRACKER_FILE}, an iteration folder, a Hugging Face or a canonical folder",
         where=str(path),
-        helps="name one of its iterations, by its folder" if iteration_folders(path) else "check the path",
+        helps=f"use {below[0]}" if len(below) == 1 else "check the path",
     )
+
+
+def _looks_like_checkpoint(folder: Path) -> bool:
+    """Whether a folder has one of the files that every checkpoint of its format has, or an iteration."""
+    return folder.is_dir() and (any((folder / name).exists() for name in _MARKS) or bool(iteration_folders(folder)))
 
 
 def _iterations(run: Path) -> str:

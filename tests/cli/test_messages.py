@@ -131,7 +131,19 @@ class TestPaths:
         code, _, err = said(capsys, "inspect", tmp_path)
         assert code == 2
         assert "found: iter_0000004, iter_0000002;" in err
-        assert "name one of its iterations" in err
+        assert f"hint: use {tmp_path / 'iter_0000004'}" in err
+
+    @pytest.mark.parametrize("command", ["inspect", "verify"])
+    def test_the_only_subfolder_that_is_one(
+        self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "tensorboard").mkdir()
+        shutil.copytree(fixture_named("p02").run, tmp_path / "checkpoints")
+        _, _, err = said(capsys, command, tmp_path)
+        assert f"hint: use {tmp_path / 'checkpoints'}" in err
+        assert said(capsys, command, tmp_path / "checkpoints")[0] == 0
+        shutil.copytree(fixture_named("p02").run, tmp_path / "older")
+        assert "hint: check the path" in said(capsys, command, tmp_path)[2]
 
     def test_an_iteration_that_is_not_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         shutil.copytree(fixture_named("p02").run, tmp_path / "run")

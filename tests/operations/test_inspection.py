@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.job.releases import FIRST_ARGUMENTS
@@ -209,3 +210,17 @@ def test_a_canonical_folder(tmp_path: Path) -> None:
     found = inspect(tmp_path / "c")
     assert (found.format, found.writer.version) == ("canonical", "0.16")
     assert {tensor.kind for tensor in found.tensors} == {"weight", "fp32_param", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_loss_scale_is_no_state_of_an_optimizer(tmp_path: Path) -> None:
+    """fp16 keeps its scale as a tensor beside the optimizer's state; before the first step there are masters alone."""
+    fixture = fixture_named("p08c").copy_to(tmp_path / "copy")
+    for file in fixture.iteration.rglob("model_optim_rng.pt"):
+        file.chmod(0o644)
+        state = torch.load(file, weights_only=False)
+        state["optimizer"]["grad_scaler"] = {"scale": torch.tensor([4096.0])}
+        state["optimizer"]["optimizer"]["state"] = {}
+        torch.save(state, file)
+    found = inspect(fixture.run)
+    assert found.optimizer == "masters alone"
+    assert found.bytes_by_kind["other"] >= 4

@@ -30,6 +30,8 @@ def _legacy_kind(path: tuple[str, ...]) -> str:
         return WEIGHT
     if "fp32_from_fp16_params" in path:
         return FP32_PARAM
+    if "grad_scaler" in path:
+        return OTHER
     if path[0] == "optimizer" or path[0].isdigit():
         return KINDS.get(path[-1], path[-1])
     return OTHER
