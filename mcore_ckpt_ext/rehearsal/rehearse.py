@@ -22,7 +22,7 @@ from mcore_ckpt_ext.megatron.decision_facts import decision_on, facts_of_common,
 from mcore_ckpt_ext.megatron.live.compatibility import check_lost, verify_checksums
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import kind_named
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
-from mcore_ckpt_ext.megatron.live.planning import check_job, open_with_orders
+from mcore_ckpt_ext.megatron.live.planning import LIVE_MODEL, check_job, open_with_orders
 from mcore_ckpt_ext.megatron.new_tokens import new_tokens, refusal
 from mcore_ckpt_ext.megatron.probe import check_whole, look_around
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -150,7 +150,7 @@ class _Rehearsing:
             self._plain, will_succeed=True, parameters=len(figures.names), parts=figures.parts,
             elements=figures.elements, weights=figures.weights, bytes_read=figures.bytes_read,
             proven=figures.proven, proof=_proof(checkpoint), is_full_proof=full,
-            witnesses=tuple(checkpoint.optimizer.witnesses()), given=tuple(self._given(checkpoint, simulated)),
+            witnesses=_witnesses(checkpoint), given=tuple(self._given(checkpoint, simulated)),
         )  # fmt: skip
 
     def _look(self) -> None:
@@ -221,6 +221,12 @@ def _look_around(path: Path) -> Lent | None:
 def _is_adam(running: JobArguments) -> bool:
     """Whether Adam steps all parameters, whose optimizers are simulated."""
     return kind_named(running.stated) in (None, "adam")
+
+
+def _witnesses(checkpoint: CheckpointView) -> tuple[str, ...]:
+    """Where it is known from which parameter lies where; of a model that is not live, the order is its layer spec's."""
+    own = {LIVE_MODEL: "the order of the layer spec"}
+    return tuple(own.get(label, label) for label in checkpoint.optimizer.witnesses())
 
 
 def _proof(checkpoint: CheckpointView) -> str:

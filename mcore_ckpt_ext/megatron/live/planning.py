@@ -28,11 +28,14 @@ from mcore_ckpt_ext.megatron.live.param_groups import carried_groups, with_step
 from mcore_ckpt_ext.megatron.live.reading import OwnShard, Reading
 from mcore_ckpt_ext.optimizers.groups import Group
 
+LIVE_MODEL = "the live model"
+"""Names the order in which the running job registers its parameters."""
+
 
 def open_with_orders(folder: Path, views: Iterable[RankView], spell: Spell = str) -> CheckpointView:
     """Open a checkpoint with the order in which the ranks of the running job registered their parameters, if known."""
     orders = [list(map(spell, registered)) for view in views for registered in view.registered]
-    witnesses = [WitnessedOrder("the live model", orders)] if orders else []
+    witnesses = [WitnessedOrder(LIVE_MODEL, orders)] if orders else []
     return with_first_moments(open_checkpoint(folder, witnesses=witnesses))
 
 
