@@ -12,6 +12,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_article
 from mcore_ckpt_ext.families.arcee import Arcee
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.chatglm import ChatGLM
+from mcore_ckpt_ext.families.deepseek_moe import DeepSeekMoE
 from mcore_ckpt_ext.families.deepseek_v2 import DeepSeekV2
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, KimiK2
 from mcore_ckpt_ext.families.entry_points import RegisteredFamily, loadable, registered_families
@@ -59,7 +60,7 @@ FAMILIES: tuple[Family, ...] = (
     KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(), OLMoE(),
     GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
     DeepSeekV32(), GlmMoEDsa(), NemotronH(), StableLM(), GPTBigCode(), Nemotron(), Glm(), Ministral3(), Gemma(),
-    GPTNeoX(), HyV3(), ExaoneMoE(), InternLM2(), ChatGLM(), Qwen(),
+    GPTNeoX(), HyV3(), ExaoneMoE(), InternLM2(), ChatGLM(), Qwen(), DeepSeekMoE(),
 )  # fmt: skip
 _SHOWN = 4
 

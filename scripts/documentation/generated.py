@@ -155,7 +155,7 @@ def _text(node: ast.expr, constants: dict[str, ast.expr]) -> str:
 def families() -> str:
     """A table for each group of families: a row for each file, with its models and what the tests show of them."""
     from mcore_ckpt_ext.families.recognition import FAMILIES
-    from tests.harness.witnesses import COMPUTES_AS, SHOWN
+    from tests.harness.witnesses import COMPUTES_AS, OF_OWN_CODE, SHOWN
 
     by_file: dict[str, list[Family]] = defaultdict(list)
     for family in FAMILIES:
@@ -169,6 +169,7 @@ def families() -> str:
         )
         why = next((shown.why for shown in SHOWN.values() if shown.model_type in types), "") or found[0].only_bridge
         equivalents = [f"as `{COMPUTES_AS[one]}`" for one in types & COMPUTES_AS.keys()]
+        equivalents += [OF_OWN_CODE[one] for one in types & OF_OWN_CODE.keys()]
         tested = ", ".join([*layouts, *equivalents]) or f"not compared: {why}"
         title = next(title for title, belongs in _FAMILY_GROUPS if belongs(found[0]))
         groups[title].append((models, ", ".join(f"`{family.model_type}`" for family in found), tested))

@@ -76,6 +76,8 @@ SHOWN: dict[str, Shown] = {
 }
 COMPUTES_AS = {"internlm2": "llama", "chatglm": "glm", "qwen": "qwen2"}
 """Types whose class transformers does not have, and the type that computes the same: `tests/huggingface/own_code`."""
+OF_OWN_CODE = {"deepseek": "EP2"}
+"""Types of which transformers has neither the class nor an equivalent, and the layout under which Megatron answers."""
 BUILT_BY_MEGATRON = [name for name, shown in SHOWN.items() if shown.layouts]
 CASES = [("local", name, layout) for name, shown in SHOWN.items() for layout in shown.layouts] + [
     ("transformer_engine", name, layout) for name, shown in SHOWN.items() for layout in shown.engine

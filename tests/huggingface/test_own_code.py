@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.recognition import family_named
-from tests.harness.witnesses import COMPUTES_AS
+from tests.harness.witnesses import COMPUTES_AS, OF_OWN_CODE
 
 FOLDER = Path(__file__).with_name("own_code")
 TOKENS = torch.arange(40).view(2, 20) * 7 % 64
 WEIGHTS = "model.safetensors"
 
 
-@pytest.mark.parametrize("name", COMPUTES_AS)
+@pytest.mark.parametrize("name", [*COMPUTES_AS, *OF_OWN_CODE])
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     """Every tensor and every key come back; frequencies, which are no weights, are left out and named."""
     source = tmp_path / "model"
@@ -58,6 +58,7 @@ def test_it_answers_as_its_own_code_does(name: str, family: str, tmp_path: Path)
         ("chatglm", {"multi_query_attention": False}, "multi_query_attention"),
         ("chatglm", {"padded_vocab_size": 128}, "vocab_size"),
         ("qwen", {"kv_channels": 16}, "kv_channels"),
+        ("deepseek", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("internlm2", {"bias": True}, "bias"),
         ("internlm2", {"rope_scaling": {"type": "longrope"}}, "longrope"),
     ],

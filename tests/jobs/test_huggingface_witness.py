@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_on_cpu import launch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import mcore_ckpt_ext
@@ -28,7 +29,7 @@ from mcore_ckpt_ext.formats.target import LayerSpec
 from tests.harness.huggingface import MISTAKES, VOCABULARY, add_further_layer
 from tests.harness.jobs import TIME_LIMIT, WITNESS
 from tests.harness.packages import with_transformer_engine
-from tests.harness.witnesses import CASES, LAYOUTS, WITNESSED
+from tests.harness.witnesses import CASES, LAYOUTS, OF_OWN_CODE, WITNESSED
 
 Case = tuple[str, str, str]
 LOCAL: LayerSpec = "local"
@@ -44,6 +45,8 @@ WITH_MTP = ["deepseek_v3", "glm4_moe"]
 OTHER_WAYS = ("deepseek_v32", "glm_moe_dsa")
 # Models and layouts for which legacy files are loaded.
 AS_LEGACY = [("qwen3_next", "TP2"), ("qwen3_5", "TP2"), ("qwen3_5_moe", "EP2"), ("deepseek_v32", "EP2")]
+OWN_CODE, OWN_VOCABULARY = Path(__file__).parents[1] / "huggingface" / "own_code", 64
+OWN_TOKENS = torch.arange(40).view(2, 20) * 7 % OWN_VOCABULARY
 WRONG = ["ExchangedQueriesAndKeys", "InterleavedHalves"]
 
 
@@ -110,6 +113,10 @@ def answers(models: dict[str, Path], truths: dict[str, Truth], root: Path) -> di
         shutil.copytree(models[name], longer)
         add_further_layer(longer)
         local.append({**_case(longer, root, LOCAL, f"{name}_further", "TP2"), "tokens": str(root / f"{name}.tokens")})
+    torch.save(OWN_TOKENS, root / "own.tokens")
+    for name, layout in OF_OWN_CODE.items():
+        case = _case(OWN_CODE / name, root, LOCAL, name, layout)
+        local.append({**case, "tokens": str(root / "own.tokens"), "vocabulary": OWN_VOCABULARY})
     for wrong in WRONG:
         case = _case(models["llama"], root, LOCAL, wrong, "TP1", family=f"{MISTAKES}:{wrong}")
         local.append({**case, "tokens": str(root / "llama.tokens")})
@@ -183,6 +190,16 @@ def test_megatron_answers_as_transformers_does(
     assert answer.dtype == torch.float32
     assert difference(answer, truths[name]) <= truths[name].tolerance
     assert decodes_alike(answer, truths[name])
+
+
+@pytest.mark.parametrize(("name", "layout"), OF_OWN_CODE.items())
+def test_megatron_answers_as_the_code_of_a_folder_does(
+    name: str, layout: str, answers: dict[Case, torch.Tensor]
+) -> None:
+    """A class that transformers does not have: its answer lies beside the model that it built."""
+    truth = load_file(OWN_CODE / name / "logits.safetensors")["logits"]
+    answer = answers[LOCAL, name, layout][..., :OWN_VOCABULARY]
+    assert float((answer - truth).abs().max() / truth.abs().max()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", WITH_MTP)
