@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mcore_ckpt_ext
@@ -358,7 +359,12 @@ def test_a_missing_key_means_what_it_means_to_transformers(name: str) -> None:
     family, whole = family_of(name), configuration(name)
     for key in set(whole) - {"model_type", "rope_parameters", "num_hidden_layers"}:
         less = {other: value for other, value in whole.items() if other != key}
-        by_class = AutoConfig.for_model(**less).to_dict()
+        try:
+            by_class = AutoConfig.for_model(**less).to_dict()
+        except (
+            StrictDataclassClassValidationError
+        ):  # the default does not go with the other keys: there is no such model
+            continue
         found, expected = (_read(family, one) for one in (less, {**less, key: by_class.get(key)}))
         assert found in (expected, None), (key, by_class.get(key))
 

@@ -209,7 +209,7 @@ def test_a_storage_is_of_a_type_of_storages() -> None:
 def test_a_budget_grows_with_what_was_read() -> None:
     small, large = Budget(100, "here"), Budget(1 << 20, "there")
     large.spend(1 << 24, "work")
-    with pytest.raises(OverBudgetError, match=r"found: more than .* for work; expected: .*100 bytes.*: here.*helps"):
+    with pytest.raises(OverBudgetError, match=r"found: more than .* for work; expected: .*100 bytes.*: here.*hint"):
         small.spend(1 << 24, "work")
 
 
