@@ -81,6 +81,9 @@ def test_what_we_write(target: str, capsys: pytest.CaptureFixture[str], tmp_path
 
 def test_plan_and_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     printed(capsys, "plan", fixture_named("p02").run, "--gpus", "4")
+    rehearsed = printed(capsys, "plan", fixture_named("p02").run, "--gpus", "4", "--rehearse", "tp=2")
+    assert rehearsed["will_succeed"]
+    assert not printed(capsys, "plan", fixture_named("p02").run, "--gpus", "3", "--rehearse", "tp=3")["will_succeed"]
     printed(capsys, "doctor", "--save", tmp_path)
 
 
