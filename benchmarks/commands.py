@@ -32,6 +32,8 @@ from memory import forget, remember  # beside this file
 _HERE = Path(__file__).parent
 _COMMAND = [sys.executable, "-m", "mcore_ckpt_ext"]
 _IMPORTS = "import torch"
+# As the commands do it: without the garbage collector, and without taking everything down at the end.
+_IMPORT_ALONE = "import gc, os; gc.disable(); import torch; os._exit(0)"
 _TARGETS = ("torch_dist", "legacy", "hf")
 SIZES = {"layers": 16, "hidden": 1024, "feed-forward": 3584, "vocabulary": 32000}
 _SENDFILE = f"import sys; sys.path.insert(0, {str(_HERE)!r}); import stream; stream.copy(*sys.argv[1:])"
@@ -104,7 +106,7 @@ class Benchmark:
     def run_all(self, state: str) -> None:
         """Run each command once, and after it its references."""
         folder, source = self._folder, self._source
-        self._run(_IMPORTS, state, [sys.executable, "-c", _IMPORTS], ())
+        self._run(_IMPORTS, state, [sys.executable, "-c", _IMPORT_ALONE], ())
         for target in _TARGETS:
             name, out, options = f"convert --to {target}", folder / target, self._options.get(target, [])
             self._run(name, state, [*_COMMAND, "convert", str(source), str(out), "--to", target, *options], [source])
