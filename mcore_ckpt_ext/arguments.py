@@ -101,7 +101,7 @@ class JobArguments(ModelTable, RunTable, Stated):
             UnsupportedCheckpointError: nothing here looks at it, and the source does not state it either.
         """
         if name not in FIELDS and name not in self.stated:
-            raise UnsupportedCheckpointError("no argument of that name is known", found=name, where=self.source)
+            raise UnsupportedCheckpointError("unknown argument", found=name, where=self.source)
         return self.stated.get(name)
 
     def whole(self, name: str) -> int:
@@ -112,7 +112,7 @@ class JobArguments(ModelTable, RunTable, Stated):
         """
         value = self.value(name)
         if not is_whole(value):
-            raise UnsupportedCheckpointError("an argument of the job is not known", expected=name, where=self.source)
+            raise UnsupportedCheckpointError("unknown argument of the job", expected=name, where=self.source)
         return int(value)
 
     @property
@@ -143,7 +143,7 @@ class JobArguments(ModelTable, RunTable, Stated):
 
     def _refused(self, name: str, found: str, expected: str) -> UnreadableCheckpointError:
         return UnreadableCheckpointError(
-            "an argument of the job has a value that it cannot have",
+            "an argument of the job has an invalid value",
             found=f"{name}: {found}",
             expected=expected,
             where=self.source,

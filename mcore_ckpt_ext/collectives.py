@@ -24,7 +24,7 @@ _SIZE_BYTES, _SHORT_BYTES = 8, 56
 _LITTLE_BYTES = 1 << 20
 # Items are few where at most one rank in so many has one of its own.
 _FEW = 4
-_UNTOUCHED = "the optimizer is untouched"
+_UNTOUCHED = "the optimizer is unchanged"
 Failure = CheckpointException
 """What torch and Megatron raise when some rank failed; it is no Exception."""
 

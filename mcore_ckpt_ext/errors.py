@@ -74,7 +74,7 @@ class UnreadableCheckpointError(CheckpointError):
 class UnsafePickleError(CheckpointError):
     """A pickle asks for something that reading a checkpoint never needs."""
 
-    _mostly_helps = "ask whoever wrote it, and open it nowhere else before: other readers may do what it asks"
+    _mostly_helps = "do not load it with other software, which may execute its code; ask its author"
 
 
 class UnsupportedCheckpointError(CheckpointError):
@@ -177,10 +177,10 @@ def interpreting(where: object) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise UnreadableCheckpointError(
-            "the checkpoint's metadata makes no sense here: it is damaged, or of an unknown kind",
+            "invalid metadata in the checkpoint: it is damaged, or of an unknown kind",
             found=f"{shortened(f'{type(error).__name__}: {error}')} ({at.name}, line {at.lineno})",
             where=str(where),
-            helps="run mcore-ckpt verify, and use another iteration; if that one is whole, please report this",
+            helps="run mcore-ckpt verify, or use another iteration; if verify finds no error, please report this",
         ) from error
 
 
@@ -191,7 +191,7 @@ INTERRUPTED = "the save was interrupted or the copy is incomplete: use another i
 def remedy(error: OSError) -> str:
     """What helps when a file of a checkpoint cannot be opened."""
     if isinstance(error, PermissionError):
-        return "read it as a user who may, or ask its owner for permission (chmod)"
+        return "read it as a user with permission, or ask its owner for permission (chmod)"
     if isinstance(error, FileNotFoundError):
         return INTERRUPTED
     return "check the disk and the file system, or use another iteration"

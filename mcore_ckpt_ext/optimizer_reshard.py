@@ -67,7 +67,7 @@ class Summary:
             f"({self.elements:,} elements, placed by {' and '.join(self.witnesses)}), {self.seconds:.1f} s; "
             f"iteration {self.iteration} was loaded"
             f"{anew}{changed if self.changed else ''}{f'; {in_words(self.differing)}' if self.differing else ''}"
-            f"{f'; {SIDECAR_FILE} is not believed: {self.disbelieved}' if self.disbelieved else ''}"
+            f"{f'; {SIDECAR_FILE} is ignored: {self.disbelieved}' if self.disbelieved else ''}"
         )
 
 

@@ -275,14 +275,14 @@ def _not_read(unread: Iterable[Unread]) -> Iterator[str]:
         carried, why = items[0].carried, items[0].why
         keys = items[0].key if len(items) == 1 else f"{items[0].key}, and {len(items) - 1:,} more with other numbers"
         size = readable(sum(item.nbytes for item in items))
-        yield f"{'carried as it is' if carried else 'left out'}: {keys}, {size}: {why or 'nothing here knows it'}"
+        yield f"{'copied unchanged' if carried else 'left out'}: {keys}, {size}: {why or 'unknown key'}"
 
 
 def _done(report: Report) -> Iterator[str]:
     size = readable(report.bytes_written)
     yield f"wrote {report.destination}: {report.files} files, {size} in {report.seconds:.1f} s"
     if report.proven_elements:
-        yield f"proven: {report.proven_elements:,} masters {report.how}"
+        yield f"verified: {report.proven_elements:,} masters {report.how}"
     if report.lost:
         lost = sum(report.lost.values())
         yield f"LOST in the source: {lost:,} elements of {len(report.lost)} parameters; their moments are zero"

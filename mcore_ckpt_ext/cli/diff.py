@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(found: Comparison, most: int | None) -> None:
     table([("A", found.a), ("B", found.b)])
-    heading("beside the tensors")
+    heading("metadata")
     facts = ((fact, "" if fact.a == fact.b else Painted("differs", REMARKABLE)) for fact in found.facts)
     table([(fact.what, fact.a, fact.b, told) for fact, told in facts], ("", "A", "B"))
     heading("tensors")
@@ -91,7 +91,7 @@ def _show(found: Comparison, most: int | None) -> None:
             line(f"  and {more:,} more of {kind.kind}; --all lists them")
     unread = [*(("A", item) for item in found.unread_a), *(("B", item) for item in found.unread_b)]
     for side, item in unread[:most]:
-        line(f"  not looked at, because nothing here knows it: {item.key} of {side}, {readable(item.nbytes)}")
+        line(f"  not compared, unknown key: {item.key} of {side}, {readable(item.nbytes)}")
     for side, copies in (("A", found.differing_copies_a), ("B", found.differing_copies_b)):
         if copies:
             from mcore_ckpt_ext.operations.replicas import in_words
@@ -121,8 +121,10 @@ def _conclusion(found: Comparison, unread: int) -> str:
     if not all(kind.equal for kind in found.kinds):
         return "DIFFERENT"
     if unread:
-        return f"NOT KNOWN TO BE EQUAL: what was looked at is equal in every bit, {unread:,} keys were not looked at"
-    return "NOT KNOWN TO BE EQUAL: the first copies are equal in every bit, others differ within one of the two"
+        return (
+            f"NOT KNOWN TO BE EQUAL: what was compared is equal in every bit, {unread:,} unknown keys were not compared"
+        )
+    return "NOT KNOWN TO BE EQUAL: the first copies are equal in every bit, but replicas within one checkpoint differ"
 
 
 def _verdict(kind: KindComparison) -> str:

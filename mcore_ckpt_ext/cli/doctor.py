@@ -87,10 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _verdict(report: Report) -> Painted:
     """Return the last line, which does not approve of what is not here to be checked."""
     if not report.healthy:
-        return Painted("NOT in place: see what failed", BAD)
+        return Painted("some checks FAILED, see above", BAD)
     if any(item.found == _NO_MEGATRON for item in report.lines):
-        return Painted(f"nothing failed, but {_NO_MEGATRON}: run doctor where your jobs run", REMARKABLE)
-    return Painted("all in place", GOOD)
+        return Painted(f"no check failed, but {_NO_MEGATRON}: run mcore-ckpt doctor where your jobs run", REMARKABLE)
+    return Painted("all checks passed", GOOD)
 
 
 def _lines(save: Path | None) -> Iterator[Line]:
@@ -130,7 +130,7 @@ def _setting(setting: Setting[Any]) -> Line:
         return Line(setting.name, "ok", "not set")
     found = f"{printable(setting.text)!r}"
     if not setting.is_understood:
-        return Line(setting.name, "FAILED", f"{found} is not understood, so it counts as not set ({setting.meaning})")
+        return Line(setting.name, "FAILED", f"{found}: invalid value, ignored ({setting.meaning})")
     return Line(setting.name, "note", f"{found} ({setting.meaning})")
 
 
@@ -139,7 +139,7 @@ def _autoload(version: Version | None) -> Line:
     what = "torch loads the hooks"
     by_hand = "call mcore_ckpt_ext.install() in the training script"
     if version is None or not TORCH_LOADS_PLUGINS.is_of(version):
-        return Line(what, "note", f"no: torch before {TORCH_LOADS_PLUGINS.since} loads no plugins; {by_hand}")
+        return Line(what, "note", f"no: torch loads plugins since {TORCH_LOADS_PLUGINS.since}; {by_hand}")
     if not _AUTOLOAD.value:
         return Line(what, "note", f"no: TORCH_DEVICE_BACKEND_AUTOLOAD=0; {by_hand}")
     if not any(entry.name == _ENTRY for entry in metadata.entry_points(group=_ENTRY_POINTS)):
@@ -160,11 +160,11 @@ def _hooks() -> Iterator[Line]:
         problem = problems[place.module]
         framework = next(name for prefix, name in _DISTRIBUTIONS.items() if place.module.startswith(prefix))
         # Megatron appends the commit of whatever repository its folder lies in (megatron/core/package_info.py).
-        version = f" of {seam.version.partition('+')[0]}" if seam.version else ""
+        version = f" ({seam.version.partition('+')[0]})" if seam.version else ""
         if seam.state == "patched":
             yield Line(seam.seam, "ok", f"patched{version}" + (f"; {seam.reason}" if seam.reason else ""))
         elif problem is not None and _installed(framework) is None:
-            yield Line(seam.seam, "note", f"not here: {problem}")
+            yield Line(seam.seam, "note", f"not installed: {problem}")
         else:
             yield Line(seam.seam, "FAILED", f"not patched{version}: {seam.reason or problem}")
 

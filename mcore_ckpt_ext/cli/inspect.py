@@ -75,11 +75,11 @@ def _show(found: Inspection, *, show_all: bool) -> None:
     if found.optimizer_format and not found.model["parameters"]:
         from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
 
-        line(Painted(f"note: an optimizer alone; {NAME_THEM}", REMARKABLE))
+        line(Painted(f"note: optimizer only; {NAME_THEM}", REMARKABLE))
     for problem in found.unbelieved:
         line(Painted(f"note: {problem}", REMARKABLE))
     if found.writer.evidence:
-        heading("how the version is known")
+        heading("evidence for the version")
         table([(item.what, _bounds(item.first, item.last)) for item in found.writer.evidence])
     heading("model")
     table([(name, _number(value)) for name, value in found.model.items()])
@@ -88,15 +88,15 @@ def _show(found: Inspection, *, show_all: bool) -> None:
         table([(name, _number(value)) for name, value in found.training.items()])
     heading("bytes")
     _show_bytes(found.bytes_by_kind, found.bytes_on_disk)
-    heading("files: who wrote them, and what is in them")
+    heading("files")
     _show_files(found, show_all=show_all)
-    heading("who can resume it, optimizer included")
+    heading("can be resumed by, optimizer included")
     table([(item.who, item.versions, item.layouts, item.note) for item in found.resumptions])
 
 
 def _sidecar(found: Inspection) -> str:
     if found.sidecar_problem:
-        return f"not believed: {found.sidecar_problem}"
+        return f"ignored: {found.sidecar_problem}"
     return "yes: the packing of the gradient buffers is recorded" if found.sidecar else "no"
 
 
@@ -106,7 +106,7 @@ def _writer(version: str) -> str:
 
 def _show_bytes(by_kind: Mapping[str, int], on_disk: int) -> None:
     rows = [(kind, readable(size)) for kind, size in by_kind.items()]
-    rows.append(("archives' overhead", readable(max(0, on_disk - sum(by_kind.values())))))
+    rows.append(("archive overhead", readable(max(0, on_disk - sum(by_kind.values())))))
     table([*rows, ("on disk", readable(on_disk))], right=[1])
 
 

@@ -27,7 +27,7 @@ from mcore_ckpt_ext.storage.gc_pause import collector_paused
 # Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`, imported when it is asked
 # for: whoever only wants help does not wait for torch.
 COMMANDS = {
-    "inspect": "show what is in a checkpoint: layout, format, version, sizes, files, who can resume it",
+    "inspect": "show what is in a checkpoint: layout, format, version, sizes, files, what can resume it",
     "convert": "write a checkpoint in another format or layout, optimizer included",
     "plan": "list the layouts for a number of GPUs that can resume a checkpoint, and what each needs",
     "verify": "check that a checkpoint is complete and intact, and that master weights match weights",

@@ -48,9 +48,9 @@ def check_place(path: Path) -> None:
             is_page = stream.read(len(_BEGINNING)).lower() == _BEGINNING
     if not is_page:
         raise UsageError(
-            "--html would overwrite something that is no page",
+            "--html would overwrite a file that is not an HTML page",
             where=str(path),
-            helps="name a new file, or an older page",
+            helps="choose a new file, or an earlier page",
         )
 
 
@@ -67,7 +67,7 @@ def write_page(path: Path, text: str) -> None:
             "the page cannot be written",
             found=error.strerror,
             where=str(path),
-            helps="name a file in a folder that is there",
+            helps="choose a file in an existing folder",
         ) from error
 
 

@@ -92,7 +92,7 @@ def _pins(texts: list[str]) -> dict[str, int]:
         name, _, size = text.partition("=")
         if name not in PINS or not (size.isascii() and size.isdigit() and 0 < int(size) < 1 << 20):
             raise UsageError(
-                "a pin is not a dimension and its size", found=shortened(text),
+                "--pin takes a dimension and its size", found=shortened(text),
                 expected=f"one of {', '.join(PINS)}, and a whole number: tp=8",
             )  # fmt: skip
         pins[name] = int(size)
@@ -110,7 +110,7 @@ def _show(found: LayoutPlan) -> None:
         ]
     )
     if found.unknown:
-        line(f"  not known, and taken as their defaults: {', '.join(found.unknown)}; state them with --argument")
+        line(f"  missing from the checkpoint, defaults assumed: {', '.join(found.unknown)}; set them with --argument")
     if found.layouts:
         _show_layouts(found)
     else:
@@ -154,10 +154,10 @@ def _show_what_excludes(found: LayoutPlan) -> None:
     if found.least_memory is not None:
         line()
         least = f"{readable(found.least_memory)} ({found.least_layout})"
-        line(Painted(f"no layout fits: the least that one needs is {least}", BAD))
+        line(Painted(f"no layout fits: the smallest needs {least}", BAD))
         line("hint: --recompute full keeps fewer activations; --all lists every layout")
     elif found.nearest:
-        heading("what excludes the nearest ones")
+        heading("why the nearest layouts are excluded")
         table(found.nearest)
 
 

@@ -49,7 +49,9 @@ def _form_group(rank: int, size: int) -> None:
     place = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     if place.startswith(":") or place.endswith(":"):
         raise UsageError(
-            "it is not known where the processes meet", expected="MASTER_ADDR and MASTER_PORT", helps=_HOW_TO_START
+            "the address at which the processes meet is missing",
+            expected="MASTER_ADDR and MASTER_PORT",
+            helps=_HOW_TO_START,
         )
     if rank == 0:
         message(f"waiting for the {size} processes that share the work, at {place}")
@@ -57,7 +59,7 @@ def _form_group(rank: int, size: int) -> None:
         torch.distributed.init_process_group("gloo")
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(
-            "the processes that share the work did not come together", found=str(error).splitlines()[0], where=place,
+            "the processes that share the work could not connect", found=str(error).splitlines()[0], where=place,
             helps=_HOW_TO_START,
         ) from error  # fmt: skip
 
@@ -115,7 +117,7 @@ class _Together:
             torch.distributed.all_gather_object(found, item)
         except RuntimeError as error:  # of the backend: the connection is closed, or timed out
             raise CheckpointError(
-                "another process of this conversion is gone", found=next(iter(str(error).splitlines()), ""),
+                "another process of this conversion has ended", found=next(iter(str(error).splitlines()), ""),
                 helps="if the destination is not there yet, start all of them again, with --resume",
             ) from error  # fmt: skip
         return found

@@ -65,7 +65,7 @@ def _show(found: Verification, *, show_all: bool) -> None:
                 line(f"  and {len(findings) - len(shown):,} more like the last; --all lists them")
     errors = sum(finding.severity == "error" for finding in found.findings)
     line()
-    depth = " as far as its metadata say" if found.quick else ""
+    depth = ": metadata only, data not read" if found.quick else ""
     if found.sound:
         line(Painted(f"sound{depth}", GOOD))
     else:

@@ -116,12 +116,12 @@ def find(target: Target) -> type | None:
             continue
         if isinstance(found, type) and all(method in vars(found) for method in target.own):
             return found
-        problems.append(f"{module} has no fitting {name}")
+        problems.append(f"{module} has no suitable {name}")
     if target.required is None:
         return None
     names = dict.fromkeys(home.partition(":")[2] for home in target.homes)
     raise CheckpointError(
-        f"ColossalAI's {' or '.join(names)} is not here",
+        f"ColossalAI's {' or '.join(names)} is not available",
         found="; ".join(dict.fromkeys(problems)),
         expected=f"ColossalAI {target.required} or later",
         helps="pip install colossalai==0.5.0, in the environment of the training job",

@@ -191,7 +191,7 @@ def beside(index: Path, name: str) -> Path:
     """
     file = index.parent / name
     if Path(name).name != name or not file.is_file():
-        raise UnreadableCheckpointError("a file of the checkpoint is not there", found=name, where=str(index))
+        raise UnreadableCheckpointError("a file of the checkpoint is missing", found=name, where=str(index))
     return file
 
 
@@ -210,7 +210,7 @@ def _refuse_other_entries(found: set[str], expected: set[str], file: Path) -> No
     missing, more = sorted(expected - found), sorted(found - expected)
     if missing or more:
         raise UnreadableCheckpointError(
-            "a file has other entries than the index says: it is of another save",
+            "a file has other entries than its index lists: it belongs to another save",
             found=", ".join([*(f"no {key}" for key in missing[:2]), *more[:2]]),
             expected=f"{len(expected)} entries",
             where=str(file),

@@ -16,8 +16,8 @@ from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, refuse_different, summary
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
 
-OPTIMIZER_UNTOUCHED = "the optimizer is untouched"
-_MODEL_UNTOUCHED = "the model is untouched"
+OPTIMIZER_UNTOUCHED = "the optimizer is unchanged"
+_MODEL_UNTOUCHED = "the model is unchanged"
 _SHOWN = 4
 
 
@@ -39,7 +39,7 @@ def load_optimizer(
         known = {key for group in optimizer.param_info["param_groups"] for key in group["params"]}
         if unknown := sorted(set(by_id) - known):
             raise ModelMismatchError(
-                "the optimizer state is about other parameters",
+                "the optimizer state belongs to other parameters",
                 found=f"state of parameter {unknown[0]}",
                 expected=f"{len(known)} parameters",
             )

@@ -38,7 +38,7 @@ class _Accepted:
     answer: Any
 
 
-_UNTOUCHED = "the model is untouched"
+_UNTOUCHED = "the model is unchanged"
 
 
 def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
@@ -219,7 +219,7 @@ def _refuse_different(zero: Wrapped, live: torch.Tensor, value: torch.Tensor, ot
         return
     if not torch.allclose(value, other.to(value), rtol=0, atol=0, equal_nan=True):
         names = [name for name, tensor in _live_names(zero.module) if tensor is live]
-        raise RuntimeError(f"names of one and the same tensor come with different values: {', '.join(names)}")
+        raise RuntimeError(f"names of the same tensor have different values: {', '.join(names)}")
 
 
 @contextmanager

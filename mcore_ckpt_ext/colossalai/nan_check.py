@@ -29,8 +29,8 @@ def _refuse_nan_in(zero: Wrapped, members: Iterable[tuple[nn.Parameter, Place]])
         broken = torch.isnan(held)
         if bool(broken.any()):
             raise CheckpointError(
-                "a parameter's values are not numbers",
+                "a parameter contains NaN",
                 found=f"{int(broken.sum())} NaN, the first at element {first + int(broken.nonzero()[0, 0])}",
                 where=" = ".join(zero.names[parameter]),
-                helps="go back to an earlier checkpoint; state_dict(strict=False) gives the values as they are",
+                helps="go back to an earlier checkpoint; state_dict(strict=False) returns the values unchecked",
             )

@@ -27,7 +27,7 @@ from mcore_ckpt_ext.errors import ModelMismatchError
 
 OURS = "mcore_ckpt_ext"
 MASTER = "fp32_param"
-_UNTOUCHED, _CPU = "the optimizer is untouched", torch.device("cpu")
+_UNTOUCHED, _CPU = "the optimizer is unchanged", torch.device("cpu")
 _SCALER = ("_growth_step", "_hysteresis_step")
 _PADDING = "padding"
 
@@ -263,7 +263,7 @@ def _fitting(
     real = optimizer.id_to_real_params
     if sorted(saved) != sorted(real):
         raise ModelMismatchError(
-            "the optimizer state is about other parameters", found=f"{len(saved)} parameters", expected=str(len(real))
+            "the optimizer state belongs to other parameters", found=f"{len(saved)} parameters", expected=str(len(real))
         )
     note = groups[0].get(OURS, {}) if groups else {}
     ours = _same_named(zero, real, note.get("names"))
@@ -291,7 +291,7 @@ def _same_named(zero: Wrapped, real: Mapping[int, nn.Parameter], saved: Sequence
     lost = [name for name in saved if name not in by_name]
     if lost:
         raise ModelMismatchError(
-            "the optimizer state is about other parameters",
+            "the optimizer state belongs to other parameters",
             found=", ".join(lost[:4]),
             expected=", ".join(list(by_name)[:4]),
         )

@@ -55,7 +55,7 @@ def keys_of(zero: Wrapped, prefix: str = "") -> Keys:
             keys.buffers.setdefault(tensor, []).append(key)
         elif isinstance(value, torch.Tensor) and value.is_meta:
             raise UnsupportedCheckpointError(
-                "a state_dict hook computes new values, which needs the whole state dict at once",
+                "a state_dict hook computes new values, which requires the whole state dict",
                 where=key,
                 helps="save unsharded (shard=False), or remove the hook",
             )

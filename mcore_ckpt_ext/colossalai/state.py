@@ -159,7 +159,9 @@ def begun(model: Any, call: str, dtype: Precision, only_rank_0: bool, **argument
 def _refuse_unknown_ties(ties: object) -> None:
     if ties not in get_args(Ties):
         raise CheckpointError(
-            "no such treatment of ties", found=repr(ties), expected='"share", "copy" (a storage each) or "omit"'
+            "invalid treatment of tied parameters",
+            found=repr(ties),
+            expected='"share", "copy" (a storage each) or "omit"',
         )
 
 
@@ -176,7 +178,7 @@ def source_of(zero: Wrapped, dtype: Precision) -> Mapping[nn.Parameter, Place]:
             "there are no fp32 masters to save",
             found="a wrapper made with master_weights=False",
             expected='dtype="compute" or a torch.dtype',
-            helps="leave the dtype out, which gives what is trained; or master_weights=True",
+            helps="leave the dtype out, or wrap with master_weights=True",
         )
     refuse_no_precision(dtype)
     return zero.masters or zero.working
@@ -192,7 +194,7 @@ def refuse_no_precision(dtype: object) -> None:
         return
     mistaken = isinstance(dtype, bool)
     raise CheckpointError(
-        "no dtype for parameters",
+        "invalid dtype for parameters",
         found=repr(dtype),
         expected='"master", "compute" or a torch.dtype of floating point',
         helps="strict is a keyword: state_dict(strict=...)" if mistaken else None,

@@ -117,11 +117,11 @@ def _refuse_without_values(path: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         kind = "meta" if tensor.is_meta else "quantised" if tensor.is_quantized else str(tensor.layout)
         raise CheckpointError(
-            "a tensor of the dict cannot be written into a parameter",
+            "a tensor of the dict cannot be copied into a parameter",
             found=f"a {kind} tensor of shape {tuple(tensor.shape)}",
             expected="a dense tensor with values",
             where=path,
-            helps="materialise it: to_dense(), dequantize(), or load the file without the meta device",
+            helps="materialize it: to_dense(), dequantize(), or load the file without the meta device",
         )
 
 

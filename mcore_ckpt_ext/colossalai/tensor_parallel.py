@@ -225,7 +225,7 @@ def _shape_before(parameter: Any) -> torch.Size:
             if found == parameter.shape:
                 return torch.Size(shape)
     raise UnsupportedCheckpointError(
-        "a parameter is sharded by a function that no whole shape fits",
+        "a parameter is sharded by an unknown function",
         found=f"local shape {tuple(parameter.shape)}, {parameter.shard_fn}",
         expected="a slice of one dimension",
     )

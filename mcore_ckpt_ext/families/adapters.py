@@ -81,7 +81,7 @@ class Adapters:
         ranks = {one.rank for one in self.linears}
         if len(ranks) != 1:
             raise UnsupportedCheckpointError(
-                "the adapters are not all of one rank", found=some(sorted(map(str, ranks))),
+                "the adapters have different ranks", found=some(sorted(map(str, ranks))),
                 helps="merge them into their model, each by its own rank: --merge FOLDER --to hf",
             )  # fmt: skip
         return ranks.pop()
@@ -165,7 +165,7 @@ def shortest(adapted: set[str], modules: Collection[str]) -> set[str]:
 
 def _without_place(names: Sequence[str]) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
-        "it is not known how PEFT holds these adapters", found=some(list(names), 4),
+        "these adapters have no known form in PEFT", found=some(list(names), 4),
         expected="those of linears of attention and dense MLPs, of Megatron-Bridge's LoRA, DoRA or CanonicalLoRA",
         helps="convert --to canonical, which keeps them as they are",
     )  # fmt: skip
@@ -247,7 +247,7 @@ class _Linear:
         if self.tensor_ranks is None:
             raise UnsupportedCheckpointError(
                 "the order of an adapter's rows depends on the tensor parallel size that it was saved under",
-                where=self.name, helps="state it: --source-tensor-model-parallel-size N",
+                where=self.name, helps="pass it: --source-tensor-model-parallel-size N",
             )  # fmt: skip
         return self.tensor_ranks
 

@@ -42,7 +42,7 @@ def adapters_read(
     ends = (".lora_A.weight", ".lora_B.weight")
     modules = [{name.removesuffix(end) for name in shapes if name.endswith(end)} for end in ends]
     if alone := sorted(modules[0] ^ modules[1]):
-        raise UnsupportedCheckpointError("a linear has lora_A without lora_B, or the other way round", where=alone[0])
+        raise UnsupportedCheckpointError("a linear has only one of lora_A and lora_B", where=alone[0])
     of_model = linears_of(base)
     linears = {name: own for name, ours in of_model.items() if (own := [one for one in ours if _lora_a(one) in shapes])}
     several = {name: of_model[name] for name in linears if len(of_model[name]) > 1}
@@ -64,7 +64,7 @@ def adapters_read(
     known = {tensor.name for tensor in adapters.tensors}
     if known != shapes.keys():
         raise UnsupportedCheckpointError(
-            "the folder's tensors are not those of adapters of this model's linears",
+            "the folder's tensors do not match adapters of this model's linear layers",
             found="; ".join(
                 [*(f"unknown: {name}" for name in sorted(shapes.keys() - known)[:4]),
                  *(f"missing: {name}" for name in sorted(known - shapes.keys())[:4])]

@@ -103,7 +103,7 @@ def complete(job: JobArguments) -> ModelArguments:
         known["position_embedding_type"] = "rope"
     if not job.tells_all and known.get("position_embedding_type") in _ROTARY and "rotary_base" not in known:
         raise UnsupportedCheckpointError(
-            "the checkpoint does not say the base of its rotary positions", expected="rotary_base", where=job.source,
+            "the rotary base of the checkpoint is unknown", expected="rotary_base", where=job.source,
             helps="say it: --argument rotary_base=500000, for example, and, where positions are scaled, "
             "use_rope_scaling and rope_scaling_factor",
         )  # fmt: skip
@@ -112,7 +112,7 @@ def complete(job: JobArguments) -> ModelArguments:
 
 def _unsaid(name: str, job: JobArguments) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
-        "the checkpoint does not say how large its model is", expected=name, where=job.source,
+        "the model size of the checkpoint is unknown", expected=name, where=job.source,
         helps="only checkpoints that hold Megatron's arguments can be converted to Hugging Face",
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ def parameter_shape(name: str, arguments: ModelArguments) -> tuple[int, ...]:
         return (arguments.num_attention_heads,)
     found = _linear(name, module, arguments) or _norm(module, leaf, arguments)
     if found is None:
-        raise UnsupportedCheckpointError("the shape of a parameter is not known", where=name)
+        raise UnsupportedCheckpointError("the shape of a parameter is unknown", where=name)
     if leaf.startswith("layer_norm_"):
         return found[-1:]
     return found[:1] if leaf == "bias" else found

@@ -98,7 +98,7 @@ class NeutralKeys:
                 f"as they are: {_some(unread)}"
             )
         if accepted := sorted(self.accepted - mapped):
-            found.append(f"keys of config.json that you accept as without effect: {_some(accepted)}")
+            found.append(f"keys of config.json accepted as without effect: {_some(accepted)}")
         return found
 
 

@@ -56,7 +56,7 @@ class RegisteredFamily:
         except (Exception, SystemExit) as error:
             raise self._broken("cannot be imported", repr(error)) from error
         if family is None:
-            raise self._broken("is no class derived from families.family.Family", self.entry.value)
+            raise self._broken("is not a class derived from families.family.Family", self.entry.value)
         if missing:
             raise self._broken("lacks attributes that every family states", ", ".join(missing))
         if stated != self.model_type:

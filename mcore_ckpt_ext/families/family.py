@@ -206,7 +206,7 @@ class Family:
             return complete(JobArguments.of(found, source="config.json"))
         except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise UnsupportedCheckpointError(
-                "config.json lacks a key, or one has a value that it cannot have", found=str(error), where="config.json"
+                "config.json lacks a key, or one has an invalid value", found=str(error), where="config.json"
             ) from error
 
     @property
@@ -230,7 +230,7 @@ class Family:
         more = f", and {len(strange) - _MOST_SHOWN} more" if len(strange) > _MOST_SHOWN else ""
         accept = " ".join(f"--accept-key {key}" for key in strange[:_MOST_SHOWN])
         raise UnsupportedCheckpointError(
-            f"config.json has keys that are not known of {self.name}, and that may change what the model computes",
+            f"config.json has keys unknown for {self.name} that may change what the model computes",
             found=shown + more + (f" ({neutral.strict})" if neutral.strict else ""), where="config.json",
             helps=f"if they do not: {accept} (a job: {ACCEPT_KEYS.flag}); to map them: mcore-ckpt convert --family "
             "path.py:Name",
@@ -413,7 +413,7 @@ def parameter_shapes(tensors: Sequence[HuggingFaceTensor]) -> Mapping[str, tuple
         for start, count in sorted(found):
             if start != end:
                 raise UnsupportedCheckpointError(
-                    "the family's rules leave out rows of a parameter, or take them twice",
+                    "the family's rules omit or repeat rows of a parameter",
                     found=f"row {start} after row {end - 1}", where=name,
                 )  # fmt: skip
             end += count

@@ -95,9 +95,7 @@ def unknown(arguments: ModelArguments) -> list[str]:
     if not set_ones:
         return []
     listed = some([f"{printable(name)} {shown(named[name])}" for name in set_ones])
-    return [
-        f"arguments that nothing here knows; if one changes what the model computes, this folder does not: {listed}"
-    ]
+    return [f"unknown arguments, which must not change what the model computes: {listed}"]
 
 
 def _counting(arguments: ModelArguments) -> Iterator[tuple[str, Any]]:

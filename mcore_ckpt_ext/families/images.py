@@ -231,7 +231,7 @@ def _by_heads(name: str, shape: tuple[int, ...], heads: Any) -> Iterator[Region]
     """The rows of all queries, then of all keys, then of all values, in a parameter that has them head by head."""
     if type(heads) is not int or heads < 1 or shape[0] % (_PARTS * heads):
         raise UnsupportedCheckpointError(
-            "the rows of a parameter are not those of so many heads", found=f"{shape[0]} rows, {heads} heads",
+            "the rows of a parameter do not match the number of heads", found=f"{shape[0]} rows, {heads} heads",
             where=name,
         )  # fmt: skip
     rows = shape[0] // (_PARTS * heads)

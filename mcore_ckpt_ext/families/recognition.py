@@ -88,7 +88,7 @@ def family_named(name: str) -> Family:
     """The family that the user names: by name or `model_type`, or as `path.py:Class`.
 
     Raises:
-        UnsupportedCheckpointError: there is no such family.
+        UnsupportedCheckpointError: unknown model family.
     """
     if ".py:" in name:
         return _from_file(*name.rsplit(":", 1))
@@ -99,8 +99,8 @@ def family_named(name: str) -> Family:
         if name.lower() in (registered.class_name.lower(), registered.model_type):
             return registered.load()
     raise UnsupportedCheckpointError(
-        "there is no such family", found=name, expected=", ".join(_names()),
-        helps="or name a class of your own: --family path.py:Name (CONTRIBUTING.md shows how to write one)",
+        "unknown model family", found=name, expected=", ".join(_names()),
+        helps="or pass your own class: --family path.py:Name (CONTRIBUTING.md shows how to write one)",
     )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def _from_file(path: str, name: str) -> Family:
     """The user's own code, which they ask to run."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
-        raise UnsupportedCheckpointError("there is no such file", where=path, helps="--family path.py:Name")
+        raise UnsupportedCheckpointError("the file does not exist", where=path, helps="--family path.py:Name")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -126,7 +126,7 @@ def _from_file(path: str, name: str) -> Family:
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Family)):
         raise UnsupportedCheckpointError(
-            "the file has no such family", found=name, expected="a class derived from families.family.Family",
+            "the file has no family of that name", found=name, expected="a class derived from families.family.Family",
             where=path,
         )  # fmt: skip
     return found()
@@ -153,7 +153,7 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
         )  # fmt: skip
     nearest = nearest_families(config, FAMILIES)
     raise UnsupportedCheckpointError(
-        "the model belongs to no family that is known here",
+        "unknown model family",
         found=f"model_type {config.get('model_type')}; nearest by its keys: {describe_nearest(nearest)}",
         expected="one of mcore-ckpt convert --list-families",
         where=where,
@@ -172,9 +172,9 @@ def _check_class(family: Family, classes: object, where: str) -> None:
     for name in classes if isinstance(classes, list) else ():
         if isinstance(name, str) and name in others:
             raise UnsupportedCheckpointError(
-                "config.json names two families", found=f"model_type {family.model_type}, architectures {name}",
+                "config.json names two model families", found=f"model_type {family.model_type}, architectures {name}",
                 expected=family.architecture, where=where,
-                helps="correct it, or say which it is: mcore-ckpt convert --family "
+                helps="correct it, or choose: mcore-ckpt convert --family "
                 f"{family.name}, or --family {others[name]}",
             )  # fmt: skip
 
@@ -213,18 +213,19 @@ def family_of_megatron(
         return fitting[0]
     if fitting:
         raise UnsupportedCheckpointError(
-            "the checkpoint fits several families", found=", ".join(found.family.described for found in fitting),
-            where=where, helps=f"name the right one: --family {fitting[0].family.name}",
+            "the checkpoint fits several model families", found=", ".join(found.family.described for found in fitting),
+            where=where, helps=f"choose one: --family {fitting[0].family.name}",
         )  # fmt: skip
     fits.sort(key=lambda found: (not found.by_names, len(found.reasons)))
     raise UnsupportedCheckpointError(
-        "the checkpoint belongs to no family that is known here" if wanted is None else
-        f"the checkpoint does not belong to the family {wanted.name}",
+        "the checkpoint matches no known model family" if wanted is None else
+        f"the checkpoint does not match the model family {wanted.name}",
         found="; ".join(
-            f"not {found.family.name}: {', '.join(found.told)}" for found in fits[: 1 if fits[0].by_names else 3]
+            f"{found.family.name} does not match: "
+            f"{', '.join(found.told)}" for found in fits[: 1 if fits[0].by_names else 3]
         ),
         expected=f"one of {', '.join(_names())}", where=where,
-        helps="name it, --family NAME, or write its family (CONTRIBUTING.md shows how): --family path.py:Name",
+        helps="pass --family NAME, or write its family (CONTRIBUTING.md shows how): --family path.py:Name",
     )  # fmt: skip
 
 

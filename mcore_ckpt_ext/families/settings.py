@@ -80,9 +80,9 @@ class Same(Setting):
             raise UnsupportedCheckpointError("config.json lacks a key", expected=self.key)
         if value is None and self.default is not None:  # transformers takes it for a value: Megatron's would be another
             raise UnsupportedCheckpointError(
-                "config.json has a key without the value that it needs", found=f"{self.key}: null",
+                "config.json has a key without a value", found=f"{self.key}: null",
                 expected=f"a value, or no such key, which means {self.default}", where="config.json",
-                helps="say the value that the model was trained with",
+                helps="set the value used in training",
             )  # fmt: skip
         return {self.argument: value}
 
@@ -258,7 +258,7 @@ def checked_size(key: str, value: Any, limit: int = MOST_COUNTED) -> int:
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
         raise UnsupportedCheckpointError(
-            "config.json gives a size that cannot be one", found=repr(value),
+            "config.json has an invalid size", found=repr(value),
             expected="a whole number above 0", where=key,
         )  # fmt: skip
     return value
@@ -267,7 +267,7 @@ def checked_size(key: str, value: Any, limit: int = MOST_COUNTED) -> int:
 def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpointError:
     """The refusal of a `config.json` that asks for something Megatron has no arguments for."""
     return UnsupportedCheckpointError(
-        f"config.json asks for something that Megatron's model of this family cannot do: {key}",
+        f"config.json requires something that Megatron's model of this family does not support: {key}",
         found=found, expected=expected, where="config.json",
         helps="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
     )  # fmt: skip
@@ -277,7 +277,7 @@ def contradictory(key: str, one: Any, other: Any) -> UnsupportedCheckpointError:
     """The refusal of a `config.json` that says one thing in two ways, and not equally."""
     return UnsupportedCheckpointError(
         f"config.json contradicts itself: {key}", found=f"{one}, and {other}", expected="one value",
-        where="config.json", helps="keep what the model was trained with",
+        where="config.json", helps="keep the value used in training",
     )  # fmt: skip
 
 

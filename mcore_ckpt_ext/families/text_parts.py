@@ -84,7 +84,7 @@ def turned_stack(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
         return tensor
     if rows == columns:
         raise UnsupportedCheckpointError(
-            "which way the matrices of experts lie in a folder, readers tell by their shape alone",
+            "the orientation of expert matrices can only be recognized by their shape",
             found=f"{rows} x {columns}", expected="matrices that are no squares", where=tensor.name,
             helps="such a model goes to Hugging Face only where its experts have another width",
         )  # fmt: skip

@@ -27,7 +27,7 @@ def check_plain(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if value is not None and not _is_plain(value):
             raise UnsupportedCheckpointError(
-                "config.json gives a value of a kind that no argument has",
+                "config.json has a value of an unsupported kind",
                 found=shortened(value, _SHOWN) if isinstance(value, str) else type(value).__name__,
                 expected="a finite number, a word, or a list of numbers",
                 where=f"config.json, for Megatron's {name}",

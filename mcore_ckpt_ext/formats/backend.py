@@ -25,7 +25,7 @@ def sharded_backend(folder: Path) -> str:
         return str(parsed(read_file(folder, CONFIG_FILE))["sharded_backend"])
     except PermissionError as error:
         raise UnreadableCheckpointError(
-            "the checkpoint may not be read", found=error.strerror, where=str(path), helps=remedy(error)
+            "no permission to read the checkpoint", found=error.strerror, where=str(path), helps=remedy(error)
         ) from error
     except OSError as error:
         raise UnreadableCheckpointError(

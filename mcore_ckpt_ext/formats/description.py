@@ -98,7 +98,7 @@ def contradicting(own: JobArguments, folder: Path) -> tuple[str, ...]:
         return ()
     said = {name: found.arguments.value(name) for name in _COMPARED if found.arguments.value(name) is not None}
     other = {name: value for name, value in said.items() if own.value(name) not in (value, None)}
-    told = (f"{found.source} says {name} {value}, but Megatron's arguments say {own.value(name)}, which counts"
+    told = (f"{found.source} has {name} {value}, but Megatron's arguments have {own.value(name)}, which is used"
             for name, value in other.items())  # fmt: skip
     return (*found.problems, *told)
 
@@ -112,7 +112,7 @@ def _train_state(reader: FolderReader) -> tuple[dict[str, int], tuple[str, ...]]
         content = archive.with_values(archive.load())
         counts = {name: int(content[name]) for name in bridge.COUNTED if name in content}
     except (CheckpointError, TypeError, ValueError, RuntimeError) as error:
-        return {}, (f"{bridge.TRAIN_STATE} is not believed: {shortened(str(error))}",)
+        return {}, (f"{bridge.TRAIN_STATE} is ignored: {shortened(str(error))}",)
     return {name: count for name, count in counts.items() if count >= 0}, ()
 
 
@@ -124,7 +124,7 @@ def refuse_facts(facts: Facts, where: Path) -> None:
     """
     name, size = next(iter(facts.stated().items()))
     raise UsageError(
-        "the checkpoint itself says under which layout it was written",
+        "the checkpoint records the layout it was written under",
         found=f"{facts.option(name)} {size}", where=str(where), helps="leave the option out",
     )  # fmt: skip
 
@@ -146,12 +146,12 @@ def completed(description: Description, shown: Mapping[str, Any], facts: Facts, 
     for name in contradicted:
         if facts.stated().get(name) == stated[name]:
             raise UsageError(
-                "the checkpoint's index shows that its job was another one",
+                "the checkpoint's index contradicts the option",
                 found=f"{facts.option(name)} {stated[name]}", expected=f"{shown[name]}", where=str(folder),
-                helps="leave the option out: the index is believed anyway",
+                helps="leave the option out: the index is used anyway",
             )  # fmt: skip
     source = description.source or SIDECAR_FILE
-    told = [f"{source} says {name} {stated[name]}, but the index shows {shown[name]}, which counts"
+    told = [f"{source} has {name} {stated[name]}, but the index has {shown[name]}, which is used"
             for name in contradicted]  # fmt: skip
     merged = {**stated, **{name: value for name, value in shown.items() if value is not None or name not in stated}}
     arguments = _partial(merged, folder, description.problems)
@@ -220,4 +220,4 @@ def _read(folder: Path, name: str, arguments_of: Callable[[str, str], JobArgumen
         problem = error.strerror or str(error)
     except (ValueError, CheckpointError) as error:
         problem = shortened(str(error))
-    return Description(_partial({}, folder), name, (f"{name} is not believed: {problem}",))
+    return Description(_partial({}, folder), name, (f"{name} is ignored: {problem}",))

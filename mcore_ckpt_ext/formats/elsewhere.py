@@ -18,7 +18,7 @@ from mcore_ckpt_ext.layout.weight_spec import LentWeight
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 
-NAME_THEM = "name the folder of its weights, Hugging Face's or a checkpoint's: --weights FOLDER"
+NAME_THEM = "pass the folder of its weights, a Hugging Face folder or a checkpoint: --weights FOLDER"
 
 
 def told_of_the_model(lender: CheckpointView) -> dict[str, Any]:
@@ -53,12 +53,12 @@ def check_lender(lender: CheckpointView, checkpoint: CheckpointView) -> None:
     """
     if checkpoint.names(WEIGHT) or checkpoint.optimizer_format is None:
         raise UsageError(
-            "weights that lie elsewhere are for an optimizer that is stored without any",
-            found="a checkpoint with weights of its own" if checkpoint.names(WEIGHT) else "no optimizer",
+            "--weights applies only to an optimizer that is stored without weights",
+            found="a checkpoint with its own weights" if checkpoint.names(WEIGHT) else "no optimizer",
             where=str(checkpoint.folder), helps="leave --weights out",
         )  # fmt: skip
     if not lender.names(WEIGHT):
-        raise UsageError("the folder has no weights either", where=str(lender.folder), helps=NAME_THEM)
+        raise UsageError("the folder of --weights has no weights", where=str(lender.folder), helps=NAME_THEM)
     if mismatch := lender.format_reader.mismatch_with(checkpoint):
         raise mismatch
 
@@ -84,9 +84,9 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
         is_weight = any(one.extent.file.startswith(f"{folder}/") for one in state.stored(FP32_PARAM, name))
         if master is None or is_weight or checkpoint.follow_from_weights(name):
             raise UnsupportedCheckpointError(
-                "nothing would prove that weights from elsewhere are those of this optimizer",
+                "the weights of another folder cannot be verified against this optimizer",
                 found=f"no master of {name} that is stored by itself", where=str(checkpoint.folder),
-                helps="resume from it: there the live model is trusted; or save once with the weights",
+                helps="resume from it, where the live model is trusted; or save once with the weights",
             )  # fmt: skip
         if weight is None or weight.shape != master.shape:
             found = f"{name}: {f'weight of {weight.shape}' if weight else 'no weight'}, master of {master.shape}"
@@ -96,7 +96,7 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
 def not_of_it(found: str, checkpoint: CheckpointView, folder: Path) -> ProofError:
     """The refusal of weights, found in a folder, that are not those of the optimizer of a checkpoint."""
     return ProofError(
-        "the weights are not those of this optimizer, or its layout is another one", found=found,
+        "the weights do not belong to this optimizer, or its layout is another one", found=found,
         expected=f"the weights of {folder}, in a layout of {checkpoint.layout}", where=str(checkpoint.folder),
         helps="where the job padded its vocabulary, a checkpoint of Megatron's: a Hugging Face folder holds no such "
         "rows; otherwise the weights of the same step; a layout that is not known can be stated",

@@ -39,7 +39,7 @@ def group_that_holds(
             fit = [number for number in fit if _setting(groups[number], setting) == value]
     if len(fit) != 1 or arguments.stated.get("no_weight_decay_cond_type"):
         raise UnsupportedCheckpointError(
-            "which parameters belong to which parameter group is not known", found=f"{len(fit)} groups that fit",
+            "the parameter group of each parameter is unknown", found=f"{len(fit)} groups that fit",
             expected="one with and one without weight decay, of dense parameters and of experts", where=name,
             helps="convert --to torch_dist; or --drop optimizer",
         )  # fmt: skip

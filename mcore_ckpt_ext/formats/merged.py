@@ -118,7 +118,7 @@ def _check_apart(base: CheckpointView, adapters: CheckpointView) -> None:
     """
     if not all(map(is_adapter, adapters.names(WEIGHT))):
         raise UsageError(
-            "the adapters lie beside a model of their own", found=f"--merge {base.folder}",
+            "the adapters are stored with their own model", found=f"--merge {base.folder}",
             where=str(adapters.folder), helps=f"--merge {adapters.folder}",
         )  # fmt: skip
     if own := [name for name in base.names(WEIGHT) if is_adapter(name)]:
@@ -130,7 +130,7 @@ def _check_shape(base: CheckpointView, name: str, columns: int) -> None:
     tensor = base.logical_tensor(WEIGHT, name)
     if tensor is None or len(tensor.shape) != 2 or tensor.shape[1] != columns:
         raise UnsupportedCheckpointError(
-            "a weight is not there, or does not have the shape of its adapter",
+            "a weight is missing, or does not have the shape of its adapter",
             found=str(tensor.shape) if tensor else "no weight", expected=f"{columns} columns",
-            where=f"{name} in {base.folder}", helps="name the model that the adapters are for",
+            where=f"{name} in {base.folder}", helps="pass the model that the adapters are for",
         )  # fmt: skip

@@ -26,20 +26,20 @@ def contradictions(checkpoint: CheckpointView) -> list[str]:
         found.append(f"the arguments say num_layers {stated}, but {len(layers)} are stored")
     named = iteration_number(checkpoint.folder)
     if named is not None and "iteration" not in checkpoint.common:
-        found.append(f"it does not say its iteration: that of its folder, {checkpoint.folder.name}, counts")
+        found.append(f"it does not record its iteration: that of its folder, {checkpoint.folder.name}, is used")
     elif named is not None and named != checkpoint.iteration:
-        found.append(f"it says that it is iteration {checkpoint.iteration}, but its folder is {checkpoint.folder.name}")
+        found.append(f"it records iteration {checkpoint.iteration}, but its folder is {checkpoint.folder.name}")
     return found
 
 
 def general_notices(checkpoint: CheckpointView) -> list[str]:
     """What a user who converts a checkpoint of any format should know."""
     found, sidecar_problem = list(checkpoint.contradictions), checkpoint.sidecar_problem
-    found += [f"{SIDECAR_FILE} is not believed: {sidecar_problem}"] if sidecar_problem else []
+    found += [f"{SIDECAR_FILE} is ignored: {sidecar_problem}"] if sidecar_problem else []
     state = checkpoint.optimizer if checkpoint.optimizer_format else None
     if state is not None and checkpoint.sidecar is not None:
         doubts = [doubt for buffers in state.buffers for doubt in buffers.disbelieved()]
-        found += [f"{SIDECAR_FILE} is not believed: {some(doubts, 1)}"] if doubts else []
+        found += [f"{SIDECAR_FILE} is ignored: {some(doubts, 1)}"] if doubts else []
     if state is not None and PARAM_REMAINDER in state.kinds:
         state.names()  # by now the packing is known
         known = " and ".join(state.witnesses())

@@ -224,7 +224,7 @@ def portable_child(child: Mapping[str, Any]) -> dict[str, Any]:
 def several_steps(found: Mapping[float, str], where: str) -> UnreadableCheckpointError:
     """The refusal of an optimizer whose step is stored more than once, and differs: each step, and where one is."""
     return UnreadableCheckpointError(
-        "the optimizer's step is stored more than once, and not as one number",
+        "the optimizer's step is stored more than once, with different values",
         found="; ".join(f"{step:g} in {place}" for step, place in sorted(found.items())),
         expected="the same step everywhere",
         where=where,

@@ -211,8 +211,9 @@ class FormatReader(FormatTraits, ABC):
         stated = self.common.get("iteration", iteration_number(self.folder) or 0)
         if type(stated) is not int or not 0 <= stated < _MOST_ITERATIONS:
             raise UnreadableCheckpointError(
-                "the checkpoint says of its iteration what no iteration is", found=shown(stated),
-                expected="a whole number", where=str(self.folder), helps="its common state was edited: use another one",
+                "invalid iteration number in the checkpoint", found=shown(stated),
+                expected="a whole number", where=str(self.folder), helps="its common state was edited: "
+                    "use another iteration",
             )  # fmt: skip
         return stated
 
@@ -279,7 +280,7 @@ class FormatReader(FormatTraits, ABC):
             CheckpointError: they are not those of this optimizer, or nothing would prove that they are.
         """
         raise UsageError(
-            "weights that lie elsewhere are for an optimizer in a distributed checkpoint", found=self.format,
+            "--weights applies only to an optimizer in a distributed checkpoint", found=self.format,
             where=str(self.folder), helps="leave --weights out",
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.storage.budget import OverBudgetError
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import digest_of_index
 
-REWRITTEN = "a job without this package has written the iteration again"
+REWRITTEN = "a job without this package has overwritten the iteration"
 
 
 @dataclass(frozen=True)

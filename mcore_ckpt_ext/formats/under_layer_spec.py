@@ -34,7 +34,7 @@ def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
     own, of_engine = source.arguments.transformer_impl, spec == ENGINE
     if own not in (ENGINE, LOCAL, None):
         raise UnsupportedCheckpointError(
-            "it is not known how the other layer specs hold the layers of this one", found=own,
+            "the names of this layer spec's parameters in other layer specs are unknown", found=own,
             expected=f"{ENGINE} or {LOCAL}", where=str(source.folder),
             helps="keep the layer spec: leave --transformer-impl out",
         )  # fmt: skip

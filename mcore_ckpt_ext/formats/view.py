@@ -312,7 +312,9 @@ class CheckpointView:
         """
         tensor = self.logical_tensor(kind, name)
         if tensor is None:
-            raise UnsupportedCheckpointError("the checkpoint lacks a tensor that it names", where=f"{kind} {name}")
+            raise UnsupportedCheckpointError(
+                "the checkpoint lists a tensor that it does not contain", where=f"{kind} {name}"
+            )
         return tensor
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:

@@ -29,4 +29,4 @@ def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:
     stated, rows = checkpoint.arguments.padded_vocab_size, checkpoint.vocabulary_rows
     if stated is None or stated == rows:
         return None
-    return f"the arguments say padded_vocab_size {stated}, but the vocabulary has {rows} rows, which count"
+    return f"the arguments say padded_vocab_size {stated}, but the vocabulary has {rows} rows, which are used"

@@ -291,7 +291,7 @@ def _cut(
             )
             return Cut(0) if is_cut else None
     raise UnsupportedCheckpointError(
-        "no rule says how tensor parallelism cuts a parameter",
+        "the tensor-parallel split of a parameter is unknown",
         found=f"{name}, {shape} on each of {part.ranks} ranks",
         helps="load it once under its own layout and save it with --ckpt-format torch_dist, which records the cut",
     )

@@ -78,7 +78,7 @@ class Proof:
     words: str
     compare: Callable[[torch.Tensor, torch.Tensor], Mismatch | None]
     weakness: int
-    fault: str = "a master does not round to the weight beside it"
+    fault: str = "a master does not round to its weight"
     quantised: _Quantised | None = None
 
     def first_mismatch(self, masters: torch.Tensor, weights: torch.Tensor) -> Mismatch | None:
@@ -238,14 +238,14 @@ class _Quantised:
 
 
 def _nearness(numbers: str, quantised: _Quantised, weakness: int) -> Proof:
-    fault = f"a master does not lie within {numbers} rounding of the weight beside it"
+    fault = f"a master is not within {numbers} rounding of its weight"
     return Proof(f"within {numbers} rounding of their weights", quantised.first_far, weakness, fault, quantised)
 
 
 BY_ROUNDING = Proof("equal to their weights when rounded", first_mismatch, 0)
 BY_EITHER_ROUNDING = Proof("equal to their weights when rounded, ties either way", first_neither, 1)
 WITHIN_HALF_PRECISION = Proof(
-    "within fp16 rounding of their weights", first_far, 2, "a master does not lie within fp16 rounding of its weight"
+    "within fp16 rounding of their weights", first_far, 2, "a master is not within fp16 rounding of its weight"
 )
 WITHIN_FP8 = _nearness("fp8", _Quantised(2**-4, 2**-12, 1 / 2), 3)
 WITHIN_FP4 = _nearness("fp4", _Quantised(2**-2, 2**-4, 1 / 2), 4)

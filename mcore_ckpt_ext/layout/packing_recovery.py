@@ -68,7 +68,7 @@ def recover(
         found = discover(group, models.candidates(group.rank), _data_parallel_borders(group, models), read)
     except PackingError as error:
         raise PackingError(
-            "no packing of the gradient buffers could be proven",
+            "no packing of the gradient buffers could be verified",
             found="; ".join([*tried, f"by content: {error}"]),
             where=str(group),
         ) from error
@@ -78,7 +78,7 @@ def recover(
 def _tried(group: OptimizerGroup, proposal: Proposal, read: Bytes) -> tuple[Packing | None, str | None]:
     """A proposed packing, and what keeps it from being the group's: sizes, chunk borders, samples of the content."""
     packing = proposal.packing_of(group)
-    problem = "it does not know every parameter" if packing is None else misfit(packing, group)
+    problem = "it does not cover every parameter" if packing is None else misfit(packing, group)
     if packing is not None and problem is None:
         problem = _sample(group, packing, read)
     return packing, problem
@@ -140,7 +140,7 @@ def recover_unproven(
     tried: list[str] = []
     for proposal in proposals:
         packing = proposal.packing_of(group)
-        problem = "it does not know every parameter" if packing is None else misfit(packing, group)
+        problem = "it does not cover every parameter" if packing is None else misfit(packing, group)
         if packing is not None and problem is None:
             problem = contradiction(packing)
         if packing is not None and problem is None:
@@ -155,7 +155,7 @@ def recover_unproven(
         return RecoveredPacking(fitting[0][0].label, fitting[0][1])
     refusal = PackingError if is_recorded else UncertainPackingError
     raise refusal(
-        "it is not certain which parameter lies where, and remainders of masters, unlike masters, cannot show it",
+        "the places of the parameters are not certain, and remainders of masters, unlike masters, cannot verify them",
         found="; ".join(tried),
         expected="a sidecar, or chunk borders that leave one known order of parameters",
         where=str(group),

@@ -86,7 +86,7 @@ def _walk(
         spot, after = _fitting(group, key, cuts, position, borders, by_numel, read)
         if not spot.fitting:
             raise PackingError(
-                "discovery by content found no parameter whose weights fit the masters at one place",
+                "the search by content found no parameter whose weights match the masters at a place",
                 where=f"{group}, {key}, element {start}",
                 helps="the checkpoint is damaged, its weights were edited, or they belong to another iteration",
             )
@@ -123,7 +123,7 @@ def _scan(
             start += lengths[0]
         else:
             raise PackingError(
-                "discovery by content cannot tell which parameter lies at one place",
+                "the search by content cannot determine which parameter is at a place",
                 found=f"parameters of {lengths or 'no'} elements fit",
                 where=f"{group}, {key}, element {start}",
             )
@@ -198,10 +198,10 @@ class _Assignment:
         for spot, names in zip(self._spots, self._open, strict=True):
             if len(names) != 1:
                 raise PackingError(
-                    "discovery by content cannot tell apart parameters that hold the same values",
+                    "the search by content cannot distinguish parameters with the same values",
                     found=sorted(names)[:4] or "none left",
                     where=f"{self._group}, {spot.key}, element {spot.start}",
-                    helps="resume once under the layout that wrote the checkpoint and save with this plugin installed",
+                    helps="resume once under the layout that wrote the checkpoint and save with this package installed",
                 )
         return [next(iter(names)) for names in self._open]
 

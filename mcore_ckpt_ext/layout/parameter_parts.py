@@ -59,7 +59,7 @@ def parts_of(name: str, shape: tuple[int, ...], ranks: int, arguments: Arguments
     parts = {part: divmod(rows.get(part.rpartition(".")[2], 0), ranks) for part in names}
     if sum(size for size, _ in parts.values()) != shape[0] or any(rest for _, rest in parts.values()):
         raise UnsupportedCheckpointError(
-            "a parameter is not of the parts that the arguments of its job make up",
+            "a parameter's parts do not match the arguments of its job",
             found=f"{shape[0]} rows on each of {ranks} ranks",
             expected=", ".join(f"{size} of {part.rpartition('.')[2]}" for part, (size, _) in parts.items()),
             where=name,

@@ -64,7 +64,7 @@ class RankArrays:
         tensor = LogicalTensor(name, shape, extent.dtype)
         if self._tensors.setdefault((kind, name), tensor) != tensor or not value.is_contiguous:
             raise UnreadableCheckpointError(
-                "ranks of the checkpoint disagree about a tensor",
+                "a tensor has different shapes or dtypes on different ranks",
                 found=f"{shape} of {extent.dtype}",
                 expected=str(self._tensors[kind, name]),
                 where=f"{kind} {name}, {place.file}",

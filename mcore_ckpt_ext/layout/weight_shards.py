@@ -85,7 +85,7 @@ def check_gates_stand(arguments: JobArguments, where: str) -> None:
     """
     if misplaces_gates(arguments):
         raise UnsupportedCheckpointError(
-            "the rows of gated linears lie where only a job with the same weight shards looks for them",
+            "the rows of gated linears lie where only a job with the same weight shards reads them",
             found=f"gated linears, and {weight_shards(arguments)} weight shards of generalized tensor parallelism",
             where=where,
             helps="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "

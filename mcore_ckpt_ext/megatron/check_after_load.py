@@ -119,12 +119,12 @@ def _looks(
     try:
         own = live_mismatches(chunks, optimizer, weaker, every) if loaded else None
     except UnsupportedCheckpointError as error:
-        problem = f"this version cannot look into what there is: {error.found}"
+        problem = f"this version cannot check the optimizer: {error.found}"
     except Exception as error:  # noqa: BLE001 - see the docstring
         problem = f"{type(error).__name__}: {error}"
     looks = gather(_Look(own, problem, any_keeps_remainders(optimizer)))
     if problems := listed_of_all([look.problem for look in looks]):
-        announce(f"this load is not proven: {problems}")
+        announce(f"this load is not verified: {problems}")
     return looks
 
 

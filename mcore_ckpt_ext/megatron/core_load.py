@@ -146,7 +146,7 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
         if served and any(not _decided(folder, one.optimizer, _fits(folder, one)).is_stock for one in served):
             ranks = ", ".join(str(rank) for rank, asks in enumerate(ask) if not asks)
             raise UnsupportedCheckpointError(
-                "Megatron cannot load this optimizer, and not every rank has one to fill",
+                "Megatron cannot load this optimizer, and some ranks have no optimizer",
                 found=f"no optimizer on rank {ranks}, as where a rank trains no parameter", where=str(folder),
                 helps="call mcore_ckpt_ext.load_optimizer(path, model, optimizer) on every rank, once the weights are "
                 "loaded, in place of loading the optimizer's state",

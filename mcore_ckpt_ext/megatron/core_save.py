@@ -102,4 +102,4 @@ def _publish(folder: Path, text: str) -> None:
     try:
         Disk().publish(folder, text, None, "")
     except OSError as error:
-        announce(f"no sidecar in {folder}: {error}; resuming will recover the packing instead")
+        announce(f"no sidecar in {folder}: {error}; a resume will recover the packing instead")

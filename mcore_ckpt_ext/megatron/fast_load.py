@@ -156,7 +156,7 @@ def _load(
 def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoint | None, str | None]:
     """The checkpoint in a folder, or why this package does not read it."""
     if not folder.is_dir():
-        return None, f"{folder} is no folder of this machine"
+        return None, f"{folder} is not a folder of this machine"
     if opened is None or opened.folder.resolve() != folder.resolve():
         try:
             opened = open_checkpoint(folder)
@@ -187,7 +187,7 @@ class _Leaves:
         tensors = [leaf for leaf in leaves if type(leaf) is mapping.ShardedTensor]
         objects = [leaf for leaf in leaves if type(leaf) is mapping.ShardedObject]
         others = [leaf for leaf in leaves if type(leaf) not in (mapping.ShardedTensor, mapping.ShardedObject)]
-        return cls(tensors, objects, f"it asks for a {type(others[0]).__name__}" if others else None)
+        return cls(tensors, objects, f"it requests a {type(others[0]).__name__}" if others else None)
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

@@ -106,10 +106,10 @@ def check_settings() -> None:
     """
     if wrong := [setting for setting in SETTINGS if not setting.is_understood]:
         raise UsageError(
-            "a variable of the environment has a value that it cannot have",
+            "an environment variable has an invalid value",
             found="; ".join(f"{setting.name}={setting.text}" for setting in wrong),
             expected="; ".join(f"{setting.name}: {setting.meaning}" for setting in wrong),
-            helps="correct it, or unset it; `mcore-ckpt doctor` shows all of them",
+            helps="correct it, or unset it; mcore-ckpt doctor lists all of them",
         )
 
 

@@ -53,7 +53,7 @@ def check_export(arguments: Any) -> None:
     )  # fmt: skip
     if found is not None:
         raise UsageError(
-            "there will be no checkpoint of which a Hugging Face folder can be made", found=found,
+            "no checkpoint of this job can be exported to Hugging Face", found=found,
             expected=f"--save FOLDER, --ckpt-format {TORCH_DIST}, and {EXPORT_HF.flag} a multiple of --save-interval",
         )  # fmt: skip
 

@@ -32,9 +32,9 @@ def check_schedule(scheduler: Any, stored: Mapping[str, Any] | None, folder: Pat
         trial.load_state_dict(stored)
     except AssertionError as error:
         raise ModelMismatchError(
-            "the schedule of the learning rate or of the weight decay is another one than the checkpoint's",
+            "the schedule of the learning rate or weight decay differs from the checkpoint's",
             found=shortened(str(error)),
-            expected="the same, unless a flag decides which of both counts",
+            expected="the same, unless a flag selects one of the two",
             where=str(folder),
             helps="--override-opt_param-scheduler goes on with the schedule of the command line, "
             "--use-checkpoint-opt_param-scheduler with that of the checkpoint; they count samples, so another "

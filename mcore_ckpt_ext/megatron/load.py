@@ -56,7 +56,7 @@ from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, SE
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 
 Function = Callable[..., Any]
-_ANEW = "random state starts anew"
+_ANEW = "random state is reinitialized"
 
 
 def wrap_load_checkpoint(original: Function) -> Function:
@@ -232,7 +232,7 @@ class _Load:
         )
         if self._scheduler is not None and prepared.schedule is None:
             raise UnsupportedCheckpointError(
-                "the checkpoint holds no state of the learning rate's scheduler; the optimizer is untouched",
+                "the checkpoint has no state of the learning rate scheduler; the optimizer is unchanged",
                 expected="lr_scheduler or opt_param_scheduler in its common state",
                 where=str(look.folder),
                 helps="another training loop wrote it: resume with --no-load-optim, or in a loop of your own by "

@@ -103,7 +103,7 @@ def check_all_see(seen: Sequence[tuple[bool, ...]], arguments: Any, load_arg: st
         blind = [rank for rank, sees in enumerate(found) if not sees]
         if 0 < len(blind) < len(found):
             raise ResumeRefusedError(
-                "mcore_ckpt_ext refused while looking at what is to be loaded; nothing is loaded\n  some ranks see no "
+                "mcore_ckpt_ext refused while inspecting the checkpoint; nothing is loaded\n  some ranks see no "
                 "checkpoint where others do",
                 found=f"no {TRACKER_FILE} on rank {some([str(rank) for rank in blind])}",
                 expected="the same on all ranks",
@@ -125,7 +125,7 @@ def check_all_have_the_same(settings: Sequence[Mapping[str, str]]) -> None:
     if differing:
         values = {name: list(dict.fromkeys(of_rank[name] for of_rank in settings)) for name in differing}
         raise ResumeRefusedError(
-            "mcore_ckpt_ext refused while looking at what is to be loaded; nothing is loaded\n  its settings are not "
+            "mcore_ckpt_ext refused while inspecting the checkpoint; nothing is loaded\n  its settings are not "
             "the same on all ranks",
             found="; ".join(f"{name}: {' and '.join(found)}" for name, found in values.items()),
             expected="the same on all ranks",
@@ -158,7 +158,7 @@ def taking_what_is_whole(
     if standing is None or not standing.problems:
         if standing is not None and standing.unfinished:
             names = ", ".join(map(str, sorted(standing.unfinished)))
-            announce(f"iteration {names} was not finished; resuming from {standing.wanted}, which is whole")
+            announce(f"iteration {names} was not finished; resuming from {standing.wanted}, which is complete")
         yield
         return
     if standing.newest_whole is None:
@@ -167,7 +167,7 @@ def taking_what_is_whole(
     if not FALLBACK.chosen(arguments):
         check_whole(standing, str(directory))
     what = "; ".join(standing.problems[:_SHOWN])
-    announce(f"{standing.wanted} is not whole ({what}); resuming from iteration {standing.newest_whole} instead")
+    announce(f"{standing.wanted} is not complete ({what}); resuming from iteration {standing.newest_whole} instead")
     chosen = standing.newest_whole
     named = rebound(scope, read_metadata=lambda *_, **__: (chosen, False))
     with named, rebound(vars(arguments), ckpt_step=chosen):
@@ -201,8 +201,8 @@ def _refusal(standing: Standing, number: int, directory: str) -> ResumeRefusedEr
         found += f"; and {len(standing.problems) - _SHOWN} more (mcore-ckpt verify)"
     by_hand = f"--ckpt-step {number}" if standing.has_tracker else f"writing {number} into the tracker file"
     helps = (
-        f"iteration {number} is whole: {by_hand} takes it, "
-        f"{FALLBACK.flag} (or {FALLBACK.name}=1) always takes the newest whole one"
+        f"iteration {number} is complete: {by_hand} takes it, "
+        f"{FALLBACK.flag} (or {FALLBACK.name}=1) always takes the newest complete one"
     )
     return ResumeRefusedError(
         "mcore_ckpt_ext refused while looking for a whole checkpoint; the optimizer is untouched\n  "

@@ -17,5 +17,5 @@ def megatron_version() -> Version:
     found = sys.modules["megatron.core"].__version__
     version = parse_version(found)
     if version is None:
-        raise UnsupportedCheckpointError("the running Megatron Core does not say which release it is", found=found)
+        raise UnsupportedCheckpointError("the running Megatron Core has no version", found=found)
     return version

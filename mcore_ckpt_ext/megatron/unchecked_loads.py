@@ -56,7 +56,7 @@ class UncheckedLoads:
             proven = prepare(folder, chunks, optimizer, running, accept_lost=ACCEPT_LOST.value).prove()
         except ResumeRefusedError as error:
             refusal = ResumeRefusedError(
-                f"the optimizer's masters are those of other parameters; {_FILLED}\n  {error}\n  ",
+                f"the optimizer's masters belong to other parameters; {_FILLED}\n  {error}\n  ",
                 found=f"{len(evidence.differing)} parameters, {some(evidence.differing)}",
                 expected="masters that round to the live weights, as those of the other parameters do",
                 where=str(folder),

@@ -49,7 +49,7 @@ def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
     strange = [layer + suffix for layer, own in layers.items() for suffix in own if _is_strange(suffix, own)]
     if strange:
         raise UnsupportedCheckpointError(
-            "it is not known how the other layer spec holds a layer of this model", found=some(strange, 3),
+            "the names of this layer's parameters in the other layer spec are unknown", found=some(strange, 3),
             expected="attention, plain or latent, and an MLP or experts",
             helps="keep the layer spec: leave --transformer-impl out",
         )  # fmt: skip

@@ -180,7 +180,7 @@ def _comparison(
         known = [kind for kind in known if all(kind in side.kinds for side in sides)]
     if kinds is not None and (unknown := [kind for kind in kinds if kind not in known]):
         raise UnsupportedCheckpointError(
-            "neither checkpoint has what is to be compared", found=", ".join(known), expected=", ".join(unknown)
+            "neither checkpoint has the kinds to compare", found=", ".join(known), expected=", ".join(unknown)
         )
     chosen = [kind for kind in known if (kind in kinds if kinds is not None else _counts(kind, sides))]
     for side in sides:

@@ -36,7 +36,7 @@ from mcore_ckpt_ext.storage.files import FolderReader
 _OF_UNFINISHED = (CONFIG_FILE, METADATA_FILE)
 _WITHOUT = {
     CONFIG_FILE: "missing: Megatron writes it last, so the save was interrupted, or is under way",
-    METADATA_FILE: "missing: without this index nobody knows what the .distcp files hold",
+    METADATA_FILE: "missing: without this index the .distcp files cannot be read",
 }
 
 
@@ -66,13 +66,13 @@ def locate(path: Path) -> Located:
         return Located(path, ())
     if found is not None:
         raise UnsupportedCheckpointError(
-            "a Hugging Face folder holds nothing to verify it by", where=str(path),
-            helps="compare it with the checkpoint that it was made from: mcore-ckpt diff"
+            "a Hugging Face folder has no checksums to verify", where=str(path),
+            helps="compare it with the checkpoint it was made from: mcore-ckpt diff A B"
             f"{' --weights FOLDER' if found.is_adapter_folder else ''}",
         )  # fmt: skip
     if not iterations:
         raise no_checkpoint(path)
-    what = "missing, although there are iterations: no save has finished, for Megatron writes it last"
+    what = "missing, although there are iterations: no save has finished, since Megatron writes it last"
     return Located(iterations[max(iterations)], (error(COMPLETE, str(path / TRACKER_FILE), what),))
 
 
@@ -110,7 +110,7 @@ def check_folder(folder: Path) -> list[Finding]:
     """The files without which nothing else can be looked at."""
     found = format_of(folder)
     if found is None and not _is_iteration(folder, found):
-        return [error(COMPLETE, str(folder), "the folder holds no file of a checkpoint")]
+        return [error(COMPLETE, str(folder), "the folder contains no file of a checkpoint")]
     required = _OF_UNFINISHED if found is None else found.required_files
     missing = [name for name in required if not (folder / name).exists()]
     return [error(COMPLETE, str(folder / name), _WITHOUT[name], name) for name in missing]
@@ -122,7 +122,7 @@ def check_index_file(folder: Path) -> Iterator[Finding]:
         try:
             check_plans(folder)
         except CheckpointError as problem:
-            what = f"the ranks' plans at its end cannot be read, and stock Megatron's loader ends there: {problem}"
+            what = f"the ranks' plans at its end cannot be read, and stock Megatron fails to load it: {problem}"
             yield error(COMPLETE, str(folder / METADATA_FILE), what, METADATA_FILE)
 
 
@@ -152,7 +152,7 @@ def check_index(reader: FolderReader, index: DcpIndex) -> tuple[list[Finding], s
     folder = reader.folder
     unknown = sorted(path.name for path in folder.glob("*.distcp") if path.name not in by_file)
     if unknown:
-        findings.append(warning(COMPLETE, str(folder), f"files that the index does not know: {some(unknown)}"))
+        findings.append(warning(COMPLETE, str(folder), f"files that are not in the index: {some(unknown)}"))
     return findings, failed, len(by_file)
 
 

@@ -211,7 +211,11 @@ def convert(
 def _edited(folder: Path) -> list[str]:
     """A note for each small file of a source that was edited, or damaged, since this package wrote it."""
     found = compare_digests(folder)
-    return [f"{folder / file.name} is not as it was written: {file.what}" for file in found.changed] if found else []
+    return (
+        [f"{folder / file.name} has changed since it was written: {file.what}" for file in found.changed]
+        if found
+        else []
+    )
 
 
 def _turns(checkpoint: CheckpointView, output: Output) -> bool:
@@ -246,7 +250,7 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
     lost = dict(checkpoint.optimizer.lost_elements()) if checkpoint.optimizer_format else {}
     if lost and not accept_lost:
         raise ProofError(
-            "the checkpoint was written damaged: elements of the optimizer are not in it",
+            "the checkpoint was written damaged: elements of the optimizer are missing",
             found=", ".join(f"{count} of {name}" for name, count in list(lost.items())[:8]),
             where=str(checkpoint.folder),
             helps="use another iteration, or accept the loss: --accept-lost",
@@ -291,7 +295,7 @@ def _check_readable(folder: Path, source: CheckpointView, laid_out: LaidOut) -> 
         expected = sorted(set(source.names(kind)) - set(laid_out.left_out))
         if sorted(written.names(kind)) != expected:
             raise DestinationError(
-                "what was written does not read back as the source; nothing was published",
+                "the written checkpoint differs from the source when read back; nothing was published",
                 found=f"{len(written.names(kind))} tensors of {kind}",
                 expected=f"{len(expected)}",
                 where=str(folder),

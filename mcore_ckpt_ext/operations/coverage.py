@@ -90,7 +90,7 @@ def check_arrays(buffers: Buffers) -> Iterator[Finding]:
         for bucket in dict.fromkeys(bucket for bucket, _ in arrays):
             if lacking := {kind for kind in of_group if (bucket, kind) not in arrays}:
                 where = f"optimizer {child}, dp_group_idx_{index}.{bucket}"
-                yield error(COVERED, where, f"its {_listed(lacking)} is not there, which other buckets have")
+                yield error(COVERED, where, f"its {_listed(lacking)} is missing, which other buckets have")
         for (bucket, kind), array in arrays.items():
             yield from check_flat(f"{kind} of optimizer {child}, dp_group_idx_{index}.{bucket}", array)
 
@@ -176,10 +176,10 @@ def refuse_contradictions(checkpoint: CheckpointView, findings: Iterable[Finding
     found = next(iter(findings), None)
     if found is not None:
         raise UnreadableCheckpointError(
-            "the checkpoint contradicts itself, so that it is not known what it holds",
+            "the checkpoint contradicts itself",
             found=found.what,
             where=f"{found.where}, {checkpoint.folder}",
-            helps="it was put together from several, or is damaged; `mcore-ckpt verify` names all of it: use another "
+            helps="it was put together from several, or is damaged; mcore-ckpt verify lists everything: use another "
             "iteration",
         )
 
@@ -202,6 +202,6 @@ def _check_kind(checkpoint: CheckpointView, kind: str) -> Iterator[Finding]:
     for name in names:
         tensor = checkpoint.logical_tensor(kind, name)
         if tensor is None:
-            yield error(COVERED, f"{kind} {name}", "it is nowhere")
+            yield error(COVERED, f"{kind} {name}", "it is missing")
         else:
             yield from check_tensor(tensor, kind, copies_of(checkpoint, kind, name))

@@ -47,7 +47,7 @@ class Destination:
             DestinationError: it is no checkpoint, or more than that.
         """
         if path.is_symlink() or not path.is_dir():
-            raise self._refused("the destination is no folder, so it is not replaced", "a file, or a link")
+            raise self._refused("the destination is not a folder, so it is not replaced", "a file, or a link")
         if not any(path.iterdir()):
             return
         self._check_iterations(path)
@@ -55,9 +55,9 @@ class Destination:
         try:
             known = re.compile("|".join(_known(path)))
         except CheckpointError as error:
-            raise self._refused("the destination is no checkpoint, so it is not replaced", str(error)) from error
+            raise self._refused("the destination is not a checkpoint, so it is not replaced", str(error)) from error
         if known.pattern == "":
-            raise self._refused("the destination is no checkpoint, so it is not replaced", _some(found))
+            raise self._refused("the destination is not a checkpoint, so it is not replaced", _some(found))
         strange = [name for name, ordinary in found.items() if not (ordinary and known.fullmatch(name))]
         if strange:
             raise self._refused("the destination holds more than a checkpoint, which would be lost", _some(strange))
@@ -72,9 +72,9 @@ class Destination:
         return DestinationError(
             what,
             found=found,
-            expected="what this tool or Megatron wrote, and nothing else",
+            expected="only files that this tool or Megatron wrote",
             where=str(self.path),
-            helps="choose another folder, or move this one away yourself",
+            helps="choose another folder, or move this one away",
         )
 
 
@@ -92,19 +92,19 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
     found = as_path(path)
     if not is_remote(found):
         if "\0" in str(found):
-            raise DestinationError("no folder can have that name", found=repr(str(found)), helps="choose another")
+            raise DestinationError("invalid name for a folder", found=repr(str(found)), helps="choose another")
         if found.is_symlink():
             raise DestinationError(
                 "the destination is a symbolic link", found=f"a link to {found.readlink()}", where=str(found),
-                helps="name the folder that it points to",
+                helps="use the folder that it points to",
             )  # fmt: skip
         found = Path(os.path.realpath(found))
     for source in sources:
         if _nested(found, source):
             raise DestinationError(
-                "the destination would lie in a folder that is read, or replace it", found=f"{source} is read",
+                "the destination is inside the source, or would replace it", found=f"{source} is read",
                 where=str(found),
-                helps="choose a folder beside it",
+                helps="choose a folder outside of it",
             )  # fmt: skip
     return Destination(found, iteration)
 

@@ -27,7 +27,7 @@ def check_fits(placed: Placed, rounded: torch.Tensor, read: Callable[[Placed, to
     read(placed, exact)
     if (lost := exact.isfinite() & ~rounded.isfinite()).any():
         raise UnsupportedCheckpointError(
-            "a value does not fit into float16, and would become infinite",
+            "a value is too large for float16 and would become infinite",
             found=f"{exact[lost].abs().max().item():g}", expected=f"at most {torch.finfo(torch.float16).max:g}",
             where=placed.wanted.slice.regions[0].name, helps="choose another dtype: --dtype bfloat16",
         )  # fmt: skip

@@ -222,13 +222,13 @@ def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
     names = {
         "layers": "num_layers", "hidden size": "hidden_size", "feed-forward size": "ffn_hidden_size",
         "attention heads": "num_attention_heads", "query groups": "num_query_groups", "experts": "num_experts",
-        "experts a token": "moe_router_topk", "sequence length": "seq_length",
+        "experts per token": "moe_router_topk", "sequence length": "seq_length",
         "vocabulary, padded": "padded_vocab_size", "layer spec": "transformer_impl",
     }  # fmt: skip
     arguments = checkpoint.arguments
     tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
     shapes = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor is not None]
-    experts = {"experts", "experts a token"} if not arguments.num_experts else set()
+    experts = {"experts", "experts per token"} if not arguments.num_experts else set()
     found: dict[str, Any] = {"parameters": sum(prod(shape) for shape, _ in shapes)}
     for label, name in names.items():
         if arguments.value(name) is not None and label not in experts:

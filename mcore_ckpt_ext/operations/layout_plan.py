@@ -139,7 +139,7 @@ def plan(
         CheckpointError: the checkpoint cannot be read, or does not say enough of its model.
     """
     if gpus < 1 or gpus_per_node < 1:
-        raise UsageError("the number of GPUs is not 1 or more", found=f"{min(gpus, gpus_per_node)}")
+        raise UsageError("the number of GPUs must be 1 or more", found=f"{min(gpus, gpus_per_node)}")
     with interpreting(path):
         checkpoint = open_checkpoint(path, facts=facts)
         job = checkpoint.arguments.changed(**stated) if stated else checkpoint.arguments
@@ -182,7 +182,7 @@ def _as_before(
     pins = {name: getattr(old, name) for name in PINS.values()}
     before = search(job, table, old, replace(wish, gpus=old.world, pins=pins), buffers).found
     if not before or old.unknown:
-        return wish, "not known: give --gpu-memory"
+        return wish, "unknown: pass --gpu-memory"
     return replace(wish, memory=before[0].memory.total, is_least=True), f"at least: {old} needs it, and its job ran"
 
 
@@ -205,7 +205,7 @@ def _recomputation(job: JobArguments, wanted: str | None) -> Recomputation:
         return Recomputation(text)
     except ValueError:
         raise UsageError(
-            "there is no such recomputation",
+            "unknown activation recomputation",
             found=str(text)[:40],
             expected=", ".join(one.value for one in Recomputation),
         ) from None
@@ -214,7 +214,7 @@ def _recomputation(job: JobArguments, wanted: str | None) -> Recomputation:
 def _sizes_of(pins: Mapping[str, int]) -> dict[str, int]:
     unknown = [name for name in pins if name not in PINS]
     if unknown:
-        raise UsageError("there is no such dimension", found=unknown[0][:40], expected=", ".join(PINS))
+        raise UsageError("unknown dimension", found=unknown[0][:40], expected=", ".join(PINS))
     return {PINS[name]: size for name, size in pins.items()}
 
 
@@ -322,7 +322,7 @@ def _notes_of(one: Found, job: JobArguments, keeps_random_state: bool) -> list[s
     if job.rampup_batch_size:
         notes.append("the batch size ramps up: see that every step of the ramp is a multiple of micro batch x DP")
     if not keeps_random_state:
-        notes.append("random states start anew, as in stock Megatron on a changed layout")
+        notes.append("random states are reinitialized, as in stock Megatron on a changed layout")
     if choice.has_sequence_parallelism and not job.stated.get("sequence_parallel"):
         notes.append("--sequence-parallel is needed to train experts under tensor parallelism")
     return notes

@@ -40,10 +40,10 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
     block, twice = pipelined_block(names), second_names(names)
     if not names or block is None or not job.num_layers:
         raise UnsupportedCheckpointError(
-            "the checkpoint does not say how a pipeline divides its model",
+            "the pipeline division of the checkpoint's model is unknown",
             found="no weights" if not names else f"num_layers {job.num_layers}",
             where=str(checkpoint.folder),
-            helps="state what is missing: --argument num_layers=32",
+            helps="add what is missing, for example --argument num_layers=32",
         )
     _check_layers(checkpoint, job, job.num_layers, block)
     states = _States(checkpoint, job)

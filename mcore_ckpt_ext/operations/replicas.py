@@ -72,7 +72,7 @@ def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tu
 def in_words(found: Sequence[str], count: int) -> str:
     """What whoever goes on from there should know, of `count` tensors."""
     more = "" if count == len(found) else f", and others: {count} in all"
-    return f"copies that ranks hold of one tensor differ; the first is taken: {some(found, 3)}{more}"
+    return f"replicas of a tensor differ between ranks; the first is used: {some(found, 3)}{more}"
 
 
 def _place(copy: Sequence[StoredSlice]) -> str:

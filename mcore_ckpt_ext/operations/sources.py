@@ -44,7 +44,7 @@ def open_source(
     if merge is not None and is_adapter_folder(path):
         if weights is not None:
             raise UsageError(
-                "the model of a PEFT folder is named twice", found=f"--merge {merge}, --weights {weights}",
+                "the model of a PEFT folder is given twice", found=f"--merge {merge}, --weights {weights}",
                 expected="one model", where=str(path), helps="leave --weights out",
             )  # fmt: skip
         weights = merge
@@ -109,7 +109,7 @@ def require_weights(checkpoint: CheckpointView) -> None:
     """
     if checkpoint.optimizer_format and not checkpoint.names(WEIGHT):
         raise UnsupportedCheckpointError(
-            "the checkpoint holds an optimizer without its weights, and nothing proves it without them",
+            "the checkpoint has an optimizer without weights, and cannot be verified without them",
             found=checkpoint.optimizer_format, where=str(checkpoint.folder), helps=NAME_THEM,
         )  # fmt: skip
 

@@ -18,8 +18,8 @@ OPTIMIZER = "optimizer"
 
 # What `DistributedOptimizer` and Adam have; `legacy` is written for them.
 _ADAM = {FP32_PARAM, EXP_AVG, EXP_AVG_SQ}
-_NO_PLACE = "a Hugging Face folder has no place for it"
-_MERGED = "it belongs to the model as it was before"
+_NO_PLACE = "Hugging Face folders cannot store it"
+_MERGED = "it belongs to the model before merging"
 _DROPPED = "dropped, as you asked"
 
 
@@ -40,7 +40,7 @@ def settle(checkpoint: CheckpointView, target: Target, drop: Collection[str]) ->
     merger = checkpoint.merger
     if drop and (merger or target.is_model_folder):
         what = "merged model" if merger else "Hugging Face folder"
-        raise UsageError(f"there is nothing to drop: a {what} has no optimizer", found=_spelt(drop))
+        raise UsageError(f"--drop has no effect: a {what} has no optimizer", found=_spelt(drop))
     if merger:
         trained = [one for one in merger.sources if one.optimizer_format]
         return checkpoint, [*unread, *(item for one in trained for item in _stored_optimizer(one, _MERGED))]
@@ -54,7 +54,7 @@ def settle(checkpoint: CheckpointView, target: Target, drop: Collection[str]) ->
     lost = [item for item in unread if item.of_optimizer and item.kind not in drop]
     if lost:
         raise UnsupportedCheckpointError(
-            "the checkpoint holds optimizer state that nothing here reads, so it would be lost",
+            "the checkpoint has unsupported optimizer state that would be lost",
             found=listed(lost),
             where=str(checkpoint.folder),
             helps=f"to go on without it, --drop {' '.join(dict.fromkeys(item.kind for item in lost))}; "
@@ -78,7 +78,7 @@ def _check_drop(checkpoint: CheckpointView, unread: Collection[Unread], drop: Co
     unknown = [kind for kind in drop if kind not in there]
     if unknown:
         raise UsageError(
-            "that is carried, or is not there: only what cannot be carried is dropped by its kind",
+            "--drop accepts only state that cannot be converted",
             found=_spelt(unknown), expected=", ".join(there) or "nothing", where=str(checkpoint.folder),
             helps=f"leave the option out; for the weights alone, --drop {OPTIMIZER}",
         )  # fmt: skip

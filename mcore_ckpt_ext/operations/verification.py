@@ -151,7 +151,7 @@ class _Run:
             self.findings.append(error(PROOF, str(self.folder), str(problem)))
             return
         if checkpoint.sidecar_problem:
-            what = f"it is not believed: {checkpoint.sidecar_problem}"
+            what = f"ignored: {checkpoint.sidecar_problem}"
             self.findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), what))
         problems = checkpoint.format_reader.problems
         self.findings.extend(warning(COMPLETE, str(self.folder), problem) for problem in problems)
@@ -161,7 +161,7 @@ class _Run:
         self.checks.append(Check(COVERED, f"{len(names):,} weights"))
         is_alone = not names and checkpoint.optimizer_format is not None
         if is_alone:
-            what = f"it holds an optimizer without its weights, so that nothing proves it: {NAME_THEM}"
+            what = f"it has an optimizer without weights, so its masters cannot be verified: {NAME_THEM}"
             self.findings.append(error(PROOF, str(self.folder), what))
         self._check_known(checkpoint)
         if self._quick:
@@ -224,7 +224,7 @@ class _Run:
             return
         for item in unread:
             if not item.why:
-                what = f"{readable(item.nbytes)} that nothing here knows, so no check looked at them"
+                what = f"{readable(item.nbytes)} unknown, not checked"
                 self.findings.append(warning(KNOWN, item.key, what))
         others = f"all but {len(unread):,}: {some([item.key for item in unread])}"
         self.checks.append(Check(KNOWN, others if unread else "all"))
@@ -269,7 +269,7 @@ class _Run:
         if guarded := _bytes_of(archives, arrays):
             self.checks.append(Check(CHECKSUMS, f"CRC-32 of {guarded:,} bytes"))
         if not manifest and _has_bare_numbers(checkpoint):
-            what = "this format has none of its tensors: a flipped bit of a moment would not show"
+            what = "this format has no checksums of tensors: a flipped bit of a moment is not detected"
             self.checks.append(Check(CHECKSUMS, what, done=False))
 
     def _check_state(self, checkpoint: CheckpointView, failed: set[str]) -> bool:
@@ -283,7 +283,7 @@ class _Run:
             groups = checkpoint.param_groups()
             once(map(portable_group, groups))
             if not groups:
-                what = "the optimizer has no parameter groups: its step, and what else is not a tensor, is not there"
+                what = "the optimizer has no parameter groups: its step and other settings are missing"
                 self.findings.append(error(COMPLETE, str(self.folder), what))
             self.findings.extend(check_settings(checkpoint, groups))
             optimizer = checkpoint.optimizer
@@ -305,7 +305,7 @@ class _Run:
         for group in optimizer.groups.values():
             with _Noting(self, PROOF, str(group)):
                 if reason := optimizer.packing_of(group).disbelieved:
-                    what = f"it is not believed, of {group}: {reason}"
+                    what = f"ignored for {group}: {reason}"
                     self.findings.append(warning(PROOF, str(self.folder / SIDECAR_FILE), what))
         wrong = any(finding.severity == "error" for finding in self.findings[before:])
         recovered = not wrong and all(check.done for check in self.checks[looked_at:])
@@ -317,7 +317,7 @@ class _Run:
         return recovered
 
     def _without_optimizer(self) -> None:
-        what = "it holds no optimizer state that this package reads: only its weights were looked at"
+        what = "it has no supported optimizer state: only its weights were checked"
         self.findings.append(warning(COVERED, str(self.folder), what))
 
     def _check_content(self, checkpoint: CheckpointView, state: bool, failed: set[str], confirmed: Confirmed) -> None:
@@ -338,7 +338,7 @@ class _Run:
         proven, joined = (sum(getattr(report, field) for report in reports) for field in ("proven", "joined"))
         if proven or not joined:
             how = "" if checkpoint.proof is BY_ROUNDING else f", {checkpoint.proof.words}"
-            self.checks.append(Check(PROOF, f"{proven:,} masters beside their weights{how}", done=proven > 0))
+            self.checks.append(Check(PROOF, f"{proven:,} masters equal to their weights{how}", done=proven > 0))
         if joined:
             known = " and ".join(checkpoint.optimizer.witnesses())
             what = f"{joined:,} masters joined from weights and remainders, placed by {known}"

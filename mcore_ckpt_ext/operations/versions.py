@@ -58,7 +58,7 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
         return Writer(_by_loop(checkpoint, recorded), (only,), parse_version(recorded) or OLDEST)
     if written_for := _written_for(checkpoint):
         # Its arguments are those of the job that wrote the source, and its index has no plans of ranks.
-        only = Evidence("`mcore-ckpt convert` wrote it, as it records itself", written_for, written_for)
+        only = Evidence("written by mcore-ckpt convert, as recorded", written_for, written_for)
         whom = f"{'Megatron-Bridge on ' if _is_of_bridge(checkpoint) else ''}Megatron {written_for}"
         return Writer(f"mcore-ckpt convert, for {whom}", (only,), parse_version(written_for) or OLDEST)
     bounds = list(_bounds(checkpoint))
@@ -105,7 +105,9 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
     """
     loading = checkpoint.format_reader.loading
     if not loading.in_megatron:
-        return [Resumption("nobody as it is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")]
+        return [
+            Resumption("not resumable as is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")
+        ]
     if loading.stumbles:
         return [*_of_torch_fsdp(writer, loading)]
     if loading.flag:
@@ -113,7 +115,7 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
     if not checkpoint.arguments.tells_all:
         return [*_of_another_loop(checkpoint)]
     readable = loading.releases(min(writer.first, NEWEST))
-    own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
+    own = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
     same = [v for v in readable if _stock(checkpoint, False, v)]
     other = [v for v in readable if _stock(checkpoint, True, v)]
     found = []
@@ -133,9 +135,7 @@ def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> It
     readable = loading.releases(writer.first)
     own = f"its own: {checkpoint.layout}; another DP"
     yield Resumption(f"stock Megatron with {loading.flag}", _span(readable), own, _stock_note(checkpoint))
-    yield Resumption(
-        "stock Megatron without it", "none", "none", "mcore-ckpt convert --to torch_dist makes it one of its own"
-    )
+    yield Resumption("stock Megatron without it", "none", "none", "convert it with mcore-ckpt convert --to torch_dist")
     yield Resumption("Megatron with mcore_ckpt_ext, without it", _span(readable), "any", "tested with 0.19.2")
 
 
@@ -151,10 +151,10 @@ def _of_another_loop(checkpoint: CheckpointView) -> Iterator[Resumption]:
     """Who resumes a checkpoint without Megatron's arguments, which `load_checkpoint` there asks for its layout."""
     described = _is_of_bridge(checkpoint)
     other = stock_can_load(checkpoint.optimizer_format, True, NEWEST)
-    own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
+    own = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
     who = "Megatron-Bridge" if described else "the training loop that wrote it"
     yield Resumption(who, "", "any" if other else own, _stock_note(checkpoint))
-    yield Resumption("stock Megatron", "none", "none", "mcore-ckpt convert --to torch_dist gives it arguments")
+    yield Resumption("stock Megatron", "none", "none", "mcore-ckpt convert --to torch_dist adds arguments")
     yield Resumption("Megatron with mcore_ckpt_ext", "", "any", "tested with 0.19.2")
     if described:
         yield Resumption("Megatron-Bridge with mcore_ckpt_ext", "", "any", "tested with 0.3.1")

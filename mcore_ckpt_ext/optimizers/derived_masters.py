@@ -56,7 +56,7 @@ class JoinedMasters(WrappedState):
         weight = self._weights.logical_tensor(WEIGHT, name)
         if weight is None or weight.dtype != "bfloat16":
             raise UnreadableCheckpointError(
-                "the masters are stored as what bf16 weights lack, and those weights are not there",
+                "the masters are stored as remainders of bf16 weights, which are missing",
                 found="no weight" if weight is None else f"a weight of {weight.dtype}",
                 expected="a bfloat16 weight",
                 where=name,

@@ -103,7 +103,7 @@ def check_digests(buffers: Buffers, where: str, share: tuple[int, int] = (0, 1))
     problems = differing(buffers, (PARAM_REMAINDER,), share)
     if problems:
         raise ProofError(
-            "masters are stored as what bf16 weights lack, and not as they were saved",
+            "remainders of masters have changed since they were saved",
             found=some(problems),
             expected="the digests that the sidecar recorded at the save",
             where=where,

@@ -28,7 +28,7 @@ from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.wrapper import WrappedState
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice, WantedSlice
 
-WITHOUT_STEP = "the optimizer was saved before its first step: its moments, which it does not have yet, are zero"
+WITHOUT_STEP = "the optimizer was saved before its first step: its moments are zero"
 _MOMENTS = {ADAM: (EXP_AVG, EXP_AVG_SQ), LION: (EXP_AVG,), BY_MOMENTUM: (MOMENTUM,)}
 
 

@@ -123,7 +123,7 @@ class FlatBuffers(OptimizerState):
         if self._sidecar is None or self._sidecar.index or not recorded:
             return None
         another = are_of_another_save(self, recorded, self._proposals())
-        return "it is stale: none of its digests is that of what is stored" if another else None
+        return "it is stale: none of its digests matches the stored state" if another else None
 
     @property
     def arrays(self) -> Mapping[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]:
@@ -175,7 +175,8 @@ class FlatBuffers(OptimizerState):
             packings = [self._recover(other).packing for other in self.groups.values()]
             if problem := irregularity(packings):
                 raise PackingError(
-                    "no packing of the gradient buffers could be proven: what fits by content is no order of modules",
+                    "no packing of the gradient buffers could be verified: the packing found by content "
+                    "is no order of modules",
                     found=problem,
                     where=str(group),
                     helps="the checkpoint is damaged or was edited: resume from another iteration",
@@ -294,7 +295,7 @@ class FlatBuffers(OptimizerState):
                 stages = stages[:1] if child == 0 else stages[1:]
         if pipeline >= layout.pipeline:
             raise PackingError(
-                "the checkpoint holds an optimizer group that its own layout has no room for",
+                "the checkpoint has an optimizer group that does not exist in its layout",
                 found=f"dp_group_idx_{index} of optimizer {child}",
                 expected=str(layout),
             )

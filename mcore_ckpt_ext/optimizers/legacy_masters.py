@@ -123,7 +123,7 @@ class LegacyMasters(RankArrays, OptimizerState):
 
     def _ambiguous(self, found: str, name: str, rank: RankOptimizers) -> PackingError:
         return PackingError(
-            "it cannot be told which of the optimizer's state belongs to which weight",
+            "cannot determine which optimizer state belongs to which weight",
             found=found,
             where=f"{name}, {rank.place.file}",
             helps="the checkpoint is damaged or its weights were edited after the save: use another iteration",

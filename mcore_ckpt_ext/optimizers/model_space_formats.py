@@ -154,7 +154,7 @@ ENCODINGS = (
         claims=_claims(FULLY_RESHARDABLE),
         read=_read_repaired,
         stock_loads=_reshardable_by_stock,
-        note="0.15 to 0.19 may have written it shifted: `mcore-ckpt verify` tells",
+        note="0.15 to 0.19 may have written it shifted: run mcore-ckpt verify",
     ),
     Encoding(
         name=FSDP_DTENSOR,

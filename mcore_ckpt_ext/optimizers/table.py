@@ -88,7 +88,7 @@ def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
     found = recognised(keys)
     if not found:
         raise UnsupportedCheckpointError(
-            "the optimizer state is in a format that this version does not read",
+            "this version does not support the format of the optimizer state",
             found=keys.label,
             expected=", ".join(FORMATS),
             where=str(holder.folder),

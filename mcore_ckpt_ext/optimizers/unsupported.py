@@ -34,7 +34,7 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
     found = _unprovable(holder, keys)
     if found:
         raise UnsupportedCheckpointError(
-            "the optimizer state cannot be proven: nothing stored follows from its masters in a way that is known",
+            "the optimizer state cannot be verified: no stored weights are derived from its masters in a known way",
             found=found,
             where=str(holder.folder),
             helps="resume under the layout, and with the optimizer's options, that it was written with (switching them "
@@ -82,7 +82,7 @@ def _unprovable(holder: Holder, keys: StoredKeys | None) -> str | None:
     if in_buffers and not quantises(holder.arguments):
         return f"gradient buffers for parameters of torch.{QUANTISED}, in a job without {' or '.join(_QUANTISING)}"
     if (in_buffers or quantises(holder.arguments)) and any(array.dtype == "int16" for array in masters):
-        return "masters that are what bf16 weights lack, in a job whose weights are fp8 or fp4"
+        return "remainders of bf16 weights as masters, in a job whose weights are fp8 or fp4"
     return None
 
 

@@ -196,7 +196,12 @@ class HookRegistry:
         if not self._installed:
             return SeamStatus(str(seam), "not patched", version, "the hooks are not installed")
         if seam.module in sys.modules:
-            return SeamStatus(str(seam), "not patched", version, "it was imported past the hooks, or is being imported")
+            return SeamStatus(
+                str(seam),
+                "not patched",
+                version,
+                "it was imported before the hooks were installed, or is being imported",
+            )
         return SeamStatus(str(seam), "waiting for import", version)
 
     def _on_top(self, seam: Seam) -> str | None:
@@ -206,7 +211,7 @@ class HookRegistry:
         if current is patch.dispatch:
             return None
         place = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', repr(current))}"
-        return f"another wrapper stands on top of ours: {place}"
+        return f"wrapped by another package: {place}"
 
 
 def _add_replaced_types(error: BaseException, seam: Seam) -> None:

@@ -103,7 +103,7 @@ class ElementByElement:
             own = source.logical_tensor(kind, name)
             if own is None:
                 raise UnreadableCheckpointError(
-                    "a tensor cannot be derived: what it is made from is not in the checkpoint",
+                    "a tensor cannot be derived: its inputs are not in the checkpoint",
                     expected=f"{kind} {name}",
                     where=f"{wanted.kind} {name}",
                     helps="the checkpoint is incomplete or damaged: use another iteration",
@@ -251,7 +251,7 @@ def make_plan(wanted: Sequence[WantedSlice], source: Source, accept_lost: bool =
             tensor = _checked_tensor(want, region.name, source)
             if derivation_of(source, want.kind, region.name) is not None:
                 raise UnsupportedCheckpointError(
-                    "a tensor that is derived, not stored, cannot be copied out of the checkpoint",
+                    "internal error: no stored bytes for a derived tensor",
                     where=f"{want.kind} {region.name}",
                     helps="this is a bug in this package: please report it",
                 )
@@ -278,7 +278,7 @@ def _plan_piece(
     for (low, high), at in zip(found.missing, found.missing_at, strict=True):
         if not (accept_lost or (want.may_pad and low >= held)):
             raise ModelMismatchError(
-                "the checkpoint does not hold every element of a tensor",
+                "the checkpoint does not contain every element of a tensor",
                 found=f"nothing for elements {low} to {high}",
                 expected=f"{want.tensors[name].shape} elements of {tensor.dtype}",
                 where=f"{want.kind} {name}",
@@ -301,7 +301,7 @@ def _checked_tensor(want: WantedSlice, name: str, source: Source) -> LogicalTens
     same = tensor.shape == live.shape
     if not same and not (want.may_pad and len(live.shape) > 0 and tensor.shape[1:] == live.shape[1:]):
         raise ModelMismatchError(
-            "the model and the checkpoint disagree about the shape of a parameter",
+            "a parameter has different shapes in the model and the checkpoint",
             found=f"{tensor.shape} in the checkpoint",
             expected=f"{live.shape}",
             where=f"{want.kind} {name}",

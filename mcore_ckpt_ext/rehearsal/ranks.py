@@ -187,7 +187,7 @@ class SimulatedJob:
         size = self.layout.expert_tensor if of_experts(name) else self.layout.tensor
         regions = self.models.regions(name, tensor % size)
         if regions is None:
-            raise UnsupportedCheckpointError("it is not known how tensor parallelism cuts a parameter", where=name)
+            raise UnsupportedCheckpointError("the tensor-parallel split of a parameter is unknown", where=name)
         return regions
 
     def _live_tensor(self, name: str) -> LogicalTensor:

@@ -142,7 +142,7 @@ def _of_its_size(payload: Payload, extent: ArchivedRecord, archive: TorchArchive
 
 def _another_tensor(found: str, expected: str, archive: TorchArchive) -> UnreadableCheckpointError:
     return UnreadableCheckpointError(
-        "a record of the checkpoint is not the tensor that its metadata describes",
+        "a record of the checkpoint does not match its metadata",
         found=found,
         expected=expected,
         where=archive.where,
@@ -158,7 +158,7 @@ def _no_tensor(found: object, where: str) -> CheckpointError:
             found=f"{found.pickled_module}.{found.pickled_name}",
             expected="plain tensors, or fp8 tensors with one scale",
             where=where,
-            helps="resume under the layout that it was written with, which is left to Megatron; or save without "
+            helps="resume under the layout that it was written with, by stock Megatron; or save without "
             "--fp8-param-gather or --fp4-param-gather",
         )
     return UnreadableCheckpointError(

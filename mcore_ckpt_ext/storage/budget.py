@@ -42,7 +42,7 @@ class Budget:
         self._left -= steps
         if self._left < 0:
             raise OverBudgetError(
-                "a file of the checkpoint asks for far more than it holds; nothing of it was used",
+                "a file of the checkpoint requires far more work than its size allows; it was not used",
                 found=f"more than {self._granted:,} steps for {shortened(purpose)}",
                 expected=f"at most so many for the {self._nbytes:,} bytes that were read",
                 where=self._where,
@@ -72,7 +72,7 @@ def whole_number(value: object, what: str, most: int = MOST_ELEMENTS) -> int:
         ValueError: it is no integer from 0 up to `most`.
     """
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{what} that is {shown(value)}, and no size, place or count that there can be")
+        raise ValueError(f"{what} that is {shown(value)}, which is no valid size, place or count")
     return value
 
 
@@ -87,7 +87,7 @@ def elements_of(shape: tuple[object, ...]) -> int:
     product = 1
     for size in shape:
         if type(size) is not int or not 0 <= size < MOST_ELEMENTS:
-            raise ValueError("an array with an axis of no size that there can be")
+            raise ValueError("an array with an axis of an invalid size")
         product *= size
     if product >= MOST_ELEMENTS:
         raise ValueError(f"an array of more than {MOST_ELEMENTS:,} elements")

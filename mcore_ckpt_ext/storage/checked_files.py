@@ -30,11 +30,11 @@ def open_file(folder: Path, name: str) -> int:
     if not any(real.is_relative_to(root) for root in _roots(folder)):
         raise OSError(errno.ELOOP, f"a link leads out of the folder, to {real}", str(folder / name))
     if not stat.S_ISREG(real.stat().st_mode):
-        raise OSError(errno.EINVAL, "no ordinary file, but a folder, a pipe or a device", str(folder / name))
+        raise OSError(errno.EINVAL, "not a regular file, but a folder, a pipe or a device", str(folder / name))
     descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "no ordinary file, but a folder, a pipe or a device", str(folder / name))
+        raise OSError(errno.EINVAL, "not a regular file, but a folder, a pipe or a device", str(folder / name))
     return descriptor
 
 

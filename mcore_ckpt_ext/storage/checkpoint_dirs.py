@@ -103,8 +103,8 @@ def iteration_folder(path: Path) -> Path:
         )
     if not tracker.folder.is_dir():
         raise UnreadableCheckpointError(
-            "the tracker file names an iteration that is not there", found=_iterations(path),
-            expected=tracker.folder.name, where=str(tracker.path), helps="name one of the others, by its folder",
+            "the tracker file names an iteration that does not exist", found=_iterations(path),
+            expected=tracker.folder.name, where=str(tracker.path), helps="use the folder of another iteration",
         )  # fmt: skip
     return tracker.folder
 

@@ -262,7 +262,7 @@ def _index(metadata: Any) -> DcpIndex:
         if hasattr(entry, "chunks"):
             left -= len(entry.chunks)
             if left < 0:
-                raise ValueError(f"more chunks than records: the {len(entry.chunks)} of {key} repeat themselves")
+                raise ValueError(f"more chunks than records: the {len(entry.chunks)} of {key} are repeated")
             arrays[key], stored = _array(key, entry, places, table)
             if stored > prod(arrays[key].shape):
                 overlapping.append(key)

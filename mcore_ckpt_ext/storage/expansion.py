@@ -42,7 +42,7 @@ def check_expansion(tree: Any, nbytes: int, where: str) -> None:
     try:
         Budget(nbytes, where).spend(nodes(tree, 0), "what is referred to again and again")
     except ValueError as error:
-        raise UnsafePickleError("a pickled state is endless", found=str(error), where=where) from error
+        raise UnsafePickleError("a pickled state refers to itself", found=str(error), where=where) from error
 
 
 def _children(node: Any) -> list[Any]:

@@ -115,7 +115,8 @@ def check_digests(folder: Path) -> None:
     for file in found.changed if found else ():
         if not file.editable:
             raise UnreadableCheckpointError(
-                "a file of the checkpoint is not as it was written", found=file.what, where=str(folder / file.name),
+                "a file of the checkpoint has changed since it was "
+                "written", found=file.what, where=str(folder / file.name),
                 helps="use another copy, or convert the source again; if the file was edited on purpose, remove "
                 f"{FILE_NAME}",
             )  # fmt: skip
@@ -181,7 +182,7 @@ def _check_entries(content: Mapping[str, Any]) -> None:
     for key, kind in (("sha256", str), ("arrays", str), ("bytes", int)):
         entries = content[key]
         if not isinstance(entries, dict) or any(type(value) is not kind for value in entries.values()):
-            raise ValueError(f"{key} is not what it should be")
+            raise ValueError(f"{key} has an invalid value")
 
 
 def _content(file: OutputFile) -> Iterable[bytes]:

@@ -79,7 +79,7 @@ class Folder:
                 folder.close()
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise OSError(errno.EINVAL, "no ordinary file", str(self.path / file))
+            raise OSError(errno.EINVAL, "not a regular file", str(self.path / file))
         return descriptor
 
     def read(self, file: str, limit: int) -> bytes | None:

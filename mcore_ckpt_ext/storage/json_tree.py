@@ -70,7 +70,7 @@ def decode(tree: Any) -> Any:
         return _decoded(tree)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise UnreadableCheckpointError(
-            "a description in JSON is damaged", found=shortened(f"{type(error).__name__}: {error}")
+            "a JSON description is damaged", found=shortened(f"{type(error).__name__}: {error}")
         ) from error
 
 
@@ -125,7 +125,7 @@ def _untensor(content: Any) -> torch.Tensor:
 def _dtype(name: str) -> torch.dtype:
     # Others of torch's types have no plain elements: to make a quantised tensor from bytes crashes the process.
     if type(name) is not str or name not in _DTYPES:
-        raise TypeError(f"{shown(name)} is no dtype of plain elements")
+        raise TypeError(f"{shown(name)} is not a dtype of plain elements")
     return _DTYPES[name]
 
 

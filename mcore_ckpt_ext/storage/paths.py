@@ -24,7 +24,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
         return Path(found.path) if _LOCAL & set(_protocols(found)) else found  # type: ignore[attr-defined]
     text = os.fspath(path)
     if not text:
-        raise UsageError("a path is empty", found="''", helps="name the folder; `.` is the current one")
+        raise UsageError("a path is empty", found="''", helps="pass a folder; `.` is the current one")
     scheme, separator, rest = text.partition("://")
     if not separator:
         return Path(text)

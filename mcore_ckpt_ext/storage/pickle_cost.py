@@ -169,7 +169,7 @@ class _Scale:
             case "\x95":
                 position += 8
             case _:
-                raise ValueError(f"opcode {code:#x} is unknown, or none that a checkpoint has")
+                raise ValueError(f"opcode {code:#x} is unknown, or not used by checkpoints")
         return position
 
     def _top(self, count: int) -> list[_Cell]:

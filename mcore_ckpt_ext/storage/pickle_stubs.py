@@ -176,7 +176,7 @@ def inert_class(module: str, name: str, where: str) -> type[Placeholder]:
     top = module.partition(".")[0]
     if (top in sys.stdlib_module_names or top in _SYSTEM_MODULES) and (module, name) not in _HARMLESS:
         raise UnsafePickleError(
-            "a pickle asks for a function that no checkpoint needs; nothing was executed",
+            "a pickle requests a function that no checkpoint needs; nothing was executed",
             found=f"{module}.{name}",
             where=where,
             helps="do not use this file: it may be an attack",

@@ -176,7 +176,7 @@ def dumps(tree: Any, protocol: int = TORCH_PROTOCOL) -> tuple[bytes, list[Leaf]]
         check_output(buffer.getvalue())
     except (TypeError, AttributeError, pickle.PicklingError, RecursionError) as error:
         raise UnsupportedCheckpointError(
-            "what would be written names what only the writer of the source knows; whoever loads it would run that",
+            "the output would contain a class that is not allowed: whoever loads it would run its code",
             found=str(error),
             helps="convert --to canonical, which holds data only; if this is an honest class, please report it",
         ) from error

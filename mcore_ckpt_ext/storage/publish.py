@@ -166,7 +166,7 @@ class Publication:
             raise DestinationError(
                 "the destination exists already",
                 where=str(self.destination),
-                helps="choose another, or replace it: --force",
+                helps="choose another destination, or replace it: --force",
             )
         if status is not None:
             self._replaceable(self.destination)
@@ -184,14 +184,16 @@ class Publication:
             except BlockingIOError as error:
                 root.close()
                 raise DestinationError(
-                    "another process is writing the same", where=str(root.path), helps="wait for it, or stop it"
+                    "another process is writing the same destination",
+                    where=str(root.path),
+                    helps="wait for it, or stop it",
                 ) from error
             except OSError as error:
                 root.close()
                 if error.errno not in _NO_LOCKS:
                     raise
                 raise DestinationError(
-                    "this file system has no locks, by which a second process would be kept away",
+                    "this file system has no locks, which keep out a second process",
                     found=f"flock: {error.strerror}", where=str(root.path),
                     helps="have it mounted with them (Lustre: -o flock), or write to a local disk and copy the result",
                 ) from error  # fmt: skip
@@ -214,9 +216,9 @@ class Publication:
                 return root
             root.close()
         raise DestinationError(
-            "what would be the unfinished folder is not ours: it is a link, another user's, or others may write to it",
+            "refusing to use the temporary folder: it is a symlink, owned by another user, or writable by others",
             where=str(self._parent.path / self._name),
-            helps="remove it if you know whose it is, or choose a destination in a folder of your own",
+            helps="remove it, or choose a destination in a folder of your own",
         )
 
     def _put_back(self) -> None:
@@ -240,7 +242,7 @@ class Publication:
             return False
         if fingerprint != self._fingerprint:
             raise DestinationError(
-                "the unfinished work for this destination is of another source, of other options or of another version",
+                "the interrupted conversion to this destination had another source, other options or another version",
                 where=str(self._root.path),
                 helps="to continue it, give the source and options of the interrupted run; to throw it away and begin "
                 "anew, leave --resume out",
@@ -269,7 +271,7 @@ class Publication:
         try:
             move_new(self._root, _CONTENT, self._parent, self.destination.name)
         except FileExistsError as error:
-            raise self._changed("something appeared at the destination during the conversion") from error
+            raise self._changed("the destination was created by something else during the conversion") from error
 
     def _replace(self) -> None:
         """Move the old folder aside, take its name, and look at what was moved before it is removed."""
@@ -298,7 +300,7 @@ class Publication:
         return DestinationError(
             f"{what}; nothing was replaced",
             where=str(self.destination),
-            helps="see what it is; if it may go, remove it and continue with --resume: what was written is kept",
+            helps="remove it if it is not needed, and continue with --resume: what was written is kept",
         )
 
 

@@ -168,9 +168,9 @@ class Upload:
             )
         if resume and work and work[0] != self._fingerprint:
             raise DestinationError(
-                "the unfinished work for this destination is of another source, or of other options",
+                "the interrupted conversion to this destination had another source, or other options",
                 where=str(self._beside),
-                helps="give the options of the interrupted run, or delete what is there and begin anew",
+                helps="pass the options of the interrupted run, or delete the destination and start again",
             )
         with self._answering():
             self._beside.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ class Upload:
         """
         if self._claim() != self._claimed:
             raise DestinationError(
-                "another conversion claimed the destination meanwhile; nothing says that it is whole",
+                "another conversion took the destination meanwhile; it may be incomplete",
                 where=str(self._beside),
                 helps="let one of them finish, or stop both, delete what is there and begin anew",
             )

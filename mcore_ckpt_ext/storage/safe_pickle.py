@@ -88,7 +88,7 @@ def _inert_getattr(owner: object, name: str) -> object:
         member = owner(name)
         origin_of(member).member = name
         return member
-    raise UnsafePickleError("a pickle asks for an attribute", found=f"getattr({shown(owner)}, {shown(name)})")
+    raise UnsafePickleError("a pickle requests an attribute", found=f"getattr({shown(owner)}, {shown(name)})")
 
 
 def _raw_bytes(kind: type) -> _Function:
@@ -185,7 +185,7 @@ class SafeUnpickler(pickle.Unpickler):
             raise UnsafePickleError("a pickle refers to a storage in an unknown way", where=self._where) from error
         if tag != "storage" or not isinstance(storage_type, StorageType) or type(key) not in (str, int):
             raise UnsafePickleError(
-                "a pickle refers to something that is no storage", found=shown(tag), where=self._where
+                "a pickle refers to something that is not a storage", found=shown(tag), where=self._where
             )
         return StorageReference(storage_type.dtype, str(key), elements_of((numel,)))
 

@@ -120,7 +120,7 @@ def _with_checksums(
     if not isinstance(text, str) or len(text) != _DIGITS * len(arrays):
         return arrays
     if not set(text) <= set("0123456789abcdef"):
-        raise ValueError(f"{_CHECKSUMS} is no row of hexadecimal numbers")
+        raise ValueError(f"{_CHECKSUMS} is not a list of hexadecimal numbers")
     order = {key: number * _DIGITS for number, key in enumerate(sorted(key for key, *_ in arrays))}
     return [
         (key, shape, extent._replace(crc=int(text[order[key] : order[key] + _DIGITS], 16)))
@@ -184,7 +184,7 @@ def _header(reader: FolderReader, file: str) -> tuple[dict[str, Any], int]:
     except ValueError as error:
         raise _damaged(reader, file, error) from error
     if not isinstance(header, dict):
-        raise _damaged(reader, file, TypeError("the header is no object"))
+        raise _damaged(reader, file, TypeError("the header is not an object"))
     return header, 8 + length
 
 

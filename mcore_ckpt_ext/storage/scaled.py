@@ -99,9 +99,9 @@ def _values(extent: Scaled, scales: torch.Tensor) -> torch.Tensor:
     found = torch.exp2(scales.float() - _EXPONENT_BIAS) if extent.packed else scales.float()
     if not torch.isfinite(found).all():
         raise UnreadableCheckpointError(
-            "a scale of quantised weights is no finite number",
+            "a scale of quantized weights is not a finite number",
             where=extent.scales.file,
-            helps="the folder is damaged: fetch it again",
+            helps="the folder is damaged: download it again",
         )
     return found
 
@@ -128,7 +128,7 @@ def block_scales(band: torch.Tensor, width: int, name: str) -> torch.Tensor:
     """
     if not band.isfinite().all():
         raise UnsupportedCheckpointError(
-            "a weight is no finite number, and cannot be quantised", where=name, helps="leave --quantize out",
+            "a weight is not a finite number and cannot be quantized", where=name, helps="leave --quantize out",
         )  # fmt: skip
     largest = torch.stack([part.abs().max() for part in torch.split(band, width, dim=1)])
     scales = largest / torch.finfo(torch.float8_e4m3fn).max

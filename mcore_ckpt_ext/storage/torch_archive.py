@@ -61,7 +61,8 @@ class TorchArchive:
             self._members = _unambiguous(self._directory.members if self._directory else self._by_zipfile())
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, struct.error) as error:
             raise UnreadableCheckpointError(
-                "a record of the checkpoint is no torch archive: damaged, or its metadata belongs to other files",
+                "a record of the checkpoint is not a torch archive: it is damaged, or its metadata "
+                "belongs to other files",
                 found=str(error),
                 where=self.where,
             ) from error
@@ -149,7 +150,7 @@ class TorchArchive:
         end = (tensor.offset + found.numel) * dtype.itemsize
         if not tensor.is_contiguous or tensor.offset < 0 or min(tensor.shape, default=0) < 0 or end > info.file_size:
             raise UnreadableCheckpointError(
-                "a tensor does not fit the record that should hold it",
+                "a tensor does not fit its record",
                 found=f"a record of {info.file_size} bytes",
                 expected=f"shape {tensor.shape}, strides {tensor.stride}, {dtype} from element {tensor.offset}",
                 where=self.where,
@@ -164,7 +165,7 @@ class TorchArchive:
         """
         (scale,) = self.with_values([tensor.scale])
         if not math.isfinite(scale):
-            raise UnreadableCheckpointError("an fp8 tensor whose scale is no number", where=self.where)
+            raise UnreadableCheckpointError("an fp8 tensor whose scale is not a number", where=self.where)
         return replace(self.payload(tensor.data), dtype=tensor.fp8_dtype, scaled=(float(scale), tensor.dtype))
 
     def stencil(self, tensor: TensorReference, payload: Payload) -> Stencil | None:

@@ -97,7 +97,7 @@ class _Reader:
         kind = type(event).__name__
         if kind == "AliasEvent":
             if event.anchor not in self._anchors:
-                raise ValueError(f"it repeats {event.anchor[:80]!r}, which has not been said")
+                raise ValueError(f"it repeats {event.anchor[:80]!r}, which is not defined")
             value, size = self._anchors[event.anchor]
         elif kind == "ScalarEvent":
             value, size = self._scalar(event), 1
@@ -129,7 +129,7 @@ class _Reader:
         while type(following := next(self._events)).__name__ != "MappingEndEvent":
             key, _ = self._value(following, depth + 1)
             if isinstance(key, (dict, list)):
-                raise ValueError("a key that is no plain value")
+                raise ValueError("a key that is not a plain value")
             name = key if isinstance(key, str) else str(key)
             value, size = self._value(next(self._events), depth + 1)
             if name in found or name == "<<":

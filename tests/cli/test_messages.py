@@ -254,7 +254,7 @@ class TestProcesses:
         monkeypatch.delenv("MASTER_ADDR", raising=False)
         code, _, err = self.converted(capsys, tmp_path, "--join")
         assert code == 2
-        assert "where the processes meet; expected: MASTER_ADDR and MASTER_PORT" in err
+        assert "at which the processes meet is missing; expected: MASTER_ADDR and MASTER_PORT" in err
 
     def test_that_it_waits_is_said(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -268,7 +268,7 @@ class TestProcesses:
         code, _, err = self.converted(capsys, tmp_path, "--join")
         assert code == 2
         assert "waiting for the 2 processes that share the work, at h:1" in err
-        assert "did not come together; found: timed out" in err
+        assert "could not connect; found: timed out" in err
 
 
 def test_expert_parallel_ranks_of_a_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -276,7 +276,7 @@ def test_expert_parallel_ranks_of_a_dense_model(tmp_path: Path, capsys: pytest.C
         words = ["--to", to, "--expert-model-parallel-size", "4"]
         code, _, err = said(capsys, "convert", fixture_named("p02").run, tmp_path / "out", *words)
         assert code == 2
-        assert "no experts to spread over expert-parallel ranks; found: --expert-model-parallel-size 4" in err
+        assert "no experts to distribute over expert-parallel ranks; found: --expert-model-parallel-size 4" in err
     assert not list(tmp_path.iterdir())
 
 

@@ -185,7 +185,7 @@ def test_a_page_takes_no_others_place(tmp_path: Path, capsys: pytest.CaptureFixt
     before = file.read_bytes()
     for words in (["inspect", str(run)], ["diff", str(run), str(run)]):
         assert main([*words, "--html", str(file)]) == 2
-        assert "would overwrite something that is no page" in capsys.readouterr().err
+        assert "would overwrite a file that is not an HTML page" in capsys.readouterr().err
         assert main([*words, "--html", str(tmp_path / "nowhere" / "page.html")]) == 2
         assert "the page cannot be written; found: No such file or directory" in capsys.readouterr().err
     assert file.read_bytes() == before

@@ -20,7 +20,7 @@ def test_a_terminal_shows_styles(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
     assert main(["verify", str(fixture_named("p01").run), "--quick"]) == 0
     assert "\x1b[32mok\x1b[0m" in terminal.getvalue()
-    assert "\x1b[32msound as far as its metadata say\x1b[0m\n" in terminal.getvalue()
+    assert "\x1b[32msound: metadata only, data not read\x1b[0m\n" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])

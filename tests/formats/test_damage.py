@@ -50,7 +50,7 @@ def test_checksums_see_any_byte(damaged: Fixture, kind: str) -> None:
 def test_a_sampled_flip_leaves_no_layout_at_all(damaged: Fixture) -> None:
     """The first elements of every parameter choose the layout: damaged there, no witness is believed."""
     flip(*payload_position(open_checkpoint(damaged.run), WEIGHT, MATRIX, 0))
-    with pytest.raises(PackingError, match="no packing of the gradient buffers could be proven.*would be master"):
+    with pytest.raises(PackingError, match="no packing of the gradient buffers could be verified.*would be master"):
         open_checkpoint(damaged.run).names(FP32_PARAM)
 
 
@@ -152,5 +152,5 @@ def test_two_exchanged_parameters_are_refused(fixture_name: str, first: str, sec
     """Same shape, both intact, in each other's place: discovery may not talk itself into it either."""
     fixture = fixture_named(fixture_name).copy_to(tmp_path / "copy")
     swap_masters(fixture, first, second)
-    with pytest.raises(CheckpointError, match="could be proven"):
+    with pytest.raises(CheckpointError, match="could be verified"):
         read_all(fixture.run)

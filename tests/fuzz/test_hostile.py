@@ -81,7 +81,7 @@ def nested(levels: int) -> object:
 def test_a_state_without_end_is_refused(tree: object, tmp_path: Path) -> None:
     write_archive(tmp_path / "state.pt", pickle.dumps(tree, 2))
     refused = (UnsafePickleError, OverBudgetError)
-    with FolderReader(tmp_path) as reader, pytest.raises(refused, match="endless|far more than it holds"):
+    with FolderReader(tmp_path) as reader, pytest.raises(refused, match="refers to itself|far more work"):
         TorchArchive(reader, "state.pt").load()
 
 
@@ -206,10 +206,10 @@ def test_metadata_that_make_no_sense_are_one_clear_error(damaged: Fixture) -> No
     data, leaves = dumps(common)
     assert not leaves
     write_archive(path, data)
-    with pytest.raises(UnreadableCheckpointError, match="makes no sense.*TypeError.*hint"):
+    with pytest.raises(UnreadableCheckpointError, match="invalid metadata.*TypeError.*hint"):
         inspect(damaged.run)
     found = verify(damaged.run, quick=True)
-    assert any("makes no sense" in finding.what for finding in found.findings)
+    assert any("invalid metadata" in finding.what for finding in found.findings)
 
 
 def test_the_watch_sees_an_execution() -> None:

@@ -28,7 +28,7 @@ CAUSES = {
     "vanish": r"No such file or directory",
     "SIGSTOP": r"rank 0: its writer \(pid \d+\) has not moved for \d+ s: stopped by a signal",
     "mute": r"rank 1: .*(EOFError|ConnectionRefusedError|ConnectionResetError|BrokenPipeError)",
-    "lose": r"__1_0\.distcp: it is not there, but its records need [\d,]+ bytes",
+    "lose": r"__1_0\.distcp: it does not exist, but its records need [\d,]+ bytes",
 }
 """What is told of a trouble of `ranks/trouble.py`, where it strikes the rank that is named here."""
 

@@ -139,18 +139,18 @@ def changed(**keys: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (missing_shard, "files that are not there"),
+        (missing_shard, "files that do not exist"),
         (index_of_absent_tensors, "no model.layers.2.mlp.up_proj.weight"),
         (index_that_lacks_a_tensor, "a model.norm.weight"),
-        (index_that_leads_out_of_the_folder, "files that are not there"),
+        (index_that_leads_out_of_the_folder, "files that do not exist"),
         (cut_file, "damaged"),
         (header_that_lies, "longer than the file"),
         (other_hidden_size, "not (250, 48)"),
         (other_heads, "k_proj.weight is (16, 32), not (32, 32)"),
         (more_layers, "no model.layers.2."),
         (other_vocabulary, "embed_tokens.weight is (250, 32), not (300, 32)"),
-        (sizes_that_are_no_numbers, "a size that cannot be one; found: 'two'"),
-        (layers_without_end, "more layers than the folder can hold"),
+        (sizes_that_are_no_numbers, "an invalid size; found: 'two'"),
+        (layers_without_end, "more layers than the folder can contain"),
         (no_config, "config.json"),
         (adapter, "an adapter (LoRA), not a model"),
         (quantised, "gptq"),
@@ -165,7 +165,7 @@ def changed(**keys: Any) -> Callable[[Path], None]:
         (changed(rope_parameters={"rope_type": "default", "rope_theta": -1.0}), "rotary_base: -1"),
         (changed(quantization_config={"quant_method": "fp8", "weight_block_size": [0, 16]}),
          "weight_block_size [0, 16]; expected: two whole numbers above 0"),
-        (positions_of_nothing, "one has a value that it cannot have"),
+        (positions_of_nothing, "one has an invalid value"),
         (unknown_positions, "rope_scaling"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -199,12 +199,12 @@ def test_a_job_of_no_known_family(tmp_path: Path, capsys: pytest.CaptureFixture[
     run = fixture_named("p21").run
     assert main(["convert", str(run), str(tmp_path / "hf"), "--to", "hf"]) == 2
     shown = capsys.readouterr().err
-    assert "belongs to no family that is known here" in shown
+    assert "matches no known model family" in shown
     assert "--family" in shown
     assert main(["convert", str(run), str(tmp_path / "hf"), "--to", "hf", "--family", "qwen3"]) == 2
     assert "add_qkv_bias is True, not False" in capsys.readouterr().err
     assert main(["convert", str(run), str(tmp_path / "hf"), "--to", "hf", "--family", "parrot"]) == 2
-    assert "there is no such family" in capsys.readouterr().err
+    assert "unknown model family" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -221,13 +221,17 @@ def test_a_tensor_that_no_rule_takes(models: dict[str, Path], tmp_path: Path) ->
     about = without_digests(tmp_path / "run") / "common.json"
     name = "decoder.layers.1.self_attention.linear_qkv.bias"
     edit(about, lambda content: content["sharded_keys"].update({name: [name, []]}))
-    with pytest.raises(UnsupportedCheckpointError, match=f"not Llama: a {name}"):
+    with pytest.raises(UnsupportedCheckpointError, match=f"Llama does not match: a {name}"):
         mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
 
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(None, "there is no such file"), ("1 / 0", "ZeroDivisionError"), ("class Name:\n    pass\n", "no such family")],
+    [
+        (None, "the file does not exist"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("class Name:\n    pass\n", "no family of that name"),
+    ],
 )
 def test_a_family_file_that_is_none(
     content: str | None, told: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -254,7 +258,7 @@ def test_two_families_that_fit(
     monkeypatch.setattr(recognition, "FAMILIES", (*recognition.FAMILIES, Twin()))
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 2
     shown = capsys.readouterr().err
-    assert "fits several families; found: Llama, Twin" in shown
+    assert "fits several model families; found: Llama, Twin" in shown
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf", "--family", "Twin"]) == 0
 
 
@@ -266,7 +270,7 @@ def test_what_megatron_has_no_place_for_is_listed(
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, file)  # as the released files are
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "run"), "--to", "torch_dist"]) == 0
-    assert "left out, because Megatron has no place for it: transformer.h.0.attn.bias" in capsys.readouterr().out
+    assert "left out, no equivalent in Megatron: transformer.h.0.attn.bias" in capsys.readouterr().out
 
 
 def test_what_verify_says(models: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,10 +296,10 @@ def test_an_output_layer_that_is_said_to_be_tied(
     shown = capsys.readouterr()
     if same:
         assert code == 0
-        assert "left out, because Megatron has no place for it: lm_head.weight" in shown.out
+        assert "left out, no equivalent in Megatron: lm_head.weight" in shown.out
     else:
         assert code == 2
-        assert "the output layer is the embedding, but the two differ" in shown.err
+        assert "ties the output layer to the embedding, but the two differ" in shown.err
         assert not (tmp_path / "run").exists()
 
 
@@ -319,7 +323,7 @@ def test_mistral_without_a_window(models: dict[str, Path], tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("mistake", "there", "back"),
     [
-        ("KeysTwice", "leave out rows of a parameter, or take them twice", "leave out rows of a parameter"),
+        ("KeysTwice", "omit or repeat rows of a parameter", "omit or repeat rows of a parameter"),
         ("WithoutOutput", "an lm_head.weight", "an output_layer.weight"),
     ],
 )

@@ -95,7 +95,7 @@ def test_it_is_found_by_its_parameters_and_by_name(run: CommandLine, site: Path,
         assert_same_tensors(parrot, tmp_path / place)
     alone = run("convert", tmp_path / "run", tmp_path / "four", "--to", "hf", path=tmp_path)
     assert alone.returncode == 2
-    assert "the checkpoint belongs to no family that is known here" in alone.stderr
+    assert "the checkpoint matches no known model family" in alone.stderr
 
 
 def test_no_code_runs_before_a_family_is_looked_for(
@@ -123,7 +123,7 @@ def test_no_code_runs_before_a_family_is_looked_for(
         ("raise SystemExit(0)", "registers cannot be imported; found: SystemExit(0)"),
         ("import missing_module", "registers cannot be imported; found: ModuleNotFoundError"),
         ("Other = 1", "registers cannot be imported; found: AttributeError"),
-        ("Parrot = dict", "is no class derived from families.family.Family"),
+        ("Parrot = dict", "is not a class derived from families.family.Family"),
         ("from mcore_ckpt_ext.families.llama import Llama as Parrot", "under another model_type than its own"),
         (
             "from mcore_ckpt_ext.families.family import Family\nclass Parrot(Family):\n    model_type = 'parrot'",

@@ -409,7 +409,7 @@ def test_mtp_layers_and_what_cannot_hold_them(models: dict[str, Path], tmp_path:
     add_further_layer(tmp_path / "model")
     legacy = mcore_ckpt_ext.Legacy(transformer_impl="local")
     report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "legacy", legacy)
-    told = "left out, because Megatron has no place for it: model.layers.2."
+    told = "left out, no equivalent in Megatron: model.layers.2."
     assert any(note.startswith(told) for note in report.notes)
     mcore_ckpt_ext.convert(tmp_path / "legacy", tmp_path / "without", mcore_ckpt_ext.HuggingFace())
     assert_same_tensors(models["deepseek_v3"], tmp_path / "without")
@@ -419,5 +419,5 @@ def test_mtp_layers_and_what_cannot_hold_them(models: dict[str, Path], tmp_path:
     mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
     head[3, 3] += 1
     save_file({**stored, "model.layers.2.shared_head.head.weight": head}, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(UnreadableCheckpointError, match="weights of its own where Megatron has those of the model"):
+    with pytest.raises(UnreadableCheckpointError, match="its own weights where Megatron shares those of the model"):
         mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "no", mcore_ckpt_ext.TorchDist())

@@ -239,7 +239,7 @@ def test_what_is_said_twice_and_equally_is_read() -> None:
 def test_a_class_of_another_family_is_refused() -> None:
     for classes in (["LlamaForCausalLM"], ["LlamaForSequenceClassification"], None):
         assert family_of_config({"model_type": "llama", "architectures": classes}, "here").name == "Llama"
-    with pytest.raises(UnsupportedCheckpointError, match="two families.*Qwen2ForCausalLM"):
+    with pytest.raises(UnsupportedCheckpointError, match="two model families.*Qwen2ForCausalLM"):
         family_of_config({"model_type": "llama", "architectures": ["Qwen2ForCausalLM"]}, "here")
 
 

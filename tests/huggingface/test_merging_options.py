@@ -43,9 +43,9 @@ def test_tokens_and_tokenizer_are_those_of_the_base(base: Path, tmp_path: Path) 
     ("source", "config", "target", "options", "said"),
     [
         ("base", {}, HuggingFace(), ["merge"], "the checkpoint has no adapters to merge"),
-        ("peft", {}, HuggingFace(), ["merge", "weights"], "named twice.*leave --weights out"),
-        ("peft", {}, HuggingFace(lora_alpha=64), ["merge"], "itself tells.*found: --lora-alpha 64.*alpha 5"),
-        ("peft", {"lora_alpha": None}, BRIDGE, ["weights"], "adapter_config.json, as lora_alpha"),
+        ("peft", {}, HuggingFace(), ["merge", "weights"], "given twice.*leave --weights out"),
+        ("peft", {}, HuggingFace(lora_alpha=64), ["merge"], "stores the alpha.*found: --lora-alpha 64.*alpha 5"),
+        ("peft", {"lora_alpha": None}, BRIDGE, ["weights"], "set lora_alpha in adapter_config.json"),
     ],
 )
 def test_what_contradicts_itself_is_refused(
@@ -60,13 +60,13 @@ def test_what_contradicts_itself_is_refused(
 def test_matrices_that_lie_the_other_way_round(models: dict[str, Path], tmp_path: Path) -> None:
     module = "transformer.h.0.attn.c_attn"
     lora = peft_folder(tmp_path / "peft", adapter(module, 96, 32), fan_in_fan_out=True)
-    with pytest.raises(CheckpointError, match="GPT-2, whose matrices lie the other way round"):
+    with pytest.raises(CheckpointError, match="GPT-2, whose matrices are transposed"):
         convert(lora, tmp_path / "out", HuggingFace(), merge=models["gpt2"])
 
 
 def test_a_destination_within_the_base(base: Path, tmp_path: Path) -> None:
     lora = peft_folder(tmp_path / "peft", adapter(LAYER.format(0), 32, 32))
-    with pytest.raises(CheckpointError, match="a folder that is read.*found: .*base is read"):
+    with pytest.raises(CheckpointError, match="inside the source.*found: .*base is read"):
         convert(lora, base / "within", HuggingFace(), merge=base)
 
 
@@ -75,7 +75,7 @@ def test_several_ranks_are_merged_and_not_for_bridge(base: Path, tmp_path: Path)
              for name, tensor in adapter(LAYER.format(1), 32, 32).items()}  # fmt: skip
     both = adapter(LAYER.format(0), 32, 32) | other
     lora = peft_folder(tmp_path / "peft", both, rank_pattern={LAYER.format(1): 6})
-    with pytest.raises(CheckpointError, match="not all of one rank.*--merge FOLDER --to hf"):
+    with pytest.raises(CheckpointError, match="have different ranks.*--merge FOLDER --to hf"):
         convert(lora, tmp_path / "run", BRIDGE, weights=base)
     assert convert(lora, tmp_path / "merged", HuggingFace(), merge=base).records
 
@@ -84,7 +84,7 @@ def test_peft_folders_are_compared(base: Path, tmp_path: Path) -> None:
     content = {**adapter(LAYER.format(0), 32, 32), **adapter(LAYER.format(1), 32, 32)}
     same, alpha = (peft_folder(tmp_path / name, content, lora_alpha=of) for name, of in (("same", 5), ("alpha", 7)))
     last = {name: tensor + 1 if "lora_B" in name else tensor for name, tensor in content.items()}
-    with pytest.raises(CheckpointError, match="diff --weights FOLDER"):
+    with pytest.raises(CheckpointError, match="diff A B --weights FOLDER"):
         verify(same)
     assert compare(same, peft_folder(tmp_path / "twin", content), weights=base).equal
     found = compare(same, alpha, weights=base)

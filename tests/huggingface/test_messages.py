@@ -60,7 +60,7 @@ def test_layers_that_a_folder_speaks_of_and_does_not_hold_are_told(models: dict[
     folder = tmp_path / "model"
     shutil.copytree(models["qwen3_5"], folder)
     config = json.loads((folder / "config.json").read_text())
-    told = "config.json speaks of multi-token prediction (MTP) layers (mtp_num_hidden_layers: 1); the folder holds none"
+    told = "config.json lists multi-token prediction (MTP) layers missing from the folder (mtp_num_hidden_layers: 1)"
     for number, expected in ((1, [told]), (0, [])):
         (folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": number}))
         notes = open_checkpoint(folder).notices()

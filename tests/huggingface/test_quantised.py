@@ -211,7 +211,7 @@ def test_codes_without_scales(tmp_path: Path) -> None:
     with pytest.raises(UnreadableCheckpointError, match=f"have no scales; found: {name}"):
         open_checkpoint(tmp_path)
     save_file({**stored, f"{name}_scale_inv": scales[:-1]}, tmp_path / "model.safetensors")
-    with pytest.raises(UnreadableCheckpointError, match="do not fit them"):
+    with pytest.raises(UnreadableCheckpointError, match="do not match them"):
         open_checkpoint(tmp_path)
 
 
@@ -222,5 +222,7 @@ def test_a_scale_that_is_no_number_is_refused(value: float) -> None:
         RawArray("a", 0, 0, "float8_e4m3fn", 0), RawArray("b", 0, 0, "float32", 2), 2, 4, (2, 2), "bfloat16"
     )
     codes = torch.ones(8).to(FP8)
-    with pytest.raises(UnreadableCheckpointError, match="a scale of quantised weights is no finite number; where: b"):
+    with pytest.raises(
+        UnreadableCheckpointError, match="a scale of quantized weights is not a finite number; where: b"
+    ):
         decode(extent, 0, 8, lambda at, n: codes[at : at + n], lambda at, n: scales.view(-1)[at : at + n])

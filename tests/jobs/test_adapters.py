@@ -139,7 +139,7 @@ def test_what_does_not_belong_together_is_refused(ran: Programs, exported: Path,
     whole, plain = ran.place("lora") / "whole", ran.place("lora") / "base"
     cases: list[tuple[Path, Path, Any, str]] = [
         (plain, base, HuggingFace(), "no adapters to merge"),
-        (whole, plain, HuggingFace(lora_alpha=8), "the adapters lie beside a model of their own"),
+        (whole, plain, HuggingFace(lora_alpha=8), "the adapters are stored with their own model"),
         (run, whole, HuggingFace(), "the model to merge into has adapters of its own"),
         (run, base, TorchDist(), "merged into a Hugging Face folder to be written as one"),
     ]

@@ -23,7 +23,7 @@ def test_random_states_of_more_data_parallel_ranks(target: Layout, tmp_path: Pat
         stock = run_job(tmp_path / "stock", target, load=saved.run, more=flag, environment=OFF)
         assert "IndexError" in stock.output
     resumed = resume(tmp_path / "resumed", target, saved.run, more=flag)
-    assert "random state starts anew" in resumed.output
+    assert "random state is reinitialized" in resumed.output
     assert differing(assemble(saved.at_save), assemble(resumed.at_load)) == []
 
 
@@ -47,7 +47,7 @@ def test_random_states_of_expert_jobs(
         stock = run_job(tmp_path / "stock", layout, load=source.run, environment=OFF, **options)
         assert "rng_state/shard_0.0" in stock.output
     resumed = resume(tmp_path / "resumed", layout, source.run, **options)
-    assert ("random state starts anew" in resumed.output) != is_left_to_stock
+    assert ("random state is reinitialized" in resumed.output) != is_left_to_stock
     truth, found = source.truth, assemble(resumed.at_load)
     if kind == "weights":
         truth, found = (

@@ -165,13 +165,13 @@ def test_another_kind_of_optimizer_is_refused_on_all_ranks(
     check_has(name, results)
     result = results[name]
     assert result.returncode != 0
-    assert "the checkpoint was written by an optimizer of another kind than the running one" in result.output
+    assert "the checkpoint was written by another kind of optimizer than the running one" in result.output
     assert f"found: {stored}" in result.output
     assert f"expected: {wanted}" in result.output
     assert "--no-load-optim" in result.output
     for rank in range(4):
         assert f"[rank {rank}] mcore_ckpt_ext.errors.ResumeRefusedError: " in result.output
-    assert "the optimizer is untouched" in result.output
+    assert "the optimizer is unchanged" in result.output
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_a_context_that_is_none(ran: Programs, tmp_path: Path, name: str, text: 
     shutil.copytree(ran.place("run"), copy)
     (copy / "context" / name).write_text(text)
     found = inspect(copy)
-    assert any(problem.startswith(f"{name} is not believed: ") for problem in found.unbelieved)
+    assert any(problem.startswith(f"{name} is ignored: ") for problem in found.unbelieved)
     assert found.layout["TP"] == 2
 
 

@@ -119,7 +119,7 @@ def test_stock_refuses_the_same(turns: Programs) -> None:
 def test_an_optimizer_before_its_model_is_refused_whole(turns: Programs) -> None:
     """On every rank alike: its masters are not those of the model's weights, which are still those of the start."""
     (ended,) = turns.ended["optimizer-first"]
-    refusal = "mcore_ckpt_ext refused while proving the masters against the weights; the optimizer is untouched"
+    refusal = "mcore_ckpt_ext refused while proving the masters against the weights; the optimizer is unchanged"
     assert ended.startswith(f"ResumeRefusedError: {refusal}")
     assert "load the weights of the same checkpoint first" in ended
 
@@ -170,7 +170,7 @@ def test_their_folder_offline(turns: Programs, tmp_path: Path) -> None:
     assert compare(step, tmp_path / "out").equal
     alone = tmp_path / "step"
     shutil.copytree(step / "optimizer", alone / "optimizer")
-    with pytest.raises(CheckpointError, match=r"without its weights.*--weights FOLDER"):
+    with pytest.raises(CheckpointError, match=r"without weights.*--weights FOLDER"):
         convert(alone, tmp_path / "none", TorchDist())
     weights = step / "model" / "dist_ckpt"
     assert verify(alone, weights=weights).sound
@@ -186,7 +186,7 @@ def test_what_megatron_core_wrote_shifted(turns: Programs) -> None:
     assert any("masters do not round to their weights" in one.what for one in verify(turns.place("shifted")).findings)
     assert turns.ended["shifted, by stock"] == {"done"}
     (ended,) = turns.ended["shifted, loaded"]
-    assert "the optimizer is untouched" in ended
+    assert "the optimizer is unchanged" in ended
 
 
 def test_experts(turns: Programs) -> None:

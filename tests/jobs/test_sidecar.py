@@ -95,7 +95,7 @@ def test_it_is_used_first(outcomes: Outcomes) -> None:
 def test_without_it_the_layout_is_recovered(name: str, outcomes: Outcomes) -> None:
     assert "sidecar" not in witness_of(outcomes, name)
     (line,) = outcomes[name][0]["lines"]
-    assert ("mcore_ckpt_ext.json is not believed: " in line) == (name == "garbage")
+    assert ("mcore_ckpt_ext.json is ignored: " in line) == (name == "garbage")
 
 
 def test_it_is_not_believed_without_proof(outcomes: Outcomes) -> None:
@@ -126,7 +126,7 @@ def test_one_beside_an_iteration_that_stock_wrote_again_is_stale(tmp_path: Path)
     assert found.sound
     assert ["it is stale" in finding.what for finding in found.findings if finding.where.endswith(NAME)] == [True]
     resumed = resume(tmp_path / "resumed", Layout(2, 1, 2), again.run, **options)
-    assert "mcore_ckpt_ext.json is not believed: it is stale" in resumed.output
+    assert "mcore_ckpt_ext.json is ignored: it is stale" in resumed.output
     assert "joined from their weights and remainders" in resumed.output
     expected, loaded = assemble(again.at_save), assemble(resumed.at_load)
     state = [name for name in expected if not name.startswith("weight.")]

@@ -55,7 +55,7 @@ def test_the_call_of_upcycling_is_understood(layout: str, turns: Results) -> Non
 def test_untied_embeddings_are_refused_with_a_hint_that_works(layout: str, turns: Results) -> None:
     refused = turns[f"untied {layout}"]
     assert refused.returncode != 0
-    assert "the model has an output layer of its own, and the embeddings of the checkpoint are tied" in refused.output
+    assert "the model has its own output layer, but the embeddings of the checkpoint are tied" in refused.output
     assert f"resume without {UNTIED}" in refused.output
     assert "--no-load-optim --dist-ckpt-strictness log_all" in refused.output
     assert list(turns.job(f"untied {layout}, as advised").losses) == [SAVED + 1]

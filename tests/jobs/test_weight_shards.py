@@ -121,6 +121,6 @@ def test_gates_are_not_confused(name: str, results: Results) -> None:
 
 
 def test_gates_filed_by_shard_are_not_converted(results: Results, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedCheckpointError, match="only a job with the same weight shards looks for them"):
+    with pytest.raises(UnsupportedCheckpointError, match="only a job with the same weight shards reads them"):
         convert(results.job("gates").run, tmp_path / "out", TorchDist(megatron_version="0.19.2"))
     assert verify(results.job("gates").run).sound

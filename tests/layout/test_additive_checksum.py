@@ -150,7 +150,7 @@ class TestOfACheckpoint:
     ) -> None:
         edit(recorded, change)
         assert not verify(recorded.run).sound
-        expected = f"not certain which parameter lies where.*{says}.*use another iteration"
+        expected = f"places of the parameters are not certain.*{says}.*use another iteration"
         with pytest.raises(PackingError, match=expected):
             mcore_ckpt_ext.convert(recorded.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
         assert not (tmp_path / "out").exists()
@@ -160,7 +160,7 @@ class TestOfACheckpoint:
     ) -> None:
         monkeypatch.setattr(digests, "_ENOUGH", 64)
         edit(recorded, lambda parameters: parameters[NAME].update(param_remainder=written(7)))
-        with pytest.raises(ProofError, match=f"not as they were saved; found: param_remainder of {NAME}"):
+        with pytest.raises(ProofError, match=f"have changed since they were saved; found: param_remainder of {NAME}"):
             mcore_ckpt_ext.convert(recorded.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
         assert not (tmp_path / "out").exists()
 

@@ -351,7 +351,7 @@ def test_an_optimizer_that_nothing_here_knows_is_told(monkeypatch: pytest.Monkey
     chunk = torch.nn.ParameterDict({"first": torch.ones(4)})
     hooks_proof.prove_loaded([chunk], optimizer, loaded=True, weaker=None)
     assert said == [
-        "this load is not proven: rank 0: this version cannot look into what there is: SimpleNamespace over Adagrad"
+        "this load is not verified: rank 0: this version cannot check the optimizer: SimpleNamespace over Adagrad"
     ]
     hooks_proof.prove_loaded([chunk], optimizer, loaded=False, weaker=None)
     assert len(said) == 1

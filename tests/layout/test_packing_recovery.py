@@ -147,7 +147,7 @@ def test_a_lying_sidecar_is_not_believed(damaged: Fixture) -> None:
     assert_equals_truth(checkpoint, damaged.truth)
     assert checkpoint.optimizer.witnesses() == ["the local layer spec instead of the sidecar", "the sidecar"]
     (told,) = checkpoint.notices()
-    assert told.startswith("mcore_ckpt_ext.json is not believed: ") and "dp_group_idx_1" in told
+    assert told.startswith("mcore_ckpt_ext.json is ignored: ") and "dp_group_idx_1" in told
 
 
 EQUAL = [f"decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight" for layer in (2, 3)]
@@ -197,7 +197,7 @@ def test_a_lying_sidecar_that_no_proof_sees(lie: Callable[[str], str], told: str
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
     for name in EQUAL:
         assert torch.equal(checkpoint.tensor("exp_avg", name).read().float(), fixture.truth[f"exp_avg.{name}"].float())
-    assert any("is not believed" in note and told in note for note in checkpoint.notices())
+    assert any("is ignored" in note and told in note for note in checkpoint.notices())
     found = mcore_ckpt_ext.verify(fixture.run)
     assert found.sound
     assert any(finding.severity == "warning" and told in finding.what for finding in found.findings)
@@ -231,5 +231,5 @@ def test_indistinguishable_parameters_are_not_guessed(monkeypatch: pytest.Monkey
         f"decoder.layers.0.{name}.bias": (Region.whole(f"decoder.layers.0.{name}.bias", (8,)),) for name in ("a", "b")
     }
     spots = [_Spot(key, 0, dict(both)), _Spot(key, 64, dict(both))]
-    with pytest.raises(PackingError, match="cannot tell apart parameters"):
+    with pytest.raises(PackingError, match="cannot distinguish parameters"):
         _Assignment(OptimizerGroup(0, 0, ModelRank(0, 0), range(1), {}), spots).solve()

@@ -66,7 +66,7 @@ STALE = {
         lambda content: content["layout"].update(tensor=2, data=1),
         "it is stale, of another layout (tensor 2 and not 1, data 1 and not 2)",
     ),
-    "other digests": (of_another_save, "it is stale: none of its digests is that of what is stored"),
+    "other digests": (of_another_save, "it is stale: none of its digests matches the stored state"),
 }
 
 
@@ -101,7 +101,7 @@ def test_a_stale_sidecar_is_reported_and_ignored(way: str, remainders: Fixture, 
     assert "digests" not in [check.name for check in found.checks]
     checkpoint = open_checkpoint(remainders.run)
     assert differing(remainders.truth, everything_in(checkpoint)) == []
-    assert any(f"{FILE_NAME} is not believed: " in notice and why in notice for notice in checkpoint.notices())
+    assert any(f"{FILE_NAME} is ignored: " in notice and why in notice for notice in checkpoint.notices())
 
 
 def test_what_nothing_shows_is_no_damage(remainders: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_what_nothing_shows_is_no_damage(remainders: Fixture, monkeypatch: pytes
     monkeypatch.setattr(JobArguments, "of", with_own_modules(JobArguments.of))
     found = verify(remainders.run)
     assert found.sound
-    assert any("not certain which parameter lies where" in finding.what for finding in found.findings)
+    assert any("places of the parameters are not certain" in finding.what for finding in found.findings)
     assert [check.done for check in found.checks if "not certain" in check.extent] != []
     assert not any(check.done for check in found.checks if "not certain" in check.extent)
     with pytest.raises(PackingError, match="expected: a sidecar, or chunk borders"):

@@ -117,7 +117,7 @@ def proof_of_all(run: Path) -> tuple[list[str], list[str]]:
 def test_masters_beside_fp8_weights_are_proven_within_their_rounding(tmp_path: Path) -> None:
     fixture = gathered_in_fp8(fixture_named("p04").copy_to(tmp_path / "copy"))
     (said,), fail = proof_of_all(fixture.run)
-    assert said.endswith(" masters beside their weights, within fp8 rounding of their weights")
+    assert said.endswith(" masters equal to their weights, within fp8 rounding of their weights")
     assert fail == []
     report = mcore_ckpt_ext.convert(fixture.run, tmp_path / "out", mcore_ckpt_ext.Canonical())
     assert report.proven_elements > 50_000
@@ -137,7 +137,7 @@ def test_a_misplaced_master_beside_fp8_weights(tmp_path: Path) -> None:
         file.seek(position)
         file.write(values[1:65].numpy().tobytes())
     assert proof_of_all(fixture.run)[1] == [f"fp32_param {name}"]
-    with pytest.raises(ProofError, match=f"does not lie within fp8 rounding of the weight beside it.*{name}"):
+    with pytest.raises(ProofError, match=f"is not within fp8 rounding of its weight.*{name}"):
         mcore_ckpt_ext.convert(fixture.run, tmp_path / "out", mcore_ckpt_ext.Canonical())
 
 
@@ -150,7 +150,7 @@ def test_buffers_of_quantised_parameters_in_a_job_that_has_none(tmp_path: Path) 
 def test_remainders_of_quantised_parameters() -> None:
     checkpoint = open_checkpoint(fixture_named("p47").run)
     checkpoint.common["args"].fp8_param_gather = True
-    refused(checkpoint, "what bf16 weights lack, in a job whose weights are fp8 or fp4")
+    refused(checkpoint, "remainders of bf16 weights as masters, in a job whose weights are fp8 or fp4")
 
 
 def test_masters_in_half_precision(copied: Fixture) -> None:
@@ -208,7 +208,7 @@ def test_remainders_without_the_weights_that_they_belong_to(weight: LogicalTenso
     assert isinstance(joined, JoinedMasters)
     weights: Any = SimpleNamespace(logical_tensor=lambda kind, name: weight)
     name = "decoder.layers.1.mlp.linear_fc1.weight"
-    says = f"what bf16 weights lack.*found: {found}; expected: a bfloat16 weight; where: {name}.*another iteration"
+    says = f"which are missing; found: {found}; expected: a bfloat16 weight; where: {name}.*another iteration"
     with pytest.raises(UnreadableCheckpointError, match=says):
         JoinedMasters(joined.state, weights).derivation("fp32_param", name)
 

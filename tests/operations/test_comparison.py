@@ -184,7 +184,7 @@ def test_what_a_checkpoint_lost_is_not_called_equal() -> None:
     assert not found.equal
     problems = [tensor for kind in found.kinds for tensor in kind.different]
     assert {tensor.name for tensor in problems} == {EMBEDDINGS}
-    assert all("does not hold every element" in tensor.problem for tensor in problems)
+    assert all("does not contain every element" in tensor.problem for tensor in problems)
 
 
 def test_another_iteration_is_a_setting(damaged: Fixture) -> None:

@@ -116,7 +116,7 @@ def test_a_bucket_that_lacks_a_moment_is_seen_by_metadata_alone(tmp_path: Path) 
     edited = Edited("p01", tmp_path)
     keys = [key for key in edited.index.state_dict_metadata if key.endswith("exp_avg")]
     edited.remove(keys[0])
-    assert any("its exp_avg is not there" in found for found in errors_of(edited.save(), quick=True))
+    assert any("its exp_avg is missing" in found for found in errors_of(edited.save(), quick=True))
 
 
 def test_state_of_a_parameter_that_the_model_lacks(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_canonical_files_are_what_their_index_says(tmp_path: Path) -> None:
     (file,) = run.glob("*.safetensors")
     tensors = load_file(file)
     save_file({key: value for key, value in tensors.items() if "layers.2." not in key}, file)
-    assert any("has not one checksum for each array" in found for found in errors_of(run))
+    assert any("does not have one checksum for each array" in found for found in errors_of(run))
     del tensors["checksums"]
     save_file({key: value for key, value in tensors.items() if "layers.2." not in key}, file)
     assert any("the index and the files disagree" in found for found in errors_of(run))
@@ -298,7 +298,7 @@ def with_arguments(folder: Path, iteration: int = 4, **changed: object) -> Path:
     ("changed", "said"),
     [
         ({"num_layers": 3}, "the arguments say num_layers 3, but 4 are stored"),
-        ({"iteration": 77}, "it says that it is iteration 77, but its folder is iter_0000004"),
+        ({"iteration": 77}, "it records iteration 77, but its folder is iter_0000004"),
     ],
 )
 def test_what_is_said_and_is_not_so_is_told(changed: Any, said: str, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_arguments_that_nothing_knows_are_named_beside_a_hugging_face_folder(tmp
     for folder, changed in (("plain", {}), ("fork", {"embedding_multiplier": 2.0, "never_used": None})):
         run = with_arguments(tmp_path / folder, **changed)
         report = mcore_ckpt_ext.convert(run, tmp_path / folder / "hf", mcore_ckpt_ext.HuggingFace(vocab_size=128))
-        named = [note for note in report.notes if "nothing here knows" in note]
+        named = [note for note in report.notes if "unknown arguments" in note]
         assert len(named) == (folder == "fork")
         assert not named or named[0].endswith("embedding_multiplier 2.0")
 
@@ -347,9 +347,9 @@ def groups_in(common: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda common: common.update(iteration=2.5), "says of its iteration what no iteration is; found: 2.5"),
-        (lambda common: common.update(iteration=-5), "what no iteration is; found: -5"),
-        (lambda common: common.update(iteration=True), "what no iteration is; found: True"),
+        (lambda common: common.update(iteration=2.5), "invalid iteration number in the checkpoint; found: 2.5"),
+        (lambda common: common.update(iteration=-5), "invalid iteration number in the checkpoint; found: -5"),
+        (lambda common: common.update(iteration=True), "invalid iteration number in the checkpoint; found: True"),
         (lambda common: common["optimizer"].update(optimizer=torch.ones(2)), "the state of an optimizer is not as"),
         (lambda common: common["optimizer"]["optimizer"].update(param_groups=None), "a group that is a NoneType"),
         (lambda common: groups_in(common).append(torch.ones(2)), "parameter groups of the optimizer are not as"),
@@ -371,12 +371,12 @@ def test_settings_that_cannot_be(change: Any, said: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda common: common.pop("opt_param_scheduler"), "scheduler: there is none"),
+        (lambda common: common.pop("opt_param_scheduler"), "scheduler: missing"),
         (lambda common: common["opt_param_scheduler"].update(max_lr=float("inf")), "scheduler: max_lr is inf"),
         (lambda common: groups_in(common).pop(0), "parameter groups: there is none with"),
         (
             lambda common: common.pop("iteration"),
-            "it does not say its iteration: that of its folder",
+            "it does not record its iteration: that of its folder",
         ),
         (lambda common: common.update(content_metadata=torch.ones(2)), ""),
         (lambda common: groups_in(common)[0].update(lr=torch.tensor(1e-3)), ""),
@@ -396,7 +396,9 @@ def test_settings_that_are_told(change: Any, said: str, tmp_path: Path) -> None:
 def test_a_parameter_group_that_is_gone_is_no_other_groups(number: int, tmp_path: Path) -> None:
     """Megatron-FSDP's format has the settings beside each parameter: all would have those of the group that is left."""
     run = with_common(tmp_path, lambda common: groups_in(common).pop(number))
-    with pytest.raises(UnsupportedCheckpointError, match="parameter group is not known; found: 0 groups"):
+    with pytest.raises(
+        UnsupportedCheckpointError, match="the parameter group of each parameter is unknown; found: 0 groups"
+    ):
         mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.FsdpDtensor())
 
 
@@ -447,7 +449,7 @@ def test_canonical_folders_say_which_part_is_gone(key: str, tmp_path: Path) -> N
     about = json.loads((run / "common.json").read_text())
     about.pop(key, None)
     (without_digests(run) / "common.json").write_text(json.dumps(about))
-    with nullcontext() if key == "missing" else pytest.raises(UnreadableCheckpointError, match=f"not whole.*no {key}"):
+    with nullcontext() if key == "missing" else pytest.raises(UnreadableCheckpointError, match=f"incomplete.*no {key}"):
         mcore_ckpt_ext.open_checkpoint(run)
 
 
@@ -480,4 +482,4 @@ def test_of_tensors_without_checksums_it_is_said(tmp_path: Path) -> None:
     (without_digests(run) / "common.json").write_text(json.dumps({**about, "version": 1}))
     (told,) = [check for check in verify(run).checks if check.name == "checksums"]
     assert not told.done
-    assert "would not show" in told.extent
+    assert "is not detected" in told.extent

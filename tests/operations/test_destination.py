@@ -58,13 +58,13 @@ def test_the_source_is_never_replaced_or_written_into(
     monkeypatch.chdir(source.folder)
     given, destination = ALIASES[alias](source.run)
     before = content(source.folder.parent)
-    with pytest.raises(DestinationError, match="a folder that is read"):
+    with pytest.raises(DestinationError, match="inside the source"):
         mcore_ckpt_ext.convert(given, destination, mcore_ckpt_ext.TorchDist(), force=True)
     assert content(source.folder.parent) == before
 
 
 def test_the_destination_is_a_path(source: Fixture) -> None:
-    with pytest.raises(DestinationError, match="no folder can have that name"):
+    with pytest.raises(DestinationError, match="invalid name for a folder"):
         mcore_ckpt_ext.convert(source.run, f"{source.folder}/a\0b", mcore_ckpt_ext.Canonical())
 
 
@@ -171,7 +171,7 @@ def test_what_appears_during_the_conversion_stays(force: bool, tmp_path: Path) -
         out.mkdir(exist_ok=True)
         (out / "result").write_text("of another")
 
-    with pytest.raises(DestinationError, match=r"appeared.*--resume"):
+    with pytest.raises(DestinationError, match=r"created by something else.*--resume"):
         mcore_ckpt_ext.convert(run, out, mcore_ckpt_ext.Canonical(), force=force, progress=appear)
     assert content(out) == {"result": b"of another"}
     shutil.rmtree(out)
@@ -252,7 +252,7 @@ def test_unfinished_work_is_continued_only_by_the_same_work(tmp_path: Path) -> N
     first.open()
     first.close()
     (first.folder / "file").write_bytes(b"hours")
-    with pytest.raises(DestinationError, match="of other options.*to throw it away and begin anew, leave --resume out"):
+    with pytest.raises(DestinationError, match="other options.*to throw it away and begin anew, leave --resume out"):
         second.open(resume=True)
     second.close()
     assert (first.folder / "file").read_bytes() == b"hours"

@@ -74,7 +74,7 @@ def is_noticed(folder: Path, scratch: Path) -> bool:
         report = mcore_ckpt_ext.convert(folder, scratch, Canonical(), force=True)
     except CheckpointError:
         return noticed
-    return noticed and any("is not as it was written" in note for note in report.notes)
+    return noticed and any("has changed since it was written" in note for note in report.notes)
 
 
 def is_noticed_by_verify(folder: Path) -> bool:
@@ -119,7 +119,7 @@ def test_a_changed_setting_of_a_canonical_folder_is_refused(
     (folder / "common.json").write_text(text.replace(before, after, 1))
     found = mcore_ckpt_ext.verify(folder)
     assert [(finding.severity, finding.check) for finding in found.findings] == [("error", FILE_DIGESTS)]
-    with pytest.raises(UnreadableCheckpointError, match=r"not as it was written.*common\.json"):
+    with pytest.raises(UnreadableCheckpointError, match=r"has changed since it was written.*common\.json"):
         mcore_ckpt_ext.convert(folder, tmp_path / "out", Canonical())
     (folder / FILE_NAME).unlink()  # edited on purpose, as the message suggests
     mcore_ckpt_ext.convert(folder, tmp_path / "out", Canonical())
@@ -132,7 +132,7 @@ def test_every_bit_of_an_fsdp_index_counts(written: Callable[[str], Path], tmp_p
     index = iteration_folder(folder) / ".metadata"
     for place in random.Random(7).sample(range(index.stat().st_size), 50):
         flip(index, place, 1)
-        with pytest.raises(UnreadableCheckpointError, match=r"not as it was written.*\.metadata"):
+        with pytest.raises(UnreadableCheckpointError, match=r"has changed since it was written.*\.metadata"):
             mcore_ckpt_ext.open_checkpoint(folder)
         flip(index, place, 1)
 
@@ -154,7 +154,7 @@ def test_a_hugging_face_folder_is_verified_by_its_own_checksums(written: Callabl
     flip(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 100, 1)
     assert [(one.severity, one.check) for one in mcore_ckpt_ext.verify(folder).findings] == [("error", CHECKSUMS)]
     (folder / FILE_NAME).unlink()
-    with pytest.raises(UnsupportedCheckpointError, match="nothing to verify it by"):
+    with pytest.raises(UnsupportedCheckpointError, match="no checksums to verify"):
         mcore_ckpt_ext.verify(folder)
 
 
@@ -164,7 +164,7 @@ def test_an_edited_configuration_is_reported_and_taken(written: Callable[[str], 
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
     report = mcore_ckpt_ext.convert(folder, tmp_path / "out", Canonical())
-    (note,) = (note for note in report.notes if "is not as it was written" in note)
+    (note,) = (note for note in report.notes if "has changed since it was written" in note)
     assert "config.json" in note
 
 

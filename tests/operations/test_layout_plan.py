@@ -240,7 +240,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", path, "--gpus", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layouts"][0]["fits"]
     assert main(["plan", path, "--gpus", "8", "--gpu-memory", "1KiB"]) == 1
-    assert "no layout fits: the least that one needs is" in capsys.readouterr().out
+    assert "no layout fits: the smallest needs" in capsys.readouterr().out
     assert main(["plan", path, "--gpus", "8", "--pin", "tp=3"]) == 1
     assert "8 GPUs are no multiple of TP x PP x CP" in capsys.readouterr().out
     for pin in ("xy=2", "tp=0", "tp", "tp=-1", "tp=1e3"):

@@ -63,10 +63,10 @@ def test_the_job_is_known_by_run_config_and_index() -> None:
     assert found.training["consumed_train_samples"] == 32
     # Its ConfigContainer was filled in by hand, and says that gradients are bf16; the buffers' names say fp32.
     assert found.unbelieved == (
-        "run_config.yaml says accumulate_allreduce_grads_in_fp32 False, but the index shows True, which counts",
+        "run_config.yaml has accumulate_allreduce_grads_in_fp32 False, but the index has True, which is used",
     )
     assert [(who.who, who.layouts) for who in found.resumptions][:2] == [
-        ("Megatron-Bridge", "its own: TP2 x PP2 x DP2; another DP where the gradient buffers stay alike"),
+        ("Megatron-Bridge", "its own: TP2 x PP2 x DP2; another DP if the gradient buffers stay the same"),
         ("stock Megatron", "none"),
     ]
 
@@ -90,7 +90,7 @@ def test_without_its_description_the_index_still_shows_the_layout(bridge: Fixtur
     assert verify(bridge.run).sound
     assert compare(bridge.run, fixture_named("p49").run).equal
     notes = convert(bridge.run, bridge.folder / "out", TorchDist()).notes
-    assert "nothing tells num_attention_heads of the job, which stock Megatron asks a checkpoint for" in notes
+    assert "num_attention_heads of the job, which stock Megatron requires, is unknown" in notes
     stated = Facts(context_parallel_size=1, virtual_pipeline_model_parallel_size=1)
     assert inspect(bridge.run, facts=stated).layout_text == "TP2 x PP2 x DP2"
 
@@ -139,11 +139,11 @@ def test_a_description_that_lies(bridge: Fixture, said: dict[str, int], capsys: 
     edit_run_config(bridge, lambda content: content["model"].update(said))
     assert str(open_checkpoint(bridge.run).layout) == "TP2 x PP2 x DP2"
     for name, size in said.items():
-        told = f"run_config.yaml says {name} {size}, but the index shows 2, which counts"
+        told = f"run_config.yaml has {name} {size}, but the index has 2, which is used"
         assert told in inspect(bridge.run).unbelieved
         assert told in [finding.what for finding in verify(bridge.run, quick=True).findings]
     assert main(["inspect", str(bridge.run)]) == 0
-    assert "which counts" in capsys.readouterr().out
+    assert "which is used" in capsys.readouterr().out
     assert verify(bridge.run).sound
 
 
@@ -155,7 +155,7 @@ def test_a_description_that_is_none(bridge: Fixture, text: str) -> None:
     (bridge.iteration / "run_config.yaml").write_text(text)
     found = inspect(bridge.run)
     assert found.layout_text == "TP2 x PP2 (VPP, CP, DP not known)"
-    assert any(problem.startswith("run_config.yaml is not believed: ") for problem in found.unbelieved)
+    assert any(problem.startswith("run_config.yaml is ignored: ") for problem in found.unbelieved)
     assert verify(bridge.run, quick=True).sound
 
 
@@ -168,19 +168,19 @@ def test_a_description_beside_arguments_of_megatrons(tmp_path: Path) -> None:
     config.write_text(said)
     assert not verify(copied.run, quick=True).findings
     config.write_text(said.replace("num_layers: 4", "num_layers: 5"))
-    told = "run_config.yaml says num_layers 5, but Megatron's arguments say 4, which counts"
+    told = "run_config.yaml has num_layers 5, but Megatron's arguments have 4, which is used"
     assert [finding.what for finding in verify(copied.run, quick=True).findings] == [told]
     assert inspect(copied.run).model["layers"] == 4
     config.write_text("model: {")
     (finding,) = verify(copied.run, quick=True).findings
-    assert finding.what.startswith("run_config.yaml is not believed: ")
+    assert finding.what.startswith("run_config.yaml is ignored: ")
 
 
 def test_an_optimizer_without_its_groups_is_not_sound(bridge: Fixture, tmp_path: Path) -> None:
     edit_index(bridge, lambda key: key.endswith(".optimizer/shard_0_1"))
     found = verify(bridge.run)
     assert [finding.what for finding in found.findings if finding.severity == "error"] == [
-        "the optimizer has no parameter groups: its step, and what else is not a tensor, is not there"
+        "the optimizer has no parameter groups: its step and other settings are missing"
     ]
     with pytest.raises(UnsupportedCheckpointError, match="no parameter groups"):
         convert(bridge.run, tmp_path / "out", TorchDist())
@@ -190,14 +190,16 @@ def test_counts_that_cannot_be_read(bridge: Fixture) -> None:
     (bridge.iteration / "train_state.pt").write_bytes(b"no archive")
     found = inspect(bridge.run)
     assert "consumed_train_samples" not in found.training
-    assert any(problem.startswith("train_state.pt is not believed: ") for problem in found.unbelieved)
+    assert any(problem.startswith("train_state.pt is ignored: ") for problem in found.unbelieved)
 
 
 def test_facts_may_not_contradict(bridge: Fixture) -> None:
-    with pytest.raises(UsageError, match=r"index shows .* --tensor-model-parallel-size 4; expected: 2"):
+    with pytest.raises(
+        UsageError, match=r"index contradicts the option; found: --tensor-model-parallel-size 4; expected: 2"
+    ):
         verify(bridge.run, facts=Facts(tensor_model_parallel_size=4))
     for name in ("p02", "p08"):
-        with pytest.raises(UsageError, match="itself says under which layout"):
+        with pytest.raises(UsageError, match="records the layout"):
             inspect(fixture_named(name).run, facts=Facts(tensor_model_parallel_size=2))
     with pytest.raises(UsageError, match="whole number of 1 or more"):
         Facts(pipeline_model_parallel_size=0)
@@ -257,7 +259,9 @@ def test_of_megatrons_own_checkpoint(tmp_path: Path) -> None:
     report = convert(fixture_named("p22").run, tmp_path / "other", TorchDist(loop="bridge"))
     assert any("AutoBridge cannot export it" in note for note in report.notes)
     assert not [
-        note for note in convert(tmp_path / "other", tmp_path / "back", TorchDist()).notes if "nothing tells" in note
+        note
+        for note in convert(tmp_path / "other", tmp_path / "back", TorchDist()).notes
+        if "of the job, which stock Megatron requires" in note
     ]
     kept, of_source = open_checkpoint(tmp_path / "back").arguments, open_checkpoint(fixture_named("p22").run).arguments
     for name in (
@@ -289,11 +293,11 @@ def test_what_was_written_for_bridge_says_so(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_broken_description_is_named_where_it_is_missed(bridge: Fixture, tmp_path: Path) -> None:
     (bridge.iteration / "run_config.yaml").write_text("model: {num_layers: 4")
-    with pytest.raises(CheckpointError, match=r"\(run_config.yaml is not believed: "):
+    with pytest.raises(CheckpointError, match=r"\(run_config.yaml is ignored: "):
         convert(bridge.run, tmp_path / "hf", HuggingFace())
     edit_index(bridge, lambda key: key.startswith(("rng_state", "embedding.", "output_layer.")))
     for target in (Canonical(), TorchDist(loop="bridge")):
-        with pytest.raises(UnsupportedCheckpointError, match=r"\(run_config.yaml is not believed: .*state it"):
+        with pytest.raises(UnsupportedCheckpointError, match=r"\(run_config.yaml is ignored: .*state it"):
             convert(bridge.run, tmp_path / "out", target)
 
 
@@ -304,8 +308,8 @@ def test_a_description_that_explodes(bridge: Fixture, tmp_path: Path) -> None:
     (bridge.iteration / "run_config.yaml").write_text("\n".join([*lines, "model: {num_layers: 4}"]))
     found = verify(bridge.run)
     assert not found.sound
-    assert any("asks for far more than it holds" in finding.what for finding in found.findings)
-    with pytest.raises(UnreadableCheckpointError, match=r"far more than it holds.*run_config.yaml"):
+    assert any("requires far more work than its size allows" in finding.what for finding in found.findings)
+    with pytest.raises(UnreadableCheckpointError, match=r"far more work than its size allows.*run_config.yaml"):
         convert(bridge.run, tmp_path / "out", TorchDist())
 
 

@@ -130,11 +130,11 @@ def test_two_at_once(store: Any, tmp_path: Path) -> None:
     first.open(force=False, resume=False)
     with pytest.raises(DestinationError, match="under way, or was interrupted.*--resume"):
         second.open(force=False, resume=False)
-    with pytest.raises(DestinationError, match="of another source"):
+    with pytest.raises(DestinationError, match="had another source"):
         third.open(force=False, resume=True)
     first.put(tmp_path / "file", "file")
     second.open(force=False, resume=True)
-    with pytest.raises(DestinationError, match="another conversion claimed"):
+    with pytest.raises(DestinationError, match="another conversion took"):
         first.put(tmp_path / "file", "file")
 
 

@@ -32,7 +32,7 @@ def drifted(tmp_path: Path) -> Path:
 
 def test_convert_takes_the_first_and_says_so(drifted: Path, tmp_path: Path) -> None:
     report = mcore_ckpt_ext.convert(drifted, tmp_path / "out", mcore_ckpt_ext.Canonical())
-    (note,) = (note for note in report.notes if "copies that ranks hold" in note)
+    (note,) = (note for note in report.notes if "replicas of a tensor" in note)
     assert f"{WEIGHT} {NORM}" in note and "mp_rank_00" in note and "mp_rank_01" in note
     intact = mcore_ckpt_ext.convert(fixture_named("p08").run, tmp_path / "other", mcore_ckpt_ext.Canonical())
     assert not any("copies" in note for note in intact.notes)
@@ -45,7 +45,7 @@ def test_diff_does_not_call_them_equal(drifted: Path, capsys: pytest.CaptureFixt
     assert main(["diff", str(fixture_named("p02").run), str(drifted)]) == 1
     told = capsys.readouterr().out.splitlines()
     assert told[-1].startswith("NOT KNOWN TO BE EQUAL: the first copies are equal")
-    assert any(line.startswith("  in B: copies that ranks hold of one tensor differ") for line in told)
+    assert any(line.startswith("  in B: replicas of a tensor differ") for line in told)
 
 
 def test_verify_calls_them_unsound(drifted: Path) -> None:

@@ -187,12 +187,12 @@ def scribbled(name: str) -> Callable[[Fixture], None]:
     [
         (missing("metadata.json"), "metadata.json: missing: Megatron writes it last"),
         (missing(".metadata"), ".metadata: missing: without this index"),
-        (missing("common.pt"), "lacks its common state"),
+        (missing("common.pt"), "has no common state"),
         (missing("__2_0.distcp"), "__2_0.distcp: missing; it held "),
         (cut_short, "__4_0.distcp: 33,595 bytes, but its records need 67,191"),
         (scribbled(".metadata"), "damaged"),
         (scribbled("metadata.json"), "metadata.json is damaged"),
-        (scribbled("common.pt"), "no torch archive"),
+        (scribbled("common.pt"), "not a torch archive"),
     ],
 )
 def test_what_an_interrupted_save_or_copy_leaves(
@@ -280,7 +280,7 @@ def test_an_empty_iteration_folder(damaged: Fixture) -> None:
     shutil.rmtree(damaged.iteration)
     damaged.iteration.mkdir()
     result = verify(damaged.run)
-    assert "holds no file of a checkpoint" in findings(result)[0]
+    assert "contains no file of a checkpoint" in findings(result)[0]
     assert not result.sound
 
 
@@ -302,7 +302,7 @@ def test_a_file_that_nobody_knows_is_remarkable(damaged: Fixture) -> None:
     (damaged.iteration / "__99_0.distcp").write_bytes(b"left over")
     result = verify(damaged.run, quick=True)
     assert result.sound
-    assert findings(result) == [f"warning {damaged.iteration}: files that the index does not know: __99_0.distcp"]
+    assert findings(result) == [f"warning {damaged.iteration}: files that are not in the index: __99_0.distcp"]
 
 
 # Legacy folders ------------------------------------------------------------------------------------------------------
@@ -557,7 +557,7 @@ def test_a_checkpoint_without_optimizer(tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(fixture_named("p04").run, tmp_path / "o", mcore_ckpt_ext.TorchDist(), drop=["optimizer"])
     result = verify(tmp_path / "o")
     assert result.sound
-    assert "it holds no optimizer state" in findings(result, COVERED)[0]
+    assert "it has no supported optimizer state" in findings(result, COVERED)[0]
     assert not any(check.name == PROOF and check.done for check in result.checks)
 
 

@@ -1,4 +1,4 @@
-"""An optimizer that was saved without its weights, and the folder of weights that a user names."""
+"""An optimizer that was saved without weights, and the folder of weights that a user names."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_hugging_face_folder(name: str, layout: str, tmp_path: Path) -> None:
     report = convert(folder, tmp_path / "out", TorchDist(megatron_version="0.16"), weights=weights)
     assert report.proven_elements >= masters
     assert f"the weights are those of {weights}" in report.notes
-    assert compare(fixture_named(name).run, tmp_path / "out").tensors_equal  # an optimizer alone has no scheduler
+    assert compare(fixture_named(name).run, tmp_path / "out").tensors_equal  # optimizer only has no scheduler
 
 
 def test_a_config_json_that_describes_another_model(tmp_path: Path) -> None:
@@ -111,13 +111,13 @@ def test_experts_under_the_names_of_either_spec(tmp_path: Path) -> None:
 def test_the_command_line(alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights, out = str(hugging_face("p02", tmp_path / "weights")), str(tmp_path / "out")
     assert main(["inspect", str(alone)]) == 0
-    assert "an optimizer alone; name the folder of its weights" in capsys.readouterr().out
+    assert "optimizer only; pass the folder of its weights" in capsys.readouterr().out
     assert main(["inspect", str(alone), "--weights", weights, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["model"]["parameters"], found["model"]["attention heads"]) == (53536, 4)
     assert {file["rank"] for file in found["files"] if file["file"].startswith(weights)} == {None}
     assert main(["verify", str(alone), "--weights", weights]) == 0
-    assert "53,536 masters beside their weights" in capsys.readouterr().out
+    assert "53,536 masters equal to their weights" in capsys.readouterr().out
     assert main(["convert", str(alone), out, "--to", "torch_dist", "--weights", weights]) == 0
     assert "masters round to their weights" in capsys.readouterr().out
     assert main(["diff", str(alone), str(fixture_named("p02").run), "--weights", weights, "--tensors-only"]) == 0
@@ -125,9 +125,9 @@ def test_the_command_line(alone: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_without_them_it_is_refused_and_told_what_helps(alone: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedCheckpointError, match="without its weights.*--weights FOLDER"):
+    with pytest.raises(UnsupportedCheckpointError, match="without weights.*--weights FOLDER"):
         convert(alone, tmp_path / "out", TorchDist())
-    with pytest.raises(UnsupportedCheckpointError, match="without its weights.*--weights FOLDER"):
+    with pytest.raises(UnsupportedCheckpointError, match="without weights.*--weights FOLDER"):
         compare(alone, fixture_named("p02").run)
     (wrong,) = (finding for finding in verify(alone).findings if finding.severity == "error")
     assert "--weights FOLDER" in wrong.what
@@ -155,7 +155,7 @@ def test_weights_of_another_step(alone: Path, tmp_path: Path) -> None:
         convert(alone, tmp_path / "out", TorchDist(), weights=weights)
     assert not (tmp_path / "out").exists()
     save_file({key: torch.randn_like(tensor) for key, tensor in tensors.items()}, file, {"format": "pt"})
-    with pytest.raises(ProofError, match="not those of this optimizer"):
+    with pytest.raises(ProofError, match="do not belong to this optimizer"):
         convert(alone, tmp_path / "out", TorchDist(), weights=weights)
     assert not verify(alone, weights=weights).sound
 
@@ -170,17 +170,17 @@ def test_rows_that_a_job_pads_with(alone: Path, tmp_path: Path) -> None:
 def test_what_nothing_would_prove(name: str, tmp_path: Path) -> None:
     """Weights that are the masters, and remainders, which go with any weights."""
     folder = optimizer_alone(name, tmp_path / "alone")
-    with pytest.raises(UnsupportedCheckpointError, match="nothing would prove that weights from elsewhere"):
+    with pytest.raises(UnsupportedCheckpointError, match="cannot be verified against this optimizer"):
         open_checkpoint(folder, weights=fixture_named(name).run)
 
 
 def test_where_they_make_no_sense(alone: Path, tmp_path: Path) -> None:
     run = fixture_named("p02").run
-    with pytest.raises(UsageError, match="a checkpoint with weights of its own"):
+    with pytest.raises(UsageError, match="a checkpoint with its own weights"):
         verify(run, weights=run)
-    with pytest.raises(UsageError, match="has no weights either"):
+    with pytest.raises(UsageError, match="has no weights"):
         inspect(alone, weights=alone)
     with pytest.raises(UsageError, match="an optimizer in a distributed checkpoint; found: torch;"):
         inspect(fixture_named("p08").run, weights=run)
-    with pytest.raises(UsageError, match="weights of its own"):
+    with pytest.raises(UsageError, match="its own weights"):
         compare(run, run, weights=run)

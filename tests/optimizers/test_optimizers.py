@@ -80,7 +80,7 @@ def without_orders(monkeypatch: pytest.MonkeyPatch, orders: list[object]) -> Non
 def test_remainders_need_a_known_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """What masters would show, remainders do not: nothing is taken that the chunk borders do not force."""
     without_orders(monkeypatch, [])
-    with pytest.raises(PackingError, match="not certain which parameter lies where"):
+    with pytest.raises(PackingError, match="places of the parameters are not certain"):
         open_checkpoint(fixture_named("p47").run).names("exp_avg")
     without_orders(monkeypatch, [TRANSFORMER_ENGINE])
     with pytest.raises(PackingError, match="no stored chunk does"):
@@ -90,7 +90,7 @@ def test_remainders_need_a_known_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_remainders_of_a_model_of_the_users_own_are_refused() -> None:
     checkpoint = open_checkpoint(fixture_named("p47").run)
     checkpoint.common["args"].spec = ["own.module", "layers"]
-    with pytest.raises(PackingError, match="not certain which parameter lies where"):
+    with pytest.raises(PackingError, match="places of the parameters are not certain"):
         checkpoint.names("exp_avg")
 
 
@@ -108,7 +108,7 @@ def test_two_orders_within_the_same_borders_are_one_too_many(monkeypatch: pytest
             return known and [swap.get(suffix, suffix) for suffix in known]
 
     without_orders(monkeypatch, [LOCAL, Exchanged()])
-    with pytest.raises(PackingError, match="not certain which parameter lies where"):
+    with pytest.raises(PackingError, match="places of the parameters are not certain"):
         open_checkpoint(fixture_named("p47").run).names("exp_avg")
 
 
@@ -127,7 +127,9 @@ def test_remainders_without_weights(name: str) -> None:
     weights = checkpoint.weights
     hidden = weights.logical_tensor
     weights.logical_tensor = lambda kind, name: None if name == names[0] else hidden(kind, name)  # type: ignore[method-assign]
-    with pytest.raises(UnreadableCheckpointError, match=f"weights are not there; found: no weight.*{names[0]}"):
+    with pytest.raises(
+        UnreadableCheckpointError, match=f"remainders of bf16 weights, which are missing; found: no weight.*{names[0]}"
+    ):
         checkpoint.tensor("fp32_param", names[0]).read()
 
 
@@ -319,5 +321,5 @@ def test_moments_of_other_parameters_are_not_taken(tmp_path: Path) -> None:
     last = state["optimizer"]["param_groups"][0]["params"].pop()
     del state["optimizer"]["state"][last]
     torch.save(state, file)
-    with pytest.raises(PackingError, match="which of the optimizer's state belongs to which weight; found: state of 1"):
+    with pytest.raises(PackingError, match="which optimizer state belongs to which weight; found: state of 1"):
         open_checkpoint(tmp_path / "run").names("exp_avg")

@@ -301,7 +301,7 @@ def test_someone_on_top_of_us_survives_our_uninstall(registry, framework):
     module = _import(framework, "checkpointing")
     module.load = on_top = _theirs(module.load)
     assert module.load("m", "o") == ("theirs", *OURS)
-    assert "another wrapper stands on top" in registry.status()[0].reason
+    assert "wrapped by another package" in registry.status()[0].reason
     registry.install()
     assert module.load is on_top
     registry.uninstall()

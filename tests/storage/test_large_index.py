@@ -247,10 +247,10 @@ def of_object(metadata: Metadata) -> None:
     ("damage", "expected"),
     [
         (of_record(offset=1 << 63), "a chunk of buffer at .*int too (big|large)"),
-        (of_record(length=1 << 63), "a length that is 9223372036854775808, and no size, place or count"),
+        (of_record(length=1 << 63), "a length that is 9223372036854775808, which is no valid size, place or count"),
         (of_chunk(sizes=(float(PIECE),)), "a chunk of buffer at .*float"),
         (of_chunk(offsets=(0.0,)), "a chunk of buffer at .*float"),
-        (of_object, "an offset that is inf, and no size, place or count"),
+        (of_object, "an offset that is inf, which is no valid size, place or count"),
     ],
 )
 def test_what_is_no_number_of_a_place_is_damage(damage: Damage, expected: str, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class CanonicalCheckpoint(FormatReader):
         self._about = read_json(folder / COMMON_FILE)
         if self._about.get("format") != MARK or self._about.get("version") not in (VERSION, _WITHOUT_CHECKSUMS):
             raise UnsupportedCheckpointError(
-                "this is not a canonical checkpoint that this version reads",
+                "this version cannot read this canonical checkpoint",
                 found=f"{shown(self._about.get('format'))}, version {shown(self._about.get('version'))}",
                 expected=f"{MARK}, version {VERSION} or before",
                 where=str(folder / COMMON_FILE),
@@ -67,7 +67,8 @@ class CanonicalCheckpoint(FormatReader):
         missing = sorted(_OF_EVERY_FOLDER - self._about.keys())
         if missing:
             raise UnreadableCheckpointError(
-                "the file beside the arrays is not whole", found=f"no {some(missing)}", where=str(folder / COMMON_FILE),
+                "the file that describes the arrays is "
+                "incomplete", found=f"no {some(missing)}", where=str(folder / COMMON_FILE),
                 helps="this file was edited, or is damaged: convert the source again",
             )  # fmt: skip
         self._arrays = _Arrays(self.reader, folder)
@@ -209,7 +210,7 @@ def _with_checksums(reader: FolderReader, file: str) -> list[tuple[str, tuple[in
         return arrays
     if checksums.length != CHECKSUM_BYTES * len(arrays):
         raise UnreadableCheckpointError(
-            "a file of a canonical checkpoint has not one checksum for each array",
+            "a file of a canonical checkpoint does not have one checksum for each array",
             found=f"{checksums.length} bytes of checksums, {len(arrays)} arrays", where=str(reader.folder / file),
             helps="this file was edited, or is damaged: convert the source again",
         )  # fmt: skip

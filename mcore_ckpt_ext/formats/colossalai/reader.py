@@ -133,7 +133,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         absent = [file for file in (*files, groups) if file not in strange and not (index.parent / file).exists()]
         if strange or absent:
             raise UnreadableCheckpointError(
-                "the optimizer's index names files that are not there",
+                "the optimizer's index lists files that do not exist",
                 found=", ".join((strange + absent)[:_SHOWN]),
                 where=str(index),
                 helps="the save or the copy is incomplete: use another checkpoint",
@@ -160,7 +160,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
             shards = [shard for shard in _shards(self.reader, file) if shard.parameter in expected]
             if missing := sorted(expected - {shard.parameter for shard in shards}):
                 raise UnreadableCheckpointError(
-                    "a file has other states than the index says: it is of another save",
+                    "a file has other states than its index lists: it belongs to another save",
                     found=", ".join(f"no parameter {number}" for number in missing[:_SHOWN]),
                     expected=f"states of {len(expected)} parameters",
                     where=str(self.folder / file),
@@ -194,7 +194,7 @@ def _shards(reader: FolderReader, file: str) -> Iterator[OptimizerShard]:
         return
     content = TorchArchive(reader, file).load()
     if not isinstance(content, Mapping) or not all(isinstance(state, Mapping) for state in content.values()):
-        raise UnreadableCheckpointError("a file holds no optimizer states", where=str(reader.folder / file))
+        raise UnreadableCheckpointError("a file contains no optimizer states", where=str(reader.folder / file))
     for number, state in content.items():
         for kind, value in state.items():
             yield OptimizerShard(file, str(number), str(kind), _nbytes(value))

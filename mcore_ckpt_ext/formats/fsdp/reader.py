@@ -71,7 +71,8 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         ownerless = [key for key in arrays if key.startswith(_STATE) and key.split(".", 3)[3] not in arrays]
         if ownerless:
             raise UnreadableCheckpointError(
-                "the checkpoint has state of a parameter that it does not hold", where=f"{self.folder}: {ownerless[0]}",
+                "the checkpoint has optimizer state of a parameter that it does not "
+                "contain", where=f"{self.folder}: {ownerless[0]}",
                 helps="it is incomplete: use another iteration",
             )  # fmt: skip
         return DcpIndex(arrays, {}, {}, has_plans=True)
@@ -85,9 +86,9 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         found = len({parse(key).layer for key in keys} - {None})
         if found and found < (self.stated_arguments.num_layers or 0):
             raise UnsupportedCheckpointError(
-                "it is not known how pipeline stages number their layers in this format",
+                "the layer numbers of pipeline stages are unknown in this format",
                 found=f"{found} layers", expected=f"{self.stated_arguments.num_layers}, as the job's arguments have it",
-                where=str(self.folder), helps="Megatron itself resumes it",
+                where=str(self.folder), helps="resume it with stock Megatron",
             )  # fmt: skip
 
     def _parameters(self) -> Iterator[tuple[str, StoredArray]]:
@@ -187,7 +188,7 @@ def _one_above_the_other(key: str, halves: list[StoredArray | None], where: str)
     gate, up = halves
     if gate is None or up is None or gate.shape != up.shape or gate.dtype != up.dtype:
         raise UnreadableCheckpointError(
-            "a gated projection is stored in halves that do not fit each other",
+            "a gated projection is stored in halves that do not match",
             found=" and ".join("none" if half is None else f"{half.dtype} {half.shape}" for half in halves),
             where=f"{where}: {key}", helps="the checkpoint is incomplete: use another iteration",
         )  # fmt: skip

@@ -71,7 +71,7 @@ class FsdpTarget:
         """Raises: UnsupportedCheckpointError, where that version, or Megatron-FSDP, has no such job."""
         if not LOADS_FSDP_DTENSOR.is_of(version):
             raise UnsupportedCheckpointError(
-                "that version of Megatron does not know this format", found=f"--megatron-version {_dotted(version)}",
+                "that version of Megatron does not have this format", found=f"--megatron-version {_dotted(version)}",
                 expected=f"{LOADS_FSDP_DTENSOR.since} or later", helps="convert --to torch_dist",
             )  # fmt: skip
         self._checkpoint = checkpoint
@@ -100,7 +100,7 @@ class FsdpTarget:
             writer.add_array(Array(array.key, array.shape, array.tensor.dtype, tuple(_chunks(array))))
         files, records, metadata = writer.finish(with_shapes=False)
         index = OutputFile(".metadata", len(metadata), ((0, metadata),), last=True)
-        afresh = "the state of the random generators is not carried: resume with --no-load-rng"
+        afresh = "the state of the random generators is not converted: resume with --no-load-rng"
         return Output([*files, index], records, (*self._state.notes, *self._about_roundings(), afresh))
 
     def _about_roundings(self) -> Iterator[str]:

@@ -71,8 +71,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise adapters_without_model(folder)
     if not (folder / CONFIG).exists():
         raise UnreadableCheckpointError(
-            "the folder has weights of a Hugging Face model, but nothing that says of which",
-            expected=CONFIG, where=str(folder), helps=f"put the model's {CONFIG} beside them",
+            "the folder has weights of a Hugging Face model, but no configuration",
+            expected=CONFIG, where=str(folder), helps=f"add the model's {CONFIG} to the folder",
         )  # fmt: skip
     return read_json(folder / CONFIG)
 
@@ -81,7 +81,7 @@ def adapters_without_model(folder: Path) -> UnsupportedCheckpointError:
     """The refusal of a folder of adapters, where nothing says for which model they are."""
     return UnsupportedCheckpointError(
         "this folder holds an adapter (LoRA), not a model", found=ADAPTER, where=str(folder),
-        helps="name the model that it is for: --weights FOLDER; or merge the two: convert --merge FOLDER",
+        helps="pass the model that it is for: --weights FOLDER; or merge the two: convert --merge FOLDER",
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, Store
     found = [name for name in _IN_ORDER if (folder / name).exists()]
     if not found:
         raise UnreadableCheckpointError(
-            "the folder holds no weights", expected=" or ".join((*_SINGLE, *INDICES)), where=str(folder)
+            "the folder contains no weights", expected=" or ".join((*_SINGLE, *INDICES)), where=str(folder)
         )
     first, *others = found
     if first in INDICES:
@@ -120,8 +120,8 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
     absent = [file for file in files if file not in strange and not (path.parent / file).exists()]
     if strange or absent:
         raise UnreadableCheckpointError(
-            "the index names files that are not there", found=", ".join((strange + absent)[:4]), where=str(path),
-            helps="the download or copy is incomplete: fetch the missing files",
+            "the index lists files that do not exist", found=", ".join((strange + absent)[:4]), where=str(path),
+            helps="the download or copy is incomplete: download the missing files",
         )  # fmt: skip
     found: dict[str, StoredTensor] = {}
     origin: dict[str, str] = {}
@@ -129,12 +129,13 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
         for name, tensor in tensors_of(reader, _joined(below, file)):
             if name in found:
                 raise UnreadableCheckpointError(
-                    "two files of the index hold a tensor of one name", found=f"{name} in {origin[name]} and {file}",
-                    where=str(path), helps="files of different models or uploads are mixed: fetch them anew",
+                    "two files of the index contain a tensor of the same "
+                    "name", found=f"{name} in {origin[name]} and {file}",
+                    where=str(path), helps="files of different models or uploads are mixed: download them again",
                 )  # fmt: skip
             found[name] = tensor
             origin[name] = file
-    check_index(weight_map, origin, path, "files of different models or uploads are mixed: fetch them anew")
+    check_index(weight_map, origin, path, "files of different models or uploads are mixed: download them again")
     return found
 
 
@@ -151,17 +152,18 @@ def tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTen
         return
     if reader.read(file, 0, min(reader.size(file), len(_BEFORE_ZIP))) == _BEFORE_ZIP:
         raise UnsupportedCheckpointError(
-            "a file of weights is of the kind that torch wrote before 1.6", found="a pickle and not an archive",
+            "a file of weights has the format of torch before 1.6", found="a pickle and not an archive",
             where=str(reader.folder / file),
-            helps="load it with torch and save it anew: torch.save(torch.load(PATH, weights_only=True), PATH)",
+            helps="load it with torch and save it again: torch.save(torch.load(PATH, weights_only=True), PATH)",
         )  # fmt: skip
     content = TorchArchive(reader, file).load()
     if not isinstance(content, dict):
-        raise UnreadableCheckpointError("a file of weights holds no state dict", where=str(reader.folder / file))
+        raise UnreadableCheckpointError("a file of weights is not a state dict", where=str(reader.folder / file))
     for name, value in content.items():
         if not isinstance(value, TensorReference) or not value.is_contiguous:
             raise UnreadableCheckpointError(
-                "a file of weights holds something that is not a plain tensor", found=f"{type(value).__name__} {name}",
+                "a file of weights contains something that is not a plain "
+                "tensor", found=f"{type(value).__name__} {name}",
                 where=str(reader.folder / file),
             )  # fmt: skip
         yield str(name), StoredTensor(value.shape, extent_of(value, _whole_file(reader, file)), value.offset)

@@ -31,7 +31,7 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 _SHOWN = 6
 _FLOATS = ("bfloat16", "float16", "float32")
-_HELPS = "name the folder that it began with: --tokenizer FOLDER"
+_HELPS = "pass the folder that training started from: --tokenizer FOLDER"
 # Names of experts in stacks, which choose the rules for them.
 _STACKED = tuple(f"model.layers.0.mlp.experts.{one}_proj" for one in ("gate_up", "down"))
 # What a job may choose anew.
@@ -46,7 +46,8 @@ class WithImages(HuggingFaceCheckpoint):
         quantised = [name for name, found in self._images.items() if found.extent.dtype not in _FLOATS]
         if quantised:
             raise UnsupportedCheckpointError(
-                "what sees images is quantised, and not read", found=some(quantised, 1), where=str(self.folder),
+                "the vision tower is quantized, which is not "
+                "supported", found=some(quantised, 1), where=str(self.folder),
                 helps="leave --for bridge out for its text, or take the folder as it was released in bf16",
             )  # fmt: skip
         text = [(_below_prefix(tensor), found) for tensor, found in super()._matched(stored)]
@@ -58,7 +59,7 @@ class WithImages(HuggingFaceCheckpoint):
         wrong += self._kind.misfits(self.whole_config, shapes)
         if wrong:
             raise UnsupportedCheckpointError(
-                "config.json does not describe the tensors that see images", found=some(wrong, _SHOWN),
+                "config.json does not describe the tensors of the vision tower", found=some(wrong, _SHOWN),
                 where=str(self.folder),
             )  # fmt: skip
         vision = self.whole_config["vision_config"]
@@ -85,7 +86,7 @@ class WithImages(HuggingFaceCheckpoint):
     def notices_of(self, view: CheckpointView) -> list[str]:
         found = [f"of {self.whole}, text and images, for Megatron-Bridge: pretrain_gpt.py has no such model"]
         if self.left_out:
-            found.append(f"left out, because Megatron has no place for it: {some(self.left_out, _SHOWN)}")
+            found.append(f"left out, no equivalent in Megatron: {some(self.left_out, _SHOWN)}")
         return found + self.unlike_most()
 
 
@@ -144,8 +145,8 @@ def seeing_tensors(checkpoint: CheckpointView, beside: Mapping[str, Any]) -> lis
     vision = beside.get("vision_config")
     if beside.get("model_type") != whole.kind or not isinstance(vision, Mapping):
         raise UnsupportedCheckpointError(
-            "what the part of a model is like that sees images, only its config.json says", found=str(beside.get(
-            "model_type", "none beside the checkpoint")), expected=f"model_type {whole.kind}",
+            "the vision tower is described only in config.json, which is missing", found=str(beside.get(
+            "model_type", "none in the checkpoint's folder")), expected=f"model_type {whole.kind}",
             where=str(checkpoint.folder), helps=_HELPS,
         )  # fmt: skip
     images, names = IMAGES[whole.kind], checkpoint.names(WEIGHT)
@@ -213,6 +214,6 @@ def _below_prefix(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
 def _refuse(wrong: Sequence[str], checkpoint: CheckpointView) -> None:
     if wrong:
         raise UnsupportedCheckpointError(
-            "the config.json beside describes another model than was trained", found="; ".join(wrong[:_SHOWN]),
+            "config.json describes another model than the trained one", found="; ".join(wrong[:_SHOWN]),
             where=str(checkpoint.folder), helps=_HELPS,
         )  # fmt: skip

@@ -63,7 +63,7 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
     family = family or family_of_config(config, str(folder / CONFIG))
     if family.needs_engine and transformer_impl == LOCAL:
         raise UnsupportedCheckpointError(
-            f"Megatron builds {with_article(family.name)} of Transformer Engine's layers only",
+            f"Megatron builds {with_article(family.name)} only with Transformer Engine's layers",
             found=f"--transformer-impl {LOCAL}", where=str(folder), helps="leave the option out",
         )  # fmt: skip
     neutral = neutral_keys(config, str(whole.get("model_type")), whole)
@@ -71,7 +71,7 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
     arguments = arguments.changed(transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
     if misfits := family.misfits(arguments):
         raise UnsupportedCheckpointError(
-            f"config.json describes {with_article(family.name)} that Megatron would compute otherwise",
+            f"config.json describes {with_article(family.name)} that Megatron would compute differently",
             found="; ".join(misfits), where=str(folder / CONFIG),
             helps="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
         )  # fmt: skip
@@ -90,15 +90,15 @@ def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folde
     tokens = int(model.known("vocab_size"))
     if (rows := trained.padded_vocab_size or 0) > tokens:
         return UnsupportedCheckpointError(
-            "the job of the optimizer padded its vocabulary, and a Hugging Face folder holds no such rows",
+            "the job of the optimizer padded its vocabulary, and a Hugging Face folder has no such rows",
             found=f"{rows} rows, of which {rows - tokens} are padding", where=str(folder),
-            helps="name a checkpoint of Megatron's with the weights of that step: --weights RUN",
+            helps="pass a Megatron checkpoint with the weights of that step: --weights RUN",
         )  # fmt: skip
     if found := contradictions(family, model, trained) if trained.tells_all else []:
         return ModelMismatchError(
             "the job of the optimizer trained another model than config.json describes, though the weights may fit",
             found="; ".join(found), where=str(folder / CONFIG),
-            helps="name the folder of the model that was trained; or, if it is that, mend its config.json",
+            helps="pass the folder of the model that was trained, or correct its config.json",
         )  # fmt: skip
     return None
 

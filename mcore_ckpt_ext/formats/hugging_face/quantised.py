@@ -67,7 +67,7 @@ def dequantised(
             whole = name.removesuffix("_blocks") if pairing.packed else name
             found[whole] = _decoded(name, tensor, beside, pairing, dtype, where)
         elif tensor.extent.dtype in _FP8 or (pairing.packed and name.endswith(pairing.codes)):
-            raise UnreadableCheckpointError("quantised weights have no scales", found=name, where=where)
+            raise UnreadableCheckpointError("quantized weights have no scales", found=name, where=where)
         else:
             found[name] = tensor
     return found, activations
@@ -85,18 +85,18 @@ def _pairing(config: Mapping[str, Any], where: str) -> _Pairing | None:
         if block is None or _is_block(block):
             return _Pairing(".weight", ".weight_scale_inv", tuple(block) if block else None)
         raise UnreadableCheckpointError(
-            "the blocks of quantised weights have sizes that they cannot have",
+            "the blocks of quantized weights have invalid sizes",
             found=f"weight_block_size {shortened(repr(block))}", expected="two whole numbers above 0",
-            where=f"{where}/{CONFIG}", helps="the folder's config.json is damaged: fetch it again",
+            where=f"{where}/{CONFIG}", helps="the folder's config.json is damaged: download it again",
         )  # fmt: skip
     if method == "mxfp4":
         return _Pairing("_blocks", "_scales", (1, _MX_BLOCK), packed=True)
     if method == "compressed-tensors" and _is_fp8(settings):
         return _Pairing(".weight", ".weight_scale")
     raise UnsupportedCheckpointError(
-        "the model is quantised, and its weights cannot be converted without changing them", found=method,
+        "the model is quantized, and its weights cannot be converted without changing them", found=method,
         expected="fp8 (by blocks, rows or tensors), or mxfp4", where=f"{where}/{CONFIG}",
-        helps="take the model as it was released in bf16, or dequantise it first",
+        helps="use the model's bf16 release, or dequantize it first",
     )  # fmt: skip
 
 
@@ -137,9 +137,10 @@ def _decoded(
                 (*shape[:-2], shape[-1], shape[-2]) if pairing.packed else shape, extent, 0, pairing.packed
             )
     raise UnreadableCheckpointError(
-        "the scales of quantised weights do not fit them", found=f"{scales.shape} beside {codes.shape}",
+        "the scales of quantized weights do not match them", found=f"scales {scales.shape} for weights {codes.shape}",
         expected=f"one for each block of {pairing.block}" if pairing.block else "one for each row, or one for all",
-        where=f"{where}: {name}", helps="the folder is damaged, or its config.json is of another model: fetch it again",
+        where=f"{where}: {name}", helps="the folder is damaged, or its config.json is of another model: "
+            "download it again",
     )  # fmt: skip
 
 

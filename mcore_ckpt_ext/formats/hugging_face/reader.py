@@ -88,7 +88,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         self._images: dict[str, StoredTensor] = {}
         stored, unread = read_tensors(self.reader, below)
         self._extents = [tensor.extent for tensor in stored.values()]
-        told = f"the folder holds weights that are not read, because others come first: {some(unread)}"
+        told = f"ignored weights in the folder, since other files take precedence: {some(unread)}"
         self._stale = [told] if unread else []
         if self.whole:
             names = text_names(stored)
@@ -129,7 +129,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         layers, experts = self.model.num_layers, self.model.num_experts or 1
         if layers > len(stored):
             raise UnreadableCheckpointError(
-                "config.json describes more layers than the folder can hold",
+                "config.json describes more layers than the folder can contain",
                 found=f"{len(stored)} tensors", expected=f"{layers} layers", where=str(self.folder),
             )  # fmt: skip
         # Query, key and value are rows of one parameter, group by group.
@@ -151,7 +151,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             told = [f"no {name}" for name in missing[:_SHOWN]] + [with_article(name) for name in surplus[:_SHOWN]]
             more = max(0, len(missing) - _SHOWN) + max(0, len(surplus) - _SHOWN) + max(0, len(wrong) - _SHOWN)
             raise UnreadableCheckpointError(
-                f"the tensors are not those of the {self.family.name} that config.json describes",
+                f"the tensors do not match the {self.family.name} that config.json describes",
                 found="; ".join(told + wrong[:_SHOWN]) + (f"; and {more} more" if more else ""),
                 where=str(self.folder),
                 helps="the folder mixes models, or its family differs from the one here: mcore-ckpt convert "
@@ -177,7 +177,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             repeated = found.pop(copy.name, None)
             if repeated is not None and original is not None and not self._same_bytes(repeated, original):
                 raise UnreadableCheckpointError(
-                    "a multi-token prediction (MTP) layer has weights of its own where Megatron has those of the model",
+                    "a multi-token prediction (MTP) layer has its own weights where Megatron shares those of the model",
                     where=copy.name,
                 )
         return found
@@ -190,15 +190,15 @@ class HuggingFaceCheckpoint(WeightsAlone):
             return
         if copy.shape != embedding.shape or not self._same_bytes(copy, embedding):
             raise UnreadableCheckpointError(
-                "config.json says that the output layer is the embedding, but the two differ", where="lm_head.weight",
-                helps='set "tie_word_embeddings": false in config.json if the output layer has weights of its own',
+                "config.json ties the output layer to the embedding, but the two differ", where="lm_head.weight",
+                helps='set "tie_word_embeddings": false in config.json if the output layer has its own weights',
             )  # fmt: skip
 
     def _same_bytes(self, one: StoredTensor, other: StoredTensor) -> bool:
         if isinstance(one.extent, Scaled) or isinstance(other.extent, Scaled):
             raise UnsupportedCheckpointError(
-                "two tensors that should be one are quantised, and are not compared", where=str(self.folder),
-                helps="take the model as it was released in bf16, or dequantise it first",
+                "two tied tensors are quantized and cannot be compared", where=str(self.folder),
+                helps="use the model's bf16 release, or dequantize it first",
             )  # fmt: skip
         places = []
         for tensor in (one, other):
@@ -264,17 +264,15 @@ class HuggingFaceCheckpoint(WeightsAlone):
     def notices_of(self, view: CheckpointView) -> list[str]:
         found = [*self.family.notices(self.model), *self._neutral.notices(self.family.mapped_keys)]
         if self.family.origin:
-            found.insert(0, f"the model is {with_article(self.family.described)}")
+            found.insert(0, f"model family: {self.family.described}")
         if self.whole:
-            whole = "; --for bridge carries what sees images, too" if self.whole in IMAGES else ""
+            whole = "; --for bridge also converts the vision tower" if self.whole in IMAGES else ""
             found.append(f"of {self.whole} only the text is read, as {with_article(self.family.name)}{whole}")
         if self.left_out:
-            found.append(f"left out, because Megatron has no place for it: {some(self.left_out, _SHOWN)}")
+            found.append(f"left out, no equivalent in Megatron: {some(self.left_out, _SHOWN)}")
         spoken = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
         if spoken and self._holds_no_mtp:
-            found.append(
-                f"config.json speaks of multi-token prediction (MTP) layers ({spoken[0]}); the folder holds none"
-            )
+            found.append(f"config.json lists multi-token prediction (MTP) layers missing from the folder ({spoken[0]})")
         flags = shlex.join(self.training_flags())
         if self.family.only_bridge:
             lacks = f"pretrain_gpt.py cannot train this model: {self.family.only_bridge}"

@@ -101,15 +101,15 @@ class HuggingFaceTarget:
         self.fit: Fit = family_of_megatron(arguments, names, family, once, self._where)
         if lost := unwritten(self.fit.family, self.fit.arguments):
             raise UnsupportedCheckpointError(
-                f"config.json of {with_article(self.fit.family.name)} would say another model than the job's",
-                found="; ".join(lost), where=self._where, helps="name another family: --family NAME",
+                f"config.json of {with_article(self.fit.family.name)} cannot describe the job's model",
+                found="; ".join(lost), where=self._where, helps="pass another family: --family NAME",
             )  # fmt: skip
         self.left_out = matching(names, self.fit.family.megatron_left_out)
         asked = options.kind == FP32_PARAM and checkpoint.optimizer_format is not None
         self._masters = set(checkpoint.names(FP32_PARAM)) if asked else set()
         if options.kind == FP32_PARAM and not self._masters:
             raise UnsupportedCheckpointError(
-                "the checkpoint holds no fp32 masters", found=", ".join(checkpoint.kinds()),
+                "the checkpoint has no fp32 masters", found=", ".join(checkpoint.kinds()),
                 where=str(checkpoint.folder), helps="export the weights: leave --from out",
             )  # fmt: skip
         self._tensors = [*text_tensors(checkpoint, self.fit.family, self.fit.arguments), *self._seeing]
@@ -133,7 +133,7 @@ class HuggingFaceTarget:
                 "the job was given flags that pretrain_gpt.py, or an older one, does not pass on to its model",
                 found=", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items()),
                 where=str(self._checkpoint.folder),
-                helps="say what the model was computed with; if by pretrain_gpt.py: "
+                helps="pass the values used in training; with pretrain_gpt.py: "
                 + " ".join(f"--argument {name}{default[name]}" for name in found),
             )
 
@@ -220,9 +220,9 @@ class HuggingFaceTarget:
         known = self._options.vocab_size or source.vocabulary or tokens_of(self._companions) or source.tokens
         if known is None:
             raise UnsupportedCheckpointError(
-                "it is not known how many tokens the vocabulary has without Megatron's padding",
+                "the size of the vocabulary without Megatron's padding is unknown",
                 found=f"{source.vocabulary_rows} rows with it", where=str(source.folder),
-                helps="say how many (--vocab-size N), or where the tokenizer is (--tokenizer PATH)",
+                helps="pass --vocab-size N, or --tokenizer PATH",
             )  # fmt: skip
         return known
 
@@ -243,7 +243,7 @@ class HuggingFaceTarget:
     def _notes(self, config: Mapping[str, Any], missing: Sequence[str]) -> Iterator[str]:
         """What a user who loads the folder should know; `missing`: tokens that `config.json` has no number for."""
         family = self.fit.family
-        yield f"the model is {with_article(family.described)}"
+        yield f"model family: {family.described}"
         yield from family.notices(self.fit.arguments)
         yield from told(self.fit.arguments)
         yield from unknown(self.fit.arguments)
@@ -254,10 +254,10 @@ class HuggingFaceTarget:
         if stored > kept:
             yield f"rows {kept} to {stored - 1} of the vocabulary are cut: it has {kept} tokens"
         if self.left_out:
-            yield f"left out, because Hugging Face's {family.name} has no place for it: {some(self.left_out, _SHOWN)}"
+            yield f"left out, no equivalent in Hugging Face's {family.name}: {some(self.left_out, _SHOWN)}"
         plain = [name for name in shapes if name not in self._masters]
         if self._masters and plain:
-            yield f"without a master, so taken from the weights: {some(plain, _SHOWN)}"
+            yield f"copied from the weights, having no master: {some(plain, _SHOWN)}"
         counted = [f"{key}: {config[key]}" for key in MTP_LAYERS if config.get(key)]
         if counted and not self.fit.arguments.mtp_num_layers:
             yield f"config.json keeps {counted[0]} as published; the folder holds no such layers"

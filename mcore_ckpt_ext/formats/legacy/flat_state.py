@@ -97,7 +97,9 @@ class FlatStates:
         rule = PackingRule.SINCE_0_13 if is_later else PackingRule.UNTIL_0_12
         packed = packed_buffers(self._models.local, self._models.order, rule, place, self._models.stages)
         if packed is None:
-            raise UnsupportedCheckpointError("it is not known how that layout packs its buffers", where=str(place))
+            raise UnsupportedCheckpointError(
+                "the packing of the gradient buffers under that layout is unknown", where=str(place)
+            )
         return packed
 
     def _buffer_states(self, rank: LegacyRank, child: int) -> dict[Any, Any]:

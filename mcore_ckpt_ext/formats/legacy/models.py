@@ -58,7 +58,7 @@ class TargetModels:
             )
         if self.local.chunks is None:
             raise UnsupportedCheckpointError(
-                "it is not known which layers each pipeline rank of that layout has",
+                "the layers of each pipeline rank of that layout are unknown",
                 found=f"{arguments.num_layers} layers, {layout}",
                 helps="choose a pipeline size, and virtual stages, that divide the layers evenly",
             )
@@ -84,7 +84,7 @@ class TargetModels:
         if self._checkpoint.optimizer_format is None:
             return names  # the weights alone are loaded by name
         raise UnsupportedCheckpointError(
-            "the order in which the model registers its parameters is not known", where=f"{rank}",
+            "the order in which the model registers its parameters is unknown", where=f"{rank}",
             helps="convert --to torch_dist, which needs no order",
         )  # fmt: skip
 
@@ -153,7 +153,7 @@ class TargetModels:
     def _regions(self, name: str, tensor_rank: int) -> tuple[Region, ...]:
         regions = self.local.regions(name, tensor_rank)
         if regions is None:
-            raise UnsupportedCheckpointError("it is not known how tensor parallelism cuts a parameter", where=name)
+            raise UnsupportedCheckpointError("the tensor-parallel split of a parameter is unknown", where=name)
         return regions
 
     def _holds(self, rank: LegacyRank, name: str) -> bool:

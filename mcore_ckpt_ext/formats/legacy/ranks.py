@@ -290,7 +290,9 @@ def _differing(found: Set[tuple[int, ...]], *axes: tuple[str, range]) -> list[st
 
     strange = [place for place in sorted(found) if any(at not in one for at, (_, one) in zip(place, axes, strict=True))]
     missing = islice((place for place in product(*(one for _, one in axes)) if place not in found), _MOST_TOLD)
-    return [f"none of {named(place)}" for place in missing] + [f"a strange one of {named(place)}" for place in strange]
+    return [f"none of {named(place)}" for place in missing] + [
+        f"an unexpected one of {named(place)}" for place in strange
+    ]
 
 
 def folder_names(folder: Path) -> list[str]:

@@ -36,7 +36,7 @@ class LegacyWeights(RankArrays):
         super().__init__(arguments, layout)
         if layout.tensor % layout.expert_tensor:
             raise UnsupportedCheckpointError(
-                "legacy rank folders do not say which part of its experts a rank has", found=str(layout)
+                "legacy rank folders do not record which part of its experts a rank has", found=str(layout)
             )
         self.models: list[tuple[RankModel, list[tuple[str, TensorReference]]]] = []
         for rank in ranks:

@@ -89,7 +89,7 @@ class WholeStates:
         multipliers = [group.get("wd_mult", group.get("pre_wd_mult")) for group in groups]
         if sorted(multipliers, key=repr) != [0.0, 1.0]:
             raise UnsupportedCheckpointError(
-                "which parameters belong to which parameter group is not known",
+                "the parameter group of each parameter is unknown",
                 found=f"{len(groups)} groups",
                 expected="one with and one without weight decay",
                 helps="convert --to torch_dist",
@@ -110,7 +110,7 @@ class WholeStates:
         if len(found) == 1:
             return found[0]
         raise UnsupportedCheckpointError(
-            "which of the chained optimizers steps a parameter is not known",
+            "the chained optimizer that updates a parameter is unknown",
             found=f"{len(found)} that may",
             where=name,
             helps="convert --to torch_dist",

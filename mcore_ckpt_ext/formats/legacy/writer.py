@@ -56,7 +56,7 @@ class LegacyTarget:
         self.layout = ParallelLayout.from_arguments(arguments)
         if self.layout.expert > 1 and self.layout.expert_tensor != self.layout.tensor:
             raise UnsupportedCheckpointError(
-                "legacy files do not say which part of its experts a rank has", found=str(self.layout),
+                "legacy files do not record which part of its experts a rank has", found=str(self.layout),
                 helps="choose expert and model tensor parallel sizes that are equal, or convert --to torch_dist",
             )  # fmt: skip
         if arguments.overlap_param_gather_with_optimizer_step:

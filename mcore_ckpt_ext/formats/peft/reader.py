@@ -79,7 +79,7 @@ class PeftCheckpoint(WeightsAlone):
         if isinstance(self._fit.family, GPT2):
             # For Conv1D alone; with any other linear peft leaves the key aside (`dispatch_default`, lora/layer.py).
             raise UnsupportedCheckpointError(
-                "adapters of GPT-2, whose matrices lie the other way round, are not read", found="fan_in_fan_out",
+                "adapters of GPT-2, whose matrices are transposed, are not supported", found="fan_in_fan_out",
                 where=str(folder / ADAPTER), helps="merge them first: PeftModel.merge_and_unload(), save_pretrained",
             )  # fmt: skip
         stored = self._stored()
@@ -98,7 +98,7 @@ class PeftCheckpoint(WeightsAlone):
         told |= strange_values(self.config)
         if told:
             raise UnsupportedCheckpointError(
-                "Megatron has no adapters like these, or it is not known how it has them",
+                "adapters of this kind are not supported in Megatron",
                 found=", ".join(f"{key}: {shortened(repr(value), 40)}" for key, value in sorted(told.items())),
                 expected="LoRA or DoRA of linears", where=str(self.folder / ADAPTER),
                 helps="merge them first: PeftModel.merge_and_unload(), then save_pretrained",
@@ -114,15 +114,15 @@ class PeftCheckpoint(WeightsAlone):
         found += [f"{name}: {one.extent.dtype}" for name, one in stored.items() if one.extent.dtype not in _DTYPES]
         if found:
             raise UnsupportedCheckpointError(
-                f"the tensors are not those that {ADAPTER} asks for", found=some(found, 4),
-                expected="what peft would make by that file for this model", where=str(self.folder),
+                f"the tensors do not match {ADAPTER}", found=some(found, 4),
+                expected="the tensors that peft would create from that file for this model", where=str(self.folder),
                 helps="name the model that they were trained for, or mend the file: peft would read it otherwise",
             )  # fmt: skip
 
     def _stored(self) -> dict[str, StoredTensor]:
         file = next((name for name in _FILES if (self.folder / name).is_file()), None)
         if file is None:
-            raise UnreadableCheckpointError("the folder holds no adapters", expected=" or ".join(_FILES),
+            raise UnreadableCheckpointError("the folder contains no adapters", expected=" or ".join(_FILES),
                                             where=str(self.folder))  # fmt: skip
         end = f".{MAGNITUDES}.weight"  # as peft before 0.10 wrote it
         return {
@@ -143,7 +143,7 @@ class PeftCheckpoint(WeightsAlone):
             if stored[tensor.name].shape != tensor.shape:
                 raise UnreadableCheckpointError(
                     "an adapter does not have the shape of its linear", found=str(stored[tensor.name].shape),
-                    expected=str(tensor.shape), where=tensor.name, helps="name the model that the adapters are for",
+                    expected=str(tensor.shape), where=tensor.name, helps="pass the model that the adapters are for",
                 )  # fmt: skip
             if tensor.regions not in seen:
                 yield tensor

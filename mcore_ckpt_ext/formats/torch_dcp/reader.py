@@ -47,7 +47,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
     format = NAME
     loading = Loading(
         in_megatron=True, flag="--use-torch-fsdp2", loaded_by=HAS_TORCH_DCP,
-        stumbles="its loader calls ChainedOptimizer.state_dict with an argument that this does not know",
+        stumbles="its loader calls ChainedOptimizer.state_dict with an argument that it does not have",
     )  # fmt: skip
 
     @override
@@ -106,7 +106,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
 
     def _unknown(self, found: str, name: str) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(
-            "it cannot be told which of the optimizer's state belongs to which weight", found=found,
+            "cannot determine which optimizer state belongs to which weight", found=found,
             expected="state for every parameter, group by group, in the order of the stored model",
             where=f"{name}, {self.folder}", helps="resume it once with Megatron, and save in torch_dist",
         )  # fmt: skip

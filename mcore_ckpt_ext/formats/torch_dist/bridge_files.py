@@ -38,8 +38,8 @@ def run_config_file(checkpoint: CheckpointView, random_states: bool) -> tuple[Ou
     layout = checkpoint.layout
     if layout.unknown & {"tensor", "pipeline"}:
         raise UnsupportedCheckpointError(
-            "Megatron-Bridge asks for the layout that a checkpoint was written under, and it is not known",
-            where=checkpoint.arguments.source, helps="state it: --source-tensor-model-parallel-size and so on",
+            "Megatron-Bridge needs the layout that the checkpoint was written under, which is unknown",
+            where=checkpoint.arguments.source, helps="pass it: --source-tensor-model-parallel-size and so on",
         )  # fmt: skip
     has_optimizer = checkpoint.optimizer_format is not None
     content = with_facts(
@@ -72,10 +72,10 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
         }
         fit = family_of_megatron(model, checkpoint.names(WEIGHT))
     except CheckpointError as error:
-        without = f"{RUN_CONFIG} names no model class, for the model belongs to no family that is known here"
+        without = f"{RUN_CONFIG} names no model class, since the model's family is unknown"
         notes = [f"{without}: training resumes, but AutoBridge cannot export it"]
         if not section:
-            return {"model": {}, **tokenizer}, [*notes, f"{RUN_CONFIG} says nothing of the model: {error}"]
+            return {"model": {}, **tokenizer}, [*notes, f"{RUN_CONFIG} does not describe the model: {error}"]
         return {"model": {**section, **rows}, **tokenizer}, notes
     return {"model": {**bridge_model(fit.family, fit.arguments), **rows}, **tokenizer}, []
 

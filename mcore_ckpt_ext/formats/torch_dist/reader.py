@@ -116,7 +116,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
             common = self._values(COMMON_OBJECT)
         else:
             raise UnreadableCheckpointError(
-                "the checkpoint lacks its common state",
+                "the checkpoint has no common state",
                 expected=f"{COMMON_FILE}, or the object {COMMON_OBJECT}",
                 where=str(self.folder),
                 helps=INTERRUPTED,
@@ -294,7 +294,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         """The object itself: Megatron wraps each in a list of one (strategies/torch.py)."""
         if not isinstance(loaded, list) or len(loaded) != 1:
             raise UnreadableCheckpointError(
-                "a pickled object is not as Megatron writes it: damaged, or its metadata belongs to other files",
+                "a pickled object is not as Megatron writes it: it is damaged, or its metadata belongs to other files",
                 where=where,
             )
         return loaded[0]

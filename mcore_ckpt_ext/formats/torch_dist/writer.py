@@ -116,7 +116,7 @@ class TorchDistTarget:
         files, records, metadata = writer.finish(with_shapes=EXTENDS_INDEX_WITH_SHAPES.is_of(self._version))
         small.append(_small_file(".metadata", metadata))
         small.append(replace(_small_file("metadata.json", self._config()), last=True))
-        afresh = "the state of the random generators is not carried: they start anew on resuming"
+        afresh = "the state of the random generators is not converted: they are reinitialized on resuming"
         notes = [*self._state.notes, *(() if self._random_states else (afresh,))]
         return Output([*files, *small], records, (*notes, *self._chain.notes(), *self._about_the_arguments()))
 
@@ -124,7 +124,7 @@ class TorchDistTarget:
         """What stock Megatron compares with its own arguments (`check_checkpoint_args`, 0.7 to 0.19), and will miss."""
         missing = [name for name in _COMPARED if not self._checkpoint.arguments.is_known(name)]
         if missing and self._with_arguments and not self._checkpoint.released:
-            yield f"nothing tells {' and '.join(missing)} of the job, which stock Megatron asks a checkpoint for"
+            yield f"{' and '.join(missing)} of the job, which stock Megatron requires, is unknown"
 
     def _config(self) -> bytes:
         """`CheckpointingConfig` (megatron/core/dist_checkpointing/core.py); without common backend since 0.19."""
@@ -291,7 +291,7 @@ def _holding_all(tensors: Sequence[LogicalTensor]) -> str:
         raise UnsupportedCheckpointError(
             "Megatron stores layers of different dtypes in one array", found=" and ".join(sorted(dtypes)),
             expected="floating-point numbers of 16 bits and more", where=tensors[0].name,
-            helps="convert --to canonical, which keeps each as it is",
+            helps="convert --to canonical, which keeps their dtypes",
         )  # fmt: skip
     return str(reduce(torch.promote_types, (getattr(torch, dtype) for dtype in dtypes))).removeprefix("torch.")
 

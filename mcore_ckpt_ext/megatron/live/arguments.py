@@ -47,7 +47,7 @@ def chunks_of(optimizer: Any) -> list[Any]:
     chunks = [chunk for child in Chain.of(optimizer).distributed for chunk in child.model_chunks]
     if not chunks:
         raise UnsupportedCheckpointError(
-            "the optimizer does not know its model", found=type(optimizer).__name__,
+            "the model of the optimizer is unknown", found=type(optimizer).__name__,
             helps="call mcore_ckpt_ext.load_optimizer(path, model, optimizer)",
         )  # fmt: skip
     return unwrapped(list(dict.fromkeys(chunks)))

@@ -81,7 +81,7 @@ def check_names(checkpoint: CheckpointView, live: set[str]) -> None:
     output_layer = embeddings and output_layer_of(embeddings)
     if output_layer in live and output_layer not in stored:
         raise ModelMismatchError(
-            "the model has an output layer of its own, and the embeddings of the checkpoint are tied",
+            "the model has its own output layer, but the embeddings of the checkpoint are tied",
             found="no such parameter in the checkpoint",
             expected=output_layer,
             where=str(checkpoint.folder),
@@ -105,10 +105,10 @@ def check_optimizer_was_saved(written: JobArguments, folder: str) -> None:
     """
     if written.no_save_optim:
         raise ModelMismatchError(
-            "the checkpoint holds no optimizer, which the job that wrote it left out (--no-save-optim)",
+            "the checkpoint has no optimizer: it was saved with --no-save-optim",
             expected="the state of an optimizer to resume",
             where=folder,
-            helps="resume with --no-load-optim: the optimizer then begins anew from the weights; --finetune also "
+            helps="resume with --no-load-optim: the optimizer is then initialized from the weights; --finetune also "
             "starts at iteration 0",
         )
 
@@ -148,7 +148,7 @@ def check_adapters(checkpoint: CheckpointView, running: ParallelLayout, argument
             found=f"{some(wrong, 2)}, under TP{running.tensor}",
             expected=f"TP{checkpoint.layout.tensor}, as they were saved",
             where=str(checkpoint.folder),
-            helps="keep the size; `mcore-ckpt convert --to hf` writes them for peft in their true order",
+            helps="keep the size; mcore-ckpt convert RUN FOLDER --to hf writes them for peft in the right order",
         )
 
 
@@ -163,12 +163,12 @@ def check_kinds(checkpoint: CheckpointView, shard: Shard) -> None:
     wanted = set(shard.kinds)
     if stored and stored != wanted:
         raise ModelMismatchError(
-            "the checkpoint was written by an optimizer of another kind than the running one",
+            "the checkpoint was written by another kind of optimizer than the running one",
             found=f"{' and '.join(sorted(stored))} of this parameter",
             expected=" and ".join(sorted(wanted)) or "nothing but its master",
             where=f"{shard.name}, {checkpoint.folder}",
             helps="what one kind keeps, Adam's moments or Muon's momentum, follows from nothing that another keeps: "
-            "resume with the optimizer of the checkpoint (--optimizer; `mcore-ckpt inspect` tells which), or with "
+            "resume with the optimizer of the checkpoint (--optimizer; mcore-ckpt inspect shows which), or with "
             "--no-load-optim",
         )
 
@@ -185,12 +185,12 @@ def check_precision(checkpoint: CheckpointView, shard: Shard) -> None:
     live = str(parameter.dtype).removeprefix("torch.")
     if stored.dtype in _ROUNDED and live != stored.dtype:
         raise ModelMismatchError(
-            "the running job is of another precision than the checkpoint, whose masters are not those of such weights",
+            "the running job uses another precision than the checkpoint",
             found=f"{stored.dtype}",
             expected=live,
             where=f"{shard.name}, {checkpoint.folder}",
             helps=f"resume with {_ROUNDED[stored.dtype]}, as it was written; or, in the other precision, with "
-            "--no-load-optim: the optimizer then begins anew from the weights",
+            "--no-load-optim: the optimizer is then initialized from the weights",
         )
 
 
@@ -203,7 +203,7 @@ def check_stored_once(checkpoint: CheckpointView) -> None:
     index = checkpoint.format_reader.stored_index
     if index is not None and (overlapping := index.overlapping):
         raise UnreadableCheckpointError(
-            "the checkpoint stores elements more than once, and it is not known which of them count",
+            "the checkpoint stores elements more than once",
             found=f"overlapping chunks of {some(sorted(overlapping), 3)}",
             where=str(checkpoint.folder),
             helps="its index was edited, or put together from several: use another iteration",

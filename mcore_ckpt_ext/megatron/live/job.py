@@ -96,10 +96,10 @@ def check_same_kinds(views: Sequence[RankView]) -> None:
     if all(fewer <= more for fewer, more in pairwise(ordered)):
         return
     raise ModelMismatchError(
-        "the ranks of this job do not keep their optimizers in the same way",
+        "the ranks of this job have different kinds of optimizers",
         found="; ".join(
             f"{' and '.join(sorted(kinds))} on rank {', '.join(map(str, ranks_of[kinds]))}" for kinds in ordered
         ),
-        expected="the same on all of them",
+        expected="the same on all ranks",
         helps="start all ranks with the same options (--optimizer-offload-fraction, --use-precision-aware-optimizer)",
     )

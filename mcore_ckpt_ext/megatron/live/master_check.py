@@ -74,11 +74,11 @@ class Prover:
 
     def _not_loaded(self, error: ProofError) -> ProofError:
         return ProofError(
-            "the live weights are not those of the checkpoint: none of them is its master rounded",
+            "the live weights are not those of the checkpoint: none equals its rounded master",
             found=error.found,
             expected="weights that are loaded before the optimizer",
             where=str(self._checkpoint.folder),
-            helps="load the weights of the same checkpoint first; where they are loaded, they are of another one",
+            helps="load the weights of the same checkpoint first",
         )
 
 

@@ -132,7 +132,7 @@ def _described(entry: Any, spell: Spell) -> LiveParameter:
     for part in parts:
         if part.data.storage_offset() != end or not part.data.is_contiguous():
             raise UnsupportedCheckpointError(
-                "a parameter is stored in parts that are not contiguous rows of it", where=str(entry.key)
+                "a parameter is stored in parts that are not contiguous rows", where=str(entry.key)
             )
         end += part.data.numel()
     described = [_region(part, spell) for part in parts]

@@ -99,7 +99,7 @@ def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
     samples = common.get("opt_param_scheduler", {}).get("num_steps")
     if iteration and (not batch_size or samples != iteration * batch_size):
         raise UnsupportedCheckpointError(
-            "the checkpoint does not say how many steps Adam has made",
+            "the checkpoint does not record the number of Adam steps",
             found=f"no step in any parameter group; {samples} samples scheduled by iteration {iteration}",
             expected=f"a step, or {batch_size or 'a constant number of'} samples an iteration",
             helps="before its first step an optimizer has none (fp16 skips some): resume with --no-load-optim; nor "
@@ -134,10 +134,10 @@ def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_b
         return {**own, **({"step": stored[0]["step"]} if "step" in stored[0] else {})}
     if len({group.get("step") for group in matches}) > 1 and _distinct(matches, "step") == 1:
         raise UnsupportedCheckpointError(
-            "the checkpoint states the step of a parameter group more than once, and differently each time",
+            "the checkpoint has different steps for the same parameter group",
             found=f"steps {', '.join(sorted(str(group.get('step')) for group in matches))}",
             expected="one step",
-            helps="its optimizer state does not come from a single moment: resume from another iteration",
+            helps="its optimizer state mixes several steps: resume from another iteration",
         )
     raise ModelMismatchError(
         "a parameter group of the optimizer has no single counterpart in the checkpoint",

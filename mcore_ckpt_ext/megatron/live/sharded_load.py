@@ -97,15 +97,15 @@ def _peculiarities(entry: Any, array: StoredArray) -> Iterator[str]:
     data = entry.data
     dtype = str(entry.dtype).removeprefix("torch.")
     if entry.flattened_range is not None:
-        yield "asked for in flattened parts"
+        yield "requested in flattened parts"
     elif not _fits(tuple(entry.global_shape), array.shape, bool(entry.allow_shape_mismatch)):
         yield f"of shape {tuple(entry.global_shape)}, in the checkpoint of {array.shape}"
     elif not _lies_within(entry):
-        yield "asked for beyond its end"
+        yield "requested beyond its end"
     elif dtype not in ITEM_SIZE:
         yield f"of {dtype}"
     elif data is not None and (type(data) not in _PLAIN or data.layout is not torch.strided):
-        yield f"no plain tensor, but a {type(data).__name__}"
+        yield f"not a plain tensor, but a {type(data).__name__}"
     elif data is not None and not holds_data(data.device):
         yield f"on the device {data.device}"
     elif data is not None and (data.dtype, tuple(data.shape)) != (entry.dtype, tuple(entry.local_shape)):

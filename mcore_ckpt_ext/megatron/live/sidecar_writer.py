@@ -90,7 +90,7 @@ class PackingRecorder:
         problem = attempt(lambda: own.extend(recorded_groups(chunks, optimizer)))
         of_ranks = gather((own, problem))
         if problems := listed_of_all([text for _, text in of_ranks]):
-            self._say(f"no sidecar for this job: {problems}; resuming will recover the packing instead")
+            self._say(f"no sidecar for this job: {problems}; a resume will recover the packing instead")
             return ()
         return merged(group for groups, _ in of_ranks for group in groups)
 
@@ -112,7 +112,7 @@ class PackingRecorder:
             sidecar = Sidecar(f"mcore_ckpt_ext {written_by}", megatron, iteration, layout, groups, saved, digests)
             return sidecar.to_json()
         except Exception as error:  # noqa: BLE001 - see above
-            self._say(f"no sidecar beside iteration {iteration}: {error}; resuming will recover the packing instead")
+            self._say(f"no sidecar beside iteration {iteration}: {error}; a resume will recover the packing instead")
             return ""
 
 

@@ -50,7 +50,7 @@ class Report:
     def added_to(self, problem: str) -> str:
         """The problem, and what the writer itself said of it."""
         said = self.read()
-        return f"{problem}\n    it said: {said}".replace("\n", "\n    ") if said else problem
+        return f"{problem}\n    its output: {said}".replace("\n", "\n    ") if said else problem
 
 
 def _observed(work: Callable[..., Any], path: str, *positional: Any, **keywords: Any) -> Any:

@@ -90,7 +90,7 @@ class Publisher:
             return None
         self._running = None
         if (problem := running.problem.result()) is not None:
-            gone = "; what stood there before is gone" if running.save.writes_over else ""
+            gone = "; the iteration that was there before is lost" if running.save.writes_over else ""
             running.save.problem = f"iteration {running.save.iteration} was not saved: {problem}{gone}"
             return self.clear_away([running.save])
         self.do(running.save, running.own)

@@ -278,7 +278,7 @@ class Coordinator:
         if self._goes_on():
             return self._say(f"{what}; training goes on, the next checkpoint will be tried as planned")
         gone = [str(save.iteration) for save in saves if save.writes_over and save.has_place]
-        untouched = "other checkpoints are untouched"
+        untouched = "other checkpoints are unchanged"
         if gone:  # which the first rank knows
             untouched = f"what stood there of iteration {', '.join(gone)} is gone, {untouched}"
         choice = f"{ON_SAVE_FAILURE.flag} {CONTINUE} (or {ON_SAVE_FAILURE.name}={CONTINUE})"

@@ -30,14 +30,15 @@ def problems_on_disk(metadata: Metadata, folder: Path) -> Iterator[str]:
     planned = sum(len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 1 for entry in entries)
     lacking = [index for index in _expected(metadata) if index not in records] if planned != len(records) else []
     if lacking:
-        yield f"{len(lacking)} of {len(lacking) + len(records)} records were written by no rank, first {lacking[0].fqn}"
+        total = len(lacking) + len(records)
+        yield f"{len(lacking)} of {total} records were not written by any rank, first {lacking[0].fqn}"
     needed: dict[str, int] = {}
     for record in records.values():
         needed[record.relative_path] = max(needed.get(record.relative_path, 0), record.offset + record.length)
     for file, size in needed.items():
         found = _size(folder / file)
         if found < size:
-            is_there = "it is not there" if found < 0 else f"{found:,} bytes"
+            is_there = "it does not exist" if found < 0 else f"{found:,} bytes"
             yield f"{file}: {is_there}, but its records need {size:,} bytes"
 
 

@@ -100,7 +100,7 @@ class DraftedFeed(ABC):
         without = arguments.no_load_optim or self._folder.name == "release"
         with self._open(scope), rebound(vars(arguments), no_load_rng=True, no_load_optim=without):
             result = stock()
-        announce(f"{self._summary()}, {time.monotonic() - started:.1f} s; random state starts anew")
+        announce(f"{self._summary()}, {time.monotonic() - started:.1f} s; random state is reinitialized")
         return result
 
     @contextmanager
@@ -192,7 +192,7 @@ class DraftedFeed(ABC):
         for key in (*asked, *needed):
             if key not in (arrays if key in live else objects):
                 raise ModelMismatchError(
-                    "the job has something that the checkpoint lacks", where=f"{key}, {self._folder}",
+                    "the job has state that the checkpoint lacks", where=f"{key}, {self._folder}",
                     helps="resume with the model and optimizer arguments that the checkpoint was written with",
                 )  # fmt: skip
         return DraftedReader({key: self._fitted(arrays[key], live[key]) for key in asked}, objects, self._filler)
@@ -216,14 +216,14 @@ class DraftedFeed(ABC):
         """
         if str(live.dtype) != f"torch.{array.tensor.dtype}":
             raise UnsupportedCheckpointError(
-                "the job would round what the checkpoint holds", found=f"{live.dtype}",
+                "the job would round the checkpoint's values", found=f"{live.dtype}",
                 expected=array.tensor.dtype, where=array.key, helps=self.exact,
             )  # fmt: skip
         shape = tuple(live.shape)
         may_pad = array.tensor.name in VOCABULARY and shape[1:] == array.shape[1:]
         if shape != array.shape and not (may_pad and shape[0] >= (self.checkpoint.tokens or 0)):
             raise ModelMismatchError(
-                "the model and the checkpoint disagree about the shape of a parameter",
+                "a parameter has different shapes in the model and the checkpoint",
                 found=f"{array.shape} in the checkpoint", expected=f"{shape}", where=array.key,
                 helps="resume with the model arguments that the checkpoint was written with",
             )  # fmt: skip

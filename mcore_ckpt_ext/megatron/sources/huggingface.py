@@ -92,7 +92,7 @@ def check_arguments(arguments: Any) -> None:
     wrong = [f"--{name.replace('_', '-')}" for name in _OTHER_WAYS if getattr(arguments, name, None)]
     if wrong := wrong + ([] if chosen in formats else [f"--ckpt-format {chosen}"]):
         raise UsageError(
-            "no job starts from a Hugging Face folder with this option", found=", ".join(wrong), where=str(folder),
+            "this option does not allow a start from a Hugging Face folder", found=", ".join(wrong), where=str(folder),
             helps=_HELPS,
         )  # fmt: skip
     with accepting(ACCEPT_KEYS.chosen(arguments)):
@@ -149,7 +149,7 @@ def start_from(
             left_out.append("MTP layers, which this job does not have (--mtp-num-layers)")
         _check_vocabulary(checkpoint, chunks)
         if checkpoint.left_out:
-            left_out.append(f"{len(checkpoint.left_out)} tensors that Megatron has no place for")
+            left_out.append(f"{len(checkpoint.left_out)} tensors without an equivalent in Megatron")
         return checkpoint.view
 
     exists = rebound(scope, checkpoint_exists=lambda path: path is not None and Path(path) == folder)
@@ -201,7 +201,7 @@ def _check_vocabulary(checkpoint: HuggingFaceCheckpoint, chunks: Sequence[Any]) 
         tensor = live.tensors.get(WORD_EMBEDDINGS)
         if tensor is not None and tensor.shape[0] < checkpoint.vocabulary:
             raise ModelMismatchError(
-                "the model has fewer tokens than the folder, whose last ones would be lost",
+                "the model has fewer tokens than the folder, and the last ones would be lost",
                 found=f"{tensor.shape[0]} rows, padding included", expected=f"at least {checkpoint.vocabulary}",
                 where=str(checkpoint.folder / CONFIG),
                 helps=f"a larger --make-vocab-size-divisible-by, or --padded-vocab-size {checkpoint.vocabulary} where "

@@ -152,7 +152,10 @@ def fed(
     if missing:
         announce(states_of_nobody(missing))
     if unknown:
-        announce(f"extra states of {unknown} modules hold what is not known: they start empty, and fp8 scaling anew")
+        announce(
+            f"extra states of {unknown} modules are of an unknown kind: they start empty, and fp8 "
+            f"scaling is reinitialized"
+        )
 
     def load_base_checkpoint(*_: Any, **__: Any) -> tuple[Any, ...]:
         if "set_loaded_iteration" in scope:  # since 0.16
@@ -225,7 +228,7 @@ def _check_numbers(tensors: Sequence[LiveParameter], filled: Sequence[torch.Tens
             wrong = int((~values.isfinite()).sum())
             if wrong:
                 raise UnreadableCheckpointError(
-                    "weights to begin with are not finite, and training would begin with a loss that is no number",
+                    "the initial weights are not finite",
                     found=f"{wrong} of {values.numel()} elements are NaN or infinite",
                     where=f"{live.regions[0].name}, {where}",
                     helps="take another copy of the folder; a job that wrote it had diverged",

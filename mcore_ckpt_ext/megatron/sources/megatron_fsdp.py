@@ -74,7 +74,7 @@ class _Feed(DraftedFeed):
         running = JobArguments.of(vars(arguments))
         if (running.pipeline_model_parallel_size or 1) > 1:
             raise UnsupportedCheckpointError(
-                "it is not known how pipeline stages of Megatron-FSDP number their layers",
+                "the layer numbers of Megatron-FSDP's pipeline stages are unknown",
                 found=f"--pipeline-model-parallel-size {running.pipeline_model_parallel_size}",
                 expected="1", where=str(folder), helps="resume without pipeline stages",
             )  # fmt: skip

@@ -235,7 +235,7 @@ def _only_child(optimizer: Any) -> Any:
     chain = Chain.of(optimizer)
     if len(chain.whole) != 1 or chain.distributed or chain.unknown:
         raise UnsupportedCheckpointError(
-            "this version does not fill this kind of optimizer of torch's FSDP", found=type(optimizer).__name__,
+            "this version does not support this kind of optimizer with torch's FSDP", found=type(optimizer).__name__,
             expected="one optimizer of whole parameters", helps="resume with --optimizer adam; or with --no-load-optim",
         )  # fmt: skip
     return chain.whole[0][0]

@@ -98,7 +98,7 @@ def test_to_every_format(target: Target, tmp_path: Path) -> None:
 def test_from_every_format(name: str, tmp_path: Path) -> None:
     run = fixture_named(name).run
     report = convert(run, tmp_path / "out", FsdpDtensor(megatron_version="0.19.0"))
-    assert "the state of the random generators is not carried: resume with --no-load-rng" in report.notes
+    assert "the state of the random generators is not converted: resume with --no-load-rng" in report.notes
     assert compare(run, tmp_path / "out").equal
     assert verify(tmp_path / "out").sound
     written = open_checkpoint(tmp_path / "out")
@@ -158,7 +158,7 @@ def test_what_rounding_may_change_is_told(tmp_path: Path) -> None:
 def test_what_such_a_job_does_not_have(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpointError, match=r"fsdp_dtensor.*lost|trains with Adam.*momentum_buffer"):
         convert(fixture_named("p43").run, tmp_path / "out", FsdpDtensor())
-    with pytest.raises(UnsupportedCheckpointError, match=r"does not know this format.*0\.13.*0\.14 or later"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"does not have this format.*0\.13.*0\.14 or later"):
         convert(fixture_named("p02").run, tmp_path / "out", FsdpDtensor(megatron_version="0.13.0"))
 
 
@@ -166,7 +166,7 @@ def test_a_half_that_is_missing(tmp_path: Path) -> None:
     convert(fixture_named("p02").run, tmp_path / "out", FsdpDtensor())
     gone = "model.module.decoder.layers.1.mlp.linear_fc1.weight_v"
     edit(without_digests(tmp_path / "out" / WRITTEN), lambda metadata: metadata.state_dict_metadata.pop(gone))
-    with pytest.raises(UnreadableCheckpointError, match=r"halves that do not fit.* and none; .*linear_fc1\.weight"):
+    with pytest.raises(UnreadableCheckpointError, match=r"halves that do not match.* and none; .*linear_fc1\.weight"):
         open_checkpoint(tmp_path / "out")
     assert not verify(tmp_path / "out").sound
 
@@ -175,7 +175,9 @@ def test_a_parameter_that_is_missing_or_twice(fsdp: Fixture) -> None:
     gone = "model.module.decoder.layers.1.mlp.linear_fc1.bias"
     kept: list[Any] = []
     edit(fsdp.iteration, lambda metadata: kept.append(metadata.state_dict_metadata.pop(gone)))
-    with pytest.raises(UnreadableCheckpointError, match="state of a parameter that it does not hold.*linear_fc1.bias"):
+    with pytest.raises(
+        UnreadableCheckpointError, match="state of a parameter that it does not contain.*linear_fc1.bias"
+    ):
         open_checkpoint(fsdp.run)
     assert not verify(fsdp.run).sound
     edit(fsdp.iteration, lambda metadata: metadata.state_dict_metadata.update({gone: kept[0]}))

@@ -62,7 +62,7 @@ def test_what_is_shown() -> None:
     assert found.bytes_by_kind["weight"] * 2 == found.bytes_by_kind["exp_avg"] == 4 * masters
     checked = verify(run)
     assert checked.sound
-    assert f"{masters:,} masters beside their weights" in {check.extent for check in checked.checks}
+    assert f"{masters:,} masters equal to their weights" in {check.extent for check in checked.checks}
 
 
 @pytest.mark.parametrize("target", [TorchDist(), Legacy(), FsdpDtensor(), Canonical()], ids=str)

@@ -89,7 +89,7 @@ def test_an_exchange_of_two_chunks_is_seen_by_the_proof(copied: Fixture) -> None
     first, second = (array / "0.0.0").read_bytes(), (array / "0.1.0").read_bytes()
     (array / "0.0.0").write_bytes(second)
     (array / "0.1.0").write_bytes(first)
-    with pytest.raises(CheckpointError, match="does not round to the weight"):
+    with pytest.raises(CheckpointError, match="does not round to its weight"):
         read_all(copied)
 
 

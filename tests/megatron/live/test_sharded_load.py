@@ -142,7 +142,7 @@ def test_a_hole_is_refused_before_anything_is_written(checkpoint: TorchDistCheck
     chunk = checkpoint.index.arrays[EMBEDDING].chunks[0]
     assert chunk.sizes == (128, 32)
     holed = with_chunks(checkpoint, [chunk._replace(sizes=(100, 32))])
-    with pytest.raises(ModelMismatchError, match="does not hold every element"):
+    with pytest.raises(ModelMismatchError, match="does not contain every element"):
         ShardedLoad([rows(64, 64)], holed)
 
 

@@ -23,7 +23,7 @@ def test_a_rank_that_cannot_tell_its_packing_is_named(monkeypatch: pytest.Monkey
         assert recorder.text(list, optimizer, {}, 4) == ""
     told = [line for line in said if "no sidecar" in line]
     why = "rank 0: ValueError: a buffer of another kind"
-    assert told == [f"no sidecar for this job: {why}; resuming will recover the packing instead"]
+    assert told == [f"no sidecar for this job: {why}; a resume will recover the packing instead"]
 
 
 def test_the_packing_of_some_ranks_is_not_taken_for_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:

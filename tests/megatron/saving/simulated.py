@@ -332,7 +332,7 @@ class Rank:
             elif self.is_first:
                 (folder / ".metadata").write_text(self.job.mark(order))
                 files = [folder / f"__{rank}_0.distcp" for rank in range(self.job.ranks)]
-                troubles += [f"{path.name}: it is not there" for path in files if not path.is_file()]
+                troubles += [f"{path.name}: it does not exist" for path in files if not path.is_file()]
             if not self.job.is_old:
                 self.meet("the index is written")
 

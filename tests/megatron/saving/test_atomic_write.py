@@ -59,7 +59,7 @@ def test_a_record_that_no_rank_wrote_is_named(index: MetadataIndex, name: str, t
     metadata = index_of_two_ranks()
     (metadata.storage_data or {}).pop(index)
     problems = list(problems_on_disk(metadata, written(tmp_path)))
-    assert problems == [f"1 of 3 records were written by no rank, first {name}"]
+    assert problems == [f"1 of 3 records were not written by any rank, first {name}"]
 
 
 def test_a_file_that_is_gone_or_cut_off_is_named(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_file_that_is_gone_or_cut_off_is_named(tmp_path: Path) -> None:
     (folder / "__1_0.distcp").unlink()
     assert list(problems_on_disk(index_of_two_ranks(), folder)) == [
         "__0_0.distcp: 199 bytes, but its records need 200 bytes",
-        "__1_0.distcp: it is not there, but its records need 100 bytes",
+        "__1_0.distcp: it does not exist, but its records need 100 bytes",
     ]
 
 

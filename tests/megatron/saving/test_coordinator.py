@@ -158,7 +158,7 @@ def test_one_failure_stops_every_rank_unless_the_user_says_otherwise(
             r"iteration 2 was not saved:\n  rank 0: rank 2: worker failure\n(.*\n)+.*ValueError: invalid literal",
         ),
         ("index", 0, "iteration 2 was not saved:\n  rank 0: OSError: no space left"),
-        ("lose", 1, r"iteration 2 was not saved:\n  rank 0: __1_0\.distcp: it is not there"),
+        ("lose", 1, r"iteration 2 was not saved:\n  rank 0: __1_0\.distcp: it does not exist"),
         ("step", 2, "iteration 2 was not saved:\n  rank 2: ValueError: this rank's step"),
         ("config", 0, "iteration 2 was not saved:\n  rank 0: OSError: no space left for metadata.json"),
         ("track", 0, "iteration 2 was not saved: IsADirectoryError"),

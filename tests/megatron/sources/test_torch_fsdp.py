@@ -66,7 +66,7 @@ def test_a_master_that_is_not_that_of_its_weight(tmp_path: Path) -> None:
 def test_pipeline_stages_are_refused() -> None:
     """With the reason, before stock builds anything."""
     arguments = Namespace(ckpt_step=None, non_persistent_ckpt_type=None, pipeline_model_parallel_size=2)
-    with pytest.raises(ResumeRefusedError, match="it is not known how pipeline stages of Megatron-FSDP number"):
+    with pytest.raises(ResumeRefusedError, match="layer numbers of Megatron-FSDP's pipeline stages"):
         load_into_fsdp({"get_args": lambda: arguments}, str(fixture_named("p10").run), lambda: pytest.fail("called"))
 
 

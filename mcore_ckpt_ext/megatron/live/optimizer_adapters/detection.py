@@ -79,9 +79,10 @@ def homes_of(optimizer: Any) -> list[Home]:
     if chain.unknown:
         first = chain.unknown[0]
         raise UnsupportedCheckpointError(
-            "this version does not fill this kind of optimizer",
+            "this version does not support this kind of optimizer",
             found=" over ".join(type(one).__name__ for one in (first, getattr(first, "optimizer", None)) if one),
-            helps="resume as the checkpoint was written, which is left to Megatron; or with --no-load-optim",
+            helps="resume with the layout and optimizer of the checkpoint, which stock Megatron "
+            "supports; or with --no-load-optim",
         )
     check_supported(chain.distributed)
     return [
@@ -113,7 +114,7 @@ def check_supported(optimizers: Sequence[Any]) -> None:
         inside = getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", is_precision_aware(optimizer))
         if inside or is_offloaded(optimizer):
             raise UnsupportedCheckpointError(
-                "this version does not fill this kind of optimizer from a checkpoint of another kind or layout",
+                "this version does not support this kind of optimizer from a checkpoint of another kind or layout",
                 found="fp8 or fp4 primary weights whose masters are in the fused optimizer, or on the CPU",
                 expected="plain fp32 masters",
                 helps="resume under the layout that the checkpoint was written with; without "

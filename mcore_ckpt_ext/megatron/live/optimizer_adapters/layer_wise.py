@@ -53,7 +53,7 @@ class LayerWiseHome(UndistributedHome):
 
 def _not_filled(found: str) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
-        "this version does not fill this kind of layer-wise optimizer from a checkpoint of another kind or layout",
+        "this version does not support this kind of layer-wise optimizer from a checkpoint of another kind or layout",
         found=found,
         helps="resume under the layout that the checkpoint was written with; or with --no-load-optim",
     )
