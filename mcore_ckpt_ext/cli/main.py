@@ -20,7 +20,6 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.completion import SHELLS, script
 from mcore_ckpt_ext.cli.json_output import print_error, wants_json
 from mcore_ckpt_ext.cli.output import error_message, line, message
-from mcore_ckpt_ext.cli.read_ahead import begin_to_read
 from mcore_ckpt_ext.errors import CheckpointError, UsageError
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
@@ -81,8 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == [_COMPLETION]:
             return _completion(words)
-        if argv is None:
-            begin_to_read(words)
         arguments, unknown = parser_of(words).parse_known_args(words)
         if unknown:
             raise UsageError("there is no such option", found=" ".join(unknown))
