@@ -76,10 +76,10 @@ def parrot(models: dict[str, Path], tmp_path: Path) -> Path:
 def test_both_directions_without_a_flag(run: CommandLine, site: Path, parrot: Path, tmp_path: Path) -> None:
     there = run("convert", parrot, tmp_path / "run", "--to", "torch_dist", path=site)
     assert there.returncode == 0, there.stderr
-    assert "the model is a Parrot (registered by parrot-families 1.5)" in there.stdout
+    assert "model family: Parrot (registered by parrot-families 1.5)" in there.stdout
     back = run("convert", tmp_path / "run", tmp_path / "back", "--to", "hf", "--json", path=site)
     assert back.returncode == 0, back.stderr
-    assert "the model is a Parrot (registered by parrot-families 1.5)" in json.loads(back.stdout)["notes"]
+    assert "model family: Parrot (registered by parrot-families 1.5)" in json.loads(back.stdout)["notes"]
     assert_same_tensors(parrot, tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["parrot_eps"] == 3e-4
 

@@ -23,9 +23,9 @@ from tests.harness.huggingface import CONFIGS, make
 @pytest.mark.parametrize(
     ("stated", "told"),
     [
-        ("num_layers=1", "not Llama: a decoder.layers.1."), ("num_layers=two", "num_layers: 'two'"),
+        ("num_layers=1", "Llama does not match: a decoder.layers.1."), ("num_layers=two", "num_layers: 'two'"),
         ("layernorm_epsilon=-1", "layernorm_epsilon: -1"), ("hidden_size=16", "contradict its parameters"),
-        ("swiglu=false", "not Llama: swiglu is False, not True"),
+        ("swiglu=false", "Llama does not match: swiglu is False, not True"),
     ],
 )  # fmt: skip
 def test_a_stated_argument_is_named_where_it_is_refused(

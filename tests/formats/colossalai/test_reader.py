@@ -95,6 +95,6 @@ def test_damage_is_found(tmp_path: Path) -> None:
         inspect(saved)
     assert "no parameter 0" in str(refused.value)
     shard.unlink()
-    with pytest.raises(UnreadableCheckpointError, match="not there"):
+    with pytest.raises(UnreadableCheckpointError, match="do not exist"):
         open_checkpoint(saved)
     assert not verify(saved).sound
