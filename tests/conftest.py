@@ -20,6 +20,8 @@ REPOSITORY = Path(__file__).parents[1]
 # The clock says how busy the machine is, not whether an example is right.
 settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("without a clock")
+# pytest-xdist gives its processes the width of its own terminal; what is printed into a test has no width.
+os.environ.pop("COLUMNS", None)
 
 
 def pytest_collection_finish() -> None:
