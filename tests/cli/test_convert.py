@@ -164,7 +164,7 @@ def test_four_processes_write_the_identical_folder(tmp_path: Path) -> None:
     assert files(tmp_path / "one") == files(tmp_path / "four")
     # The first process speaks for all, and counts what all have proven.
     assert first.count("wrote ") == 1
-    assert "proven: 123,680 masters" in first
+    assert "verified: 123,680 masters" in first
     assert not any("wrote " in said for said in others)
 
 

@@ -151,7 +151,7 @@ class TestPaths:
         (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("9")
         code, _, err = said(capsys, "inspect", tmp_path / "run")
         assert code == 2
-        assert "not there; found: iter_0000004; expected: iter_0000009" in err
+        assert "does not exist; found: iter_0000004; expected: iter_0000009" in err
 
     def test_a_store_without_credentials(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -318,7 +318,7 @@ def test_json_of_a_checkpoint_whose_learning_rate_is_nan(tmp_path: Path, capsys:
     json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-FORGED = "proven: 9,999 masters round to their weights"
+FORGED = "verified: 9,999 masters round to their weights"
 
 
 @pytest.mark.parametrize("name", ["verify", "convert", "diff", "inspect"])
