@@ -35,7 +35,7 @@ class HuggingFace(Target):
 
     Example:
         >>> convert("run", "hf", HuggingFace(dtype="float16")).notes[0]
-        'the model is a Llama'
+        'model family: Llama'
         >>> open_checkpoint("hf").tensor("weight", "decoder.final_layernorm.weight").dtype
         torch.float16
     """
