@@ -54,7 +54,7 @@ def test_layers_of_different_kinds_in_one_model() -> None:
     "name", ["mixer.in_proj.layer_norm_weight", "mixer.D", "self_attention.linear_q_proj.layer_norm_weight"]
 )
 def test_layers_that_only_one_spec_has(name: str) -> None:
-    with pytest.raises(UnsupportedCheckpointError, match=rf"in the other layer spec are unknown; found: {LAYER}{name}.*--transformer-impl"):
+    with pytest.raises(UnsupportedCheckpointError, match=rf"are unknown; found: {LAYER}{name}.*--transformer-impl"):
         names_under_spec([LAYER + name], engine=False)
 
 
