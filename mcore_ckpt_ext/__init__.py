@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
     from mcore_ckpt_ext.formats.legacy.options import Legacy
     from mcore_ckpt_ext.formats.torch_dist.options import TorchDist
-    from mcore_ckpt_ext.formats.unread import Unread
+    from mcore_ckpt_ext.formats.unread_state import Unread
     from mcore_ckpt_ext.layout.parallel import ParallelLayout
     from mcore_ckpt_ext.loops.facts import Facts
     from mcore_ckpt_ext.megatron.api import load_optimizer, save_sidecar
@@ -142,7 +142,7 @@ _HOMES = {
     "TensorDifference": "mcore_ckpt_ext.operations.comparison",
     "TensorHandle": "mcore_ckpt_ext.formats.checkpoint",
     "TorchDist": "mcore_ckpt_ext.formats.torch_dist.options",
-    "Unread": "mcore_ckpt_ext.formats.unread",
+    "Unread": "mcore_ckpt_ext.formats.unread_state",
     "UnreadableCheckpointError": "mcore_ckpt_ext.errors",
     "UnsafePickleError": "mcore_ckpt_ext.errors",
     "UnsupportedCheckpointError": "mcore_ckpt_ext.errors",

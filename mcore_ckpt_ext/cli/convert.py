@@ -28,7 +28,7 @@ from mcore_ckpt_ext.loops.facts import FactsOfSource
 from mcore_ckpt_ext.targets import TARGETS, Target
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.formats.unread import Unread
+    from mcore_ckpt_ext.formats.unread_state import Unread
     from mcore_ckpt_ext.operations.conversion import Report
     from mcore_ckpt_ext.operations.workers import Team
 

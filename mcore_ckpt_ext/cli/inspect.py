@@ -73,7 +73,7 @@ def _show(found: Inspection, *, show_all: bool) -> None:
         ]
     )
     if found.optimizer_format and not found.model["parameters"]:
-        from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
+        from mcore_ckpt_ext.formats.external_weights import NAME_THEM
 
         line(Painted(f"note: optimizer only; {NAME_THEM}", REMARKABLE))
     for problem in found.unbelieved:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mcore_ckpt_ext.colossalai import masters_beside_moments, tensor_parallel
+from mcore_ckpt_ext.colossalai import master_state, tensor_parallel
 from mcore_ckpt_ext.colossalai.files import (
     Files,
     param_groups_beside,
@@ -44,7 +44,7 @@ from mcore_ckpt_ext.colossalai.hybrid_cuts import (
     refuse_shape,
 )
 from mcore_ckpt_ext.colossalai.hybrid_loading import OPTIMIZER_UNTOUCHED, load_model, load_optimizer
-from mcore_ckpt_ext.colossalai.masters_beside_moments import beside_the_state, take
+from mcore_ckpt_ext.colossalai.master_state import beside_the_state, take
 from mcore_ckpt_ext.colossalai.optimizer import MASTER
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.devices import empty_on_host
@@ -55,7 +55,7 @@ _CPU = torch.device("cpu")
 class HybridParallelOptimizerMethods:
     """For HybridParallelAMPOptimizer and HybridParallelZeroOptimizer."""
 
-    update_master_params = masters_beside_moments.update_master_params
+    update_master_params = master_state.update_master_params
 
 
 class HybridParallelCheckpointIOMethods:

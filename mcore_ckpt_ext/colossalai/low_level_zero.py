@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from mcore_ckpt_ext.colossalai import masters_beside_moments
-from mcore_ckpt_ext.colossalai.masters_beside_moments import beside_the_state, take
+from mcore_ckpt_ext.colossalai import master_state
+from mcore_ckpt_ext.colossalai.master_state import beside_the_state, take
 
 
 class LowLevelZeroMethods:
@@ -37,7 +37,7 @@ class LowLevelZeroMethods:
         self._non_strict_load_state_dict(state_dict)
         take(self)
 
-    update_master_params = masters_beside_moments.update_master_params
+    update_master_params = master_state.update_master_params
 
 
 class LowLevelZeroCheckpointIOMethods:

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mcore_ckpt_ext.colossalai import tensor_parallel
+from mcore_ckpt_ext.colossalai.deepcopy_memo import memo_of_uncopied
 from mcore_ckpt_ext.colossalai.gathering import own_copy, whole_values
 from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
 from mcore_ckpt_ext.colossalai.ranks import SharedFate
-from mcore_ckpt_ext.colossalai.shared_in_copies import memo_of_uncopied
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
 

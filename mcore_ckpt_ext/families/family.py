@@ -30,7 +30,7 @@ from mcore_ckpt_ext.families.config_keys import (
 from mcore_ckpt_ext.families.forward_pass import SIZES, unexpressed
 from mcore_ckpt_ext.families.rows import WHOLE, Rows
 from mcore_ckpt_ext.families.settings import Config, Setting
-from mcore_ckpt_ext.families.values import check_plain
+from mcore_ckpt_ext.families.validation import check_plain
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.settings import ACCEPT_KEYS
 

@@ -14,7 +14,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.families.text_parts import text_config
-from mcore_ckpt_ext.families.values import check_plain
+from mcore_ckpt_ext.families.validation import check_plain
 from mcore_ckpt_ext.model_space.anatomy import LANGUAGE_MODEL
 from mcore_ckpt_ext.model_space.slices import Region
 

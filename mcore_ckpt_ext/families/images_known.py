@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt_ext.families.images import PREFIX, Images, Seeing
-from mcore_ckpt_ext.families.values import check_plain
+from mcore_ckpt_ext.families.validation import check_plain
 from mcore_ckpt_ext.model_space.names import of_experts
 
 

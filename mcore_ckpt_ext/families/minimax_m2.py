@@ -17,6 +17,7 @@ from mcore_ckpt_ext.families.common_settings import (
     tied,
 )
 from mcore_ckpt_ext.families.family import Rule, with_experts
+from mcore_ckpt_ext.families.full_width_qk_norm import WithWideNorms
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import (
     Both,
@@ -29,7 +30,6 @@ from mcore_ckpt_ext.families.settings import (
     Without,
     unrepresentable,
 )
-from mcore_ckpt_ext.families.wide_norms import WithWideNorms
 
 
 def _width(arguments: ModelArguments) -> dict[str, Any]:

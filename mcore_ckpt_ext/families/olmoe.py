@@ -9,9 +9,9 @@ from typing_extensions import override
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import experts_everywhere, llama_like
+from mcore_ckpt_ext.families.full_width_qk_norm import WithWideNorms
 from mcore_ckpt_ext.families.qwen_experts import normalised_choice
 from mcore_ckpt_ext.families.settings import Both, Coefficient, Config, Fixed, Needs, Size, Without
-from mcore_ckpt_ext.families.wide_norms import WithWideNorms
 
 
 def _width(arguments: ModelArguments) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from typing import TypeAlias
 
 from mcore_ckpt_ext.errors import CheckpointError, ProofError, UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.formats.adapters_alone import for_model, has_adapters_alone
+from mcore_ckpt_ext.formats.adapter_only import for_model, has_adapters_alone
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, sharded_backend
 from mcore_ckpt_ext.formats.description import refuse_facts
 from mcore_ckpt_ext.formats.format import OpenOptions
-from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
+from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle
 from mcore_ckpt_ext.formats.registry import FORMATS, format_of
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.adapter_only import check_names
 from mcore_ckpt_ext.formats.adapter_order import about_order
-from mcore_ckpt_ext.formats.adapters_alone import check_names
-from mcore_ckpt_ext.formats.companions import TOKENIZER_FOLDER, companion_notes
+from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, companion_notes
 from mcore_ckpt_ext.formats.target import Target, installed_version, version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile

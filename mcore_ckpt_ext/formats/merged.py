@@ -11,12 +11,12 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import Fit
+from mcore_ckpt_ext.formats.adapter_only import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.formats.adapter_order import about_norms
 from mcore_ckpt_ext.formats.adapter_scaling import Scaling
-from mcore_ckpt_ext.formats.adapters_alone import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.formats.low_rank import Merged, Part, parts_of
 from mcore_ckpt_ext.formats.parts import Merger, StoredWeights, Weights, lazy
-from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.formats.unread_state import Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
 from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights, WrappedWeights

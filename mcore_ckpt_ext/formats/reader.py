@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, shown
-from mcore_ckpt_ext.formats.companions import TOKENIZER_FOLDER, companions
+from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, companions
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.grid import weight_grid
 from mcore_ckpt_ext.formats.messages import general_notices
@@ -20,7 +20,7 @@ from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
 from mcore_ckpt_ext.formats.stacking import sharded_keys
 from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_by_name
 from mcore_ckpt_ext.formats.traits import FormatTraits
-from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.formats.unread_state import Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
 from mcore_ckpt_ext.layout.parallel import ParallelLayout

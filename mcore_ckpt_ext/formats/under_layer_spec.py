@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.expert_states import content_of
-from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
+from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
 from mcore_ckpt_ext.formats.parts import lazy
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed

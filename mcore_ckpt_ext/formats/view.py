@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.description import ARGUMENTS
-from mcore_ckpt_ext.formats.handle import TensorHandle
+from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle
 from mcore_ckpt_ext.formats.messages import contradictions
 from mcore_ckpt_ext.formats.parts import (
     Adapters,
@@ -28,7 +28,7 @@ from mcore_ckpt_ext.formats.parts import (
     Weights,
     WholeModel,
 )
-from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.formats.unread_state import Unread
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_contradiction, vocabulary_rows
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.images import with_images
 from mcore_ckpt_ext.formats.hugging_face.model import LOCAL
-from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.formats.unread_state import Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import spelled_as
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.laid_out import LaidOut
-from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.formats.unread_state import Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.weight_shards import check_gates_stand
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError, DestinationError
+from mcore_ckpt_ext.formats.auxiliary_files import COMPANION_PATTERN
 from mcore_ckpt_ext.formats.backend import sharded_backend
-from mcore_ckpt_ext.formats.companions import COMPANION_PATTERN
 from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, TRACKER_FILE, iteration_number
 from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE

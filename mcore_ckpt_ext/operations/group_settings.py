@@ -10,7 +10,7 @@ import torch
 
 from mcore_ckpt_ext.errors import shown, some
 from mcore_ckpt_ext.formats.common_state import scheduler_in
-from mcore_ckpt_ext.formats.group_rule import decay_of, decays_by_rule
+from mcore_ckpt_ext.formats.param_group_assignment import decay_of, decays_by_rule
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.operations.findings import COMPLETE, VALUES, Finding, error, warning

@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import interpreting
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.formats.unread_state import OTHER
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts

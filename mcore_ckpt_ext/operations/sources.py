@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.formats.adapter_only import under_bridge_s_names
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
-from mcore_ckpt_ext.formats.adapters_alone import under_bridge_s_names
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
+from mcore_ckpt_ext.formats.external_weights import NAME_THEM
 from mcore_ckpt_ext.formats.hugging_face.images import compared_whole, text_beside, with_images
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.merged import merged_view

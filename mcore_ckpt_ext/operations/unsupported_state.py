@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, readable, some
 from mcore_ckpt_ext.formats.canonical.options import Canonical
-from mcore_ckpt_ext.formats.unread import OTHER, Unread
+from mcore_ckpt_ext.formats.unread_state import OTHER, Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT

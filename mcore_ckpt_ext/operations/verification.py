@@ -20,7 +20,7 @@ from mcore_ckpt_ext.errors import (
     some,
 )
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
+from mcore_ckpt_ext.formats.external_weights import NAME_THEM
 from mcore_ckpt_ext.formats.portable_state import once, portable_group
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.view import CheckpointView

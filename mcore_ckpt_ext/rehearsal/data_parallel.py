@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.legacy.reader_order import order_for
+from mcore_ckpt_ext.formats.legacy.target_parameter_order import order_for
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import CLOSES_BUCKETS_AT_ALIGNED_ENDS
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule

@@ -13,7 +13,7 @@ import pytest
 
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page
-from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.formats.unread_state import Unread
 from mcore_ckpt_ext.operations.comparison import Comparison, KindComparison, TensorDifference
 from mcore_ckpt_ext.operations.inspection import Inspection, StoredTensor, inspect
 from mcore_ckpt_ext.operations.metadata_diff import Fact

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.formats.companions import companions, tokens_of
+from mcore_ckpt_ext.formats.auxiliary_files import companions, tokens_of
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.inspection import inspect

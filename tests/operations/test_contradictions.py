@@ -21,7 +21,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.group_rule import group_that_holds
+from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
 from mcore_ckpt_ext.megatron.live.compatibility import check_stored_once
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.verification import verify

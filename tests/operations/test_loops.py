@@ -16,7 +16,7 @@ from mcore_ckpt_ext import Canonical, HuggingFace, Legacy, TorchDist
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.torch_dist.shown import layout_shown, model_shown
+from mcore_ckpt_ext.formats.torch_dist.inference import layout_shown, model_shown
 from mcore_ckpt_ext.loops.bridge import harmless
 from mcore_ckpt_ext.loops.facts import Facts
 from mcore_ckpt_ext.operations.comparison import compare

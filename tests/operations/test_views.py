@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext import TorchDist, convert, open_checkpoint
+from mcore_ckpt_ext.formats.adapter_only import for_model
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
-from mcore_ckpt_ext.formats.adapters_alone import for_model
 from mcore_ckpt_ext.formats.merged import merged_view
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
 from mcore_ckpt_ext.formats.renamed import NameMap, RenamedSource, RenamedState

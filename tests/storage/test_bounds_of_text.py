@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.families.qwen3_moe import Qwen3MoE
+from mcore_ckpt_ext.formats.auxiliary_files import companions, tokens_of
 from mcore_ckpt_ext.formats.canonical.reader import INDEX_FILE
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.companions import companions, tokens_of
 from mcore_ckpt_ext.formats.zarr import reader as zarr
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, RecordedParameter
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, read_tracker

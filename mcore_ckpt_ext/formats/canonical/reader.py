@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown, some
 from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.unread import COMMON_KEYS, OTHER, Unread, in_common_state, joined
+from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS, OTHER, Unread, in_common_state, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import ShardedKey, name_at
 from mcore_ckpt_ext.model_space.slices import Region, Slice

@@ -24,7 +24,7 @@ from mcore_ckpt_ext.formats.hugging_face.folder import INDICES, is_huggingface
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
-from mcore_ckpt_ext.formats.unread import UNKNOWN, Unread, joined
+from mcore_ckpt_ext.formats.unread_state import UNKNOWN, Unread, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.files import FolderReader

@@ -17,11 +17,11 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.fsdp.names import GROUPS, HALVES, MODEL, STATE, ModuleNames
 from mcore_ckpt_ext.formats.fsdp.options import FsdpDtensor
-from mcore_ckpt_ext.formats.group_rule import group_that_holds
 from mcore_ckpt_ext.formats.laid_out import LaidOut, check_iteration, iteration
+from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
 from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
 from mcore_ckpt_ext.formats.target import version_number
-from mcore_ckpt_ext.formats.unread import COMMON_KEYS
+from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY

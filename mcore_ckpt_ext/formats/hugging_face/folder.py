@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.companions import CONFIG as CONFIG
+from mcore_ckpt_ext.formats.auxiliary_files import CONFIG as CONFIG
 from mcore_ckpt_ext.planning.array_location import PlainExtent, Scaled
 from mcore_ckpt_ext.storage.dcp_index import extent_of
 from mcore_ckpt_ext.storage.files import FolderReader

@@ -32,7 +32,7 @@ class HuggingFaceFormat(Format[HuggingFace]):
 
     @override
     def own_files(self, folder: Path) -> tuple[str, ...]:
-        from mcore_ckpt_ext.formats.companions import COMPANION_PATTERN
+        from mcore_ckpt_ext.formats.auxiliary_files import COMPANION_PATTERN
         from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, written_by_us
 
         if not (folder / CONFIG).is_file() or not written_by_us(folder):

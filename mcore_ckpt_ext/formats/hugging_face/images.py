@@ -17,10 +17,10 @@ from mcore_ckpt_ext.families.images import PREFIX, Images, sections_of
 from mcore_ckpt_ext.families.images_known import IMAGES, kind_of
 from mcore_ckpt_ext.families.text_parts import text_config, turned_stack
 from mcore_ckpt_ext.formats.description import run_config_of
-from mcore_ckpt_ext.formats.fresh_states import fresh, fresh_extra_states
 from mcore_ckpt_ext.formats.hugging_face.folder import StoredTensor
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.initial_extra_states import fresh, fresh_extra_states
 from mcore_ckpt_ext.formats.parts import WholeModel, lazy
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed

@@ -24,16 +24,16 @@ from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
+from mcore_ckpt_ext.families.full_width_qk_norm import WithWideNorms
 from mcore_ckpt_ext.families.images_known import IMAGES
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
-from mcore_ckpt_ext.families.wide_norms import WithWideNorms
-from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, read_tensors
 from mcore_ckpt_ext.formats.hugging_face.model import LOCAL, TRANSFORMER_ENGINE, common_state, described_model, mismatch
 from mcore_ckpt_ext.formats.hugging_face.quantised import dequantised
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
-from mcore_ckpt_ext.formats.hugging_face.weights_alone import WeightsAlone
+from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
+from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder

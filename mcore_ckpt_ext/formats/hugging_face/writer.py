@@ -23,7 +23,13 @@ from mcore_ckpt_ext.families.flags import ignored
 from mcore_ckpt_ext.families.forward_pass import classified, told, unknown
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.families.text_parts import text_config
-from mcore_ckpt_ext.formats.companions import GENERATION_CONFIG, companion_notes, json_of, tokenizer_files, tokens_of
+from mcore_ckpt_ext.formats.auxiliary_files import (
+    GENERATION_CONFIG,
+    companion_notes,
+    json_of,
+    tokenizer_files,
+    tokens_of,
+)
 from mcore_ckpt_ext.formats.hugging_face.files import (
     WrittenTensor,
     arrangement_of,

@@ -10,7 +10,7 @@ import torch
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.legacy.ranks import LegacyRank
-from mcore_ckpt_ext.formats.legacy.reader_order import order_for
+from mcore_ckpt_ext.formats.legacy.target_parameter_order import order_for
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
 from mcore_ckpt_ext.layout.local_parameters import LocalNames, gated_in_towers, shard_grid

@@ -37,7 +37,7 @@ from mcore_ckpt_ext.formats.portable_state import (
 )
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
-from mcore_ckpt_ext.formats.unread import (
+from mcore_ckpt_ext.formats.unread_state import (
     COMMON_KEYS,
     UNKNOWN,
     Unread,

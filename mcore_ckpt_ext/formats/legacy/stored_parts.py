@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
-from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.formats.unread_state import OTHER
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference

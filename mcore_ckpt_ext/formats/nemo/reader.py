@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
-from mcore_ckpt_ext.formats.unread import COMMON_KEYS
+from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.loops.nemo import PREFIX
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, read_index

@@ -23,11 +23,11 @@ from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.gpt2 import GPT2
 from mcore_ckpt_ext.families.recognition import Fit
+from mcore_ckpt_ext.formats.adapter_only import fit_of_adapters
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
-from mcore_ckpt_ext.formats.adapters_alone import fit_of_adapters
 from mcore_ckpt_ext.formats.hugging_face.folder import ADAPTER, StoredTensor, tensors_of
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
-from mcore_ckpt_ext.formats.hugging_face.weights_alone import WeightsAlone
+from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.storage.safetensors import read_json
 

@@ -10,9 +10,9 @@ from typing import Any
 from mcore_ckpt_ext.errors import UsageError, some, with_article
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.recognition import Fit
+from mcore_ckpt_ext.formats.adapter_only import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.formats.adapter_order import about_norms
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
-from mcore_ckpt_ext.formats.adapters_alone import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
 from mcore_ckpt_ext.formats.laid_out import LaidOut
 from mcore_ckpt_ext.formats.view import CheckpointView

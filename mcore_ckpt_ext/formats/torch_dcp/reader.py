@@ -22,9 +22,9 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
-from mcore_ckpt_ext.formats.group_rule import group_that_holds
+from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
 from mcore_ckpt_ext.formats.torch_dist.flattened import MODEL, FlattenedCheckpoint
-from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.formats.unread_state import OTHER
 from mcore_ckpt_ext.job.releases import HAS_TORCH_DCP
 from mcore_ckpt_ext.layout.local_parameters import model_space_name
 from mcore_ckpt_ext.layout.parameter_parts import check_whole

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.formats.description import (
     refuse_facts,
     stated_by_megatron,
 )
-from mcore_ckpt_ext.formats.elsewhere import (
+from mcore_ckpt_ext.formats.external_weights import (
     check_belonging,
     check_lender,
     lent_weights,
@@ -31,7 +31,7 @@ from mcore_ckpt_ext.formats.elsewhere import (
     told_of_the_model,
 )
 from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.torch_dist.shown import layout_shown, model_shown, possible_layouts
+from mcore_ckpt_ext.formats.torch_dist.inference import layout_shown, model_shown, possible_layouts
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights
 from mcore_ckpt_ext.layout.local_model import LocalModels

@@ -16,7 +16,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
-from mcore_ckpt_ext.formats.unread import COMMON_KEYS, OTHER, RERUN_STATE, UNKNOWN, Unread, joined, of_the_job
+from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS, OTHER, RERUN_STATE, UNKNOWN, Unread, joined, of_the_job
 from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.optimizers.table import format_name
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE

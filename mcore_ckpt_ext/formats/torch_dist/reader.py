@@ -21,7 +21,7 @@ from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.torch_dist.described import DescribedCheckpoint
 from mcore_ckpt_ext.formats.torch_dist.stacked_weights import StackedWeights
 from mcore_ckpt_ext.formats.torch_dist.stored_parts import parts_of_torch_dist
-from mcore_ckpt_ext.formats.unread import (
+from mcore_ckpt_ext.formats.unread_state import (
     COMMON_KEYS,
     RERUN_STATE,
     UNKNOWN,

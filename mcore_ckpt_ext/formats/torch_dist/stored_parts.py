@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_by_name
-from mcore_ckpt_ext.formats.unread import OTHER, UNKNOWN, optimizer_kind
+from mcore_ckpt_ext.formats.unread_state import OTHER, UNKNOWN, optimizer_kind
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE

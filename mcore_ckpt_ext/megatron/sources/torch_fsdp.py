@@ -22,11 +22,11 @@ from mcore_ckpt_ext.collectives import agreed, agreed_here
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
-from mcore_ckpt_ext.formats.group_rule import group_that_holds
+from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
 from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
 from mcore_ckpt_ext.formats.torch_dcp.reader import NAME as TORCH_DCP
 from mcore_ckpt_ext.formats.torch_dist.flattened import MODEL
-from mcore_ckpt_ext.formats.unread import COMMON_KEYS
+from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
 from mcore_ckpt_ext.layout.local_parameters import model_space_name
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, spelling_in
