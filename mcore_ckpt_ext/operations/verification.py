@@ -101,7 +101,7 @@ def verify(
         >>> found.sound, found.findings
         (True, ())
         >>> [check.extent for check in found.checks if check.name == "proof"]
-        ['53,536 masters beside their weights']
+        ['53,536 masters equal to their weights']
     """
     located = locate(as_path(path))
     folder = located.folder or as_path(path)
