@@ -9,7 +9,7 @@ The checkpoints below FOLDER have all metadata, the plans of the ranks included,
 reads and parses the index, sees whether all is there, and hands it over; while it does, the others wait. One of these,
 in a process of its own, takes it, has genuine Megatron read the common state, opens the checkpoint, recovers the
 layout as far as it needs it, plans weights and optimizer, looks up every record that the plan reads, and compares the
-names that all ranks report; the same calls as in a live job (`probe.look_around`, `load_decision`,
+names that all ranks report; the same calls as in a live job (`probe.probe_checkpoint`, `load_decision`,
 `optimizer_reshard.prepare`, `live.sharded_load`), the live rank's shards worked out from the arguments. Seconds are
 those of both, one after the other; what lies between them, sending some ten megabytes, is not measured.
 """
@@ -37,9 +37,9 @@ from megatron.core import dist_checkpointing
 from mcore_ckpt_ext.collectives import agreed_here
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
-from mcore_ckpt_ext.megatron.live.compatibility import check_names, spelling_in
-from mcore_ckpt_ext.megatron.live.job import RankView
-from mcore_ckpt_ext.megatron.probe import look_around
+from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for
+from mcore_ckpt_ext.megatron.live.job import RankSummary
+from mcore_ckpt_ext.megatron.probe import probe_checkpoint
 from mcore_ckpt_ext.megatron.shared_index import index_shared
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan
@@ -83,14 +83,14 @@ CASES = {"llama 62": lambda ranks: llama(62, ranks), "llama 126": lambda ranks: 
          "deepseek": deepseek_v3}  # fmt: skip
 
 
-def views_of(models: LocalModels, ranks: int) -> list[RankView]:
+def views_of(models: LocalModels, ranks: int) -> list[RankSummary]:
     """What every rank tells: its names where it is the first of its replicas, otherwise nothing."""
     layout, kinds = models.layout, frozenset({"DistributedOptimizer"})
-    experts: list[int | None] = list(range(layout.expert)) if models.experts_apart else [None]
+    experts: list[int | None] = list(range(layout.expert)) if models.has_expert_optimizer else [None]
     places = [(stage, expert) for stage in range(layout.pipeline) for _ in range(layout.tensor) for expert in experts]
     names = {place: _names(models, *place) for place in places}
-    told = [RankView(names[place], names[place], [names[place]], kinds) for place in places]
-    return told + [RankView([], [], [], kinds)] * (ranks - len(told))
+    told = [RankSummary(names[place], names[place], [names[place]], kinds) for place in places]
+    return told + [RankSummary([], [], [], kinds)] * (ranks - len(told))
 
 
 def _names(models: LocalModels, stage: int, expert: int | None) -> list[str]:
@@ -108,7 +108,7 @@ def hand_over(run: Path, way: Connection) -> None:
     """What the first rank does before all others: read the index, see whether all is there, and say it in bytes."""
     begun = time.monotonic()
     arguments = argparse.Namespace(load=str(run), ckpt_step=None)
-    data = agreed_here("looking", lambda: pickle.dumps(look_around(arguments, "load", shares_index=True).index))
+    data = agreed_here("looking", lambda: pickle.dumps(probe_checkpoint(arguments, "load", shares_index=True).index))
     way.send((time.monotonic() - begun, resident("VmHWM")))
     way.send_bytes(data)
 
@@ -142,7 +142,7 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     def opened() -> Checkpoint:
         checkpoint = open_checkpoint(folder)
         names = {name for view in views for name in view.names}
-        if spelling_in(checkpoint, names) is str:
+        if name_map_for(checkpoint, names) is str:
             check_names(checkpoint, names)
         return checkpoint
 

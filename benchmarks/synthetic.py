@@ -100,7 +100,7 @@ def local_models(shapes: dict[str, tuple[int, ...]], arguments: dict[str, Any]) 
         for name, shape in shapes.items()
     }
     job = JobArguments.of(arguments)
-    return LocalModels(weights, job, ParallelLayout.from_arguments(job), experts_apart=bool(job.num_experts))
+    return LocalModels(weights, job, ParallelLayout.from_arguments(job), has_expert_optimizer=bool(job.num_experts))
 
 
 def _grid(name: str, shape: tuple[int, ...], tensor: int) -> tuple[tuple[int, ...], ...]:
@@ -192,11 +192,11 @@ def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFil
 def _groups(models: LocalModels) -> Iterator[tuple[str, ModelRank]]:
     """Every optimizer of a model rank: how its keys begin, and which rank it is."""
     layout, middle = models.layout, "optimizer.distributed.dp_group_idx_"
-    dense = "chained_0." if models.experts_apart else ""
+    dense = "chained_0." if models.has_expert_optimizer else ""
     for number, (stage, tensor) in enumerate(product(range(layout.pipeline), range(layout.tensor))):
         yield f"{dense}{middle}{number}.", ModelRank(stage, tensor)
     for number, (stage, expert) in enumerate(product(range(layout.pipeline), range(layout.expert))):
-        if models.experts_apart and any(models.names(ModelRank(stage, 0, expert)) or []):
+        if models.has_expert_optimizer and any(models.names(ModelRank(stage, 0, expert)) or []):
             yield f"chained_1.{middle}{number}.", ModelRank(stage, 0, expert)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
     from mcore_ckpt_ext.formats.legacy.options import Legacy
     from mcore_ckpt_ext.formats.torch_dist.options import TorchDist
-    from mcore_ckpt_ext.formats.unread_state import Unread
+    from mcore_ckpt_ext.formats.unread_state import UnreadState
     from mcore_ckpt_ext.layout.parallel import ParallelLayout
     from mcore_ckpt_ext.loops.facts import Facts
     from mcore_ckpt_ext.megatron.api import load_optimizer, save_sidecar
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.difference_map import DifferenceMap
     from mcore_ckpt_ext.operations.findings import Check, Finding, Verification
     from mcore_ckpt_ext.operations.inspection import BufferMap, Inspection, StoredFile, StoredTensor, inspect
-    from mcore_ckpt_ext.operations.metadata_diff import Fact
+    from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
     from mcore_ckpt_ext.operations.pipeline_map import Stage
     from mcore_ckpt_ext.operations.resumed_settings import Setting
     from mcore_ckpt_ext.operations.verification import verify
     from mcore_ckpt_ext.operations.versions import Evidence, Resumption, Writer
-    from mcore_ckpt_ext.patching.registry import SeamStatus
+    from mcore_ckpt_ext.patching.registry import PatchPointStatus
 
 __version__ = "0.2.0"
 
@@ -62,7 +62,7 @@ __all__ = [
     "DestinationError",
     "DifferenceMap",
     "Evidence",
-    "Fact",
+    "MetadataDifference",
     "Facts",
     "Finding",
     "FsdpDtensor",
@@ -79,7 +79,7 @@ __all__ = [
     "ResumeRefusedError",
     "Resumption",
     "SaveFailedError",
-    "SeamStatus",
+    "PatchPointStatus",
     "Setting",
     "Stage",
     "StoredFile",
@@ -87,7 +87,7 @@ __all__ = [
     "TensorDifference",
     "TensorHandle",
     "TorchDist",
-    "Unread",
+    "UnreadState",
     "UnreadableCheckpointError",
     "UnsafePickleError",
     "UnsupportedCheckpointError",
@@ -117,7 +117,7 @@ _HOMES = {
     "DestinationError": "mcore_ckpt_ext.errors",
     "DifferenceMap": "mcore_ckpt_ext.operations.difference_map",
     "Evidence": "mcore_ckpt_ext.operations.versions",
-    "Fact": "mcore_ckpt_ext.operations.metadata_diff",
+    "MetadataDifference": "mcore_ckpt_ext.operations.metadata_diff",
     "Setting": "mcore_ckpt_ext.operations.resumed_settings",
     "Facts": "mcore_ckpt_ext.loops.facts",
     "Finding": "mcore_ckpt_ext.operations.findings",
@@ -135,14 +135,14 @@ _HOMES = {
     "ResumeRefusedError": "mcore_ckpt_ext.errors",
     "Resumption": "mcore_ckpt_ext.operations.versions",
     "SaveFailedError": "mcore_ckpt_ext.errors",
-    "SeamStatus": "mcore_ckpt_ext.patching.registry",
+    "PatchPointStatus": "mcore_ckpt_ext.patching.registry",
     "Stage": "mcore_ckpt_ext.operations.pipeline_map",
     "StoredFile": "mcore_ckpt_ext.operations.inspection",
     "StoredTensor": "mcore_ckpt_ext.operations.inspection",
     "TensorDifference": "mcore_ckpt_ext.operations.comparison",
     "TensorHandle": "mcore_ckpt_ext.formats.checkpoint",
     "TorchDist": "mcore_ckpt_ext.formats.torch_dist.options",
-    "Unread": "mcore_ckpt_ext.formats.unread_state",
+    "UnreadState": "mcore_ckpt_ext.formats.unread_state",
     "UnreadableCheckpointError": "mcore_ckpt_ext.errors",
     "UnsafePickleError": "mcore_ckpt_ext.errors",
     "UnsupportedCheckpointError": "mcore_ckpt_ext.errors",
@@ -162,8 +162,16 @@ _HOMES = {
 }
 
 
+_FORMER = {"Fact": "MetadataDifference", "SeamStatus": "PatchPointStatus", "Unread": "UnreadState"}
+
+
 def __getattr__(name: str) -> object:
     """Import the module that holds a public name, on the first use of that name."""
+    if name in _FORMER:
+        import warnings
+
+        warnings.warn(f"{name} is now {_FORMER[name]}", DeprecationWarning, stacklevel=2)
+        return __getattr__(_FORMER[name])
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -37,7 +37,7 @@ class JobArguments(ModelTable, RunTable, Stated):
         stated: everything that the source says, by name, as it says it.
         source: what states it, for messages.
         version: the release of Megatron Core that wrote the source, where that is recorded.
-        tells_all: the source has every argument of its job, as Megatron's own `args` do: one that it does not state
+        is_complete: the source has every argument of its job, as Megatron's own `args` do: one that it does not state
             did not exist in its version. Other descriptions leave out what they please.
 
     Raises:
@@ -47,7 +47,7 @@ class JobArguments(ModelTable, RunTable, Stated):
     stated: Mapping[str, Any] = field(default_factory=dict, repr=False)
     source: str = "the arguments of the job"
     version: Version | None = None
-    tells_all: bool = True
+    is_complete: bool = True
 
     def __post_init__(self) -> None:
         for name, row in _ROWS.items():
@@ -67,7 +67,7 @@ class JobArguments(ModelTable, RunTable, Stated):
         *,
         source: str = "the arguments of the job",
         version: Version | None = None,
-        tells_all: bool = True,
+        is_complete: bool = True,
     ) -> JobArguments:
         """From Megatron's parsed arguments, or anything else with its names; what has no row is kept in `stated`.
 
@@ -75,12 +75,12 @@ class JobArguments(ModelTable, RunTable, Stated):
             stated: values by name.
             source: what states them.
             version: the release of Megatron Core that wrote the source, where that is recorded.
-            tells_all: the source has every argument of its job.
+            is_complete: the source has every argument of its job.
 
         Raises:
             UnreadableCheckpointError: an argument has a value that no job can have.
         """
-        return cls(stated=MappingProxyType(dict(stated)), source=source, version=version, tells_all=tells_all)
+        return cls(stated=MappingProxyType(dict(stated)), source=source, version=version, is_complete=is_complete)
 
     def value_of(self, name: str) -> Any:
         """An argument by its name; None where it is not known."""
@@ -92,7 +92,7 @@ class JobArguments(ModelTable, RunTable, Stated):
 
     def lacks(self, name: str) -> bool:
         """Whether the version of the job did not have an argument yet; not where a source merely keeps it to itself."""
-        return self.tells_all and name not in self.stated
+        return self.is_complete and name not in self.stated
 
     def value(self, name: str) -> Any:
         """An argument that a table names; None where it is not known.
@@ -138,7 +138,7 @@ class JobArguments(ModelTable, RunTable, Stated):
     def changed(self, *, source: str | None = None, **changes: Any) -> JobArguments:
         """The arguments of a job with these values in place of the present ones; `source`: what states them now."""
         return JobArguments.of(
-            {**self.stated, **changes}, source=source or self.source, version=self.version, tells_all=self.tells_all
+            {**self.stated, **changes}, source=source or self.source, version=self.version, is_complete=self.is_complete
         )
 
     def _refused(self, name: str, found: str, expected: str) -> UnreadableCheckpointError:

@@ -42,7 +42,7 @@ class CheckpointError(RuntimeError):
         DestinationError
     """
 
-    _mostly_helps: ClassVar[str | None] = None
+    _default_hint: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class CheckpointError(RuntimeError):
         where: str | None = None,
         helps: str | None = None,
     ) -> None:
-        hint = self._mostly_helps if helps is None else helps
+        hint = self._default_hint if helps is None else helps
         values = zip(DETAILS, (found, expected, where, hint), strict=True)
-        self.message = printable(what, keeps="\n\t")  # as PyTorch's own messages have them
+        self.message = escaped(what, keeps="\n\t")  # as PyTorch's own messages have them
         self.details = {
-            label: printable(value if isinstance(value, str) else shown(value))
+            label: escaped(value if isinstance(value, str) else shown(value))
             for label, value in values
             if value is not None
         }
@@ -68,13 +68,13 @@ class CheckpointError(RuntimeError):
 class UnreadableCheckpointError(CheckpointError):
     """A file is missing, truncated, damaged, or not what its metadata says."""
 
-    _mostly_helps = "use another copy, or another iteration where there is one"
+    _default_hint = "use another copy, or another iteration where there is one"
 
 
 class UnsafePickleError(CheckpointError):
     """A pickle asks for something that reading a checkpoint never needs."""
 
-    _mostly_helps = "do not load it with other software, which may execute its code; ask its author"
+    _default_hint = "do not load it with other software, which may execute its code; ask its author"
 
 
 class UnsupportedCheckpointError(CheckpointError):
@@ -109,7 +109,7 @@ class DestinationError(CheckpointError):
     """What is to be written exists already, or the disk refuses it; nothing was published."""
 
 
-def printable(text: str, keeps: str = "") -> str:
+def escaped(text: str, keeps: str = "") -> str:
     """The text with control characters, and what turns writing around, shown as escapes; but for those to keep."""
     return "".join(
         c if c.isprintable() or c in keeps else c.encode("unicode_escape", "surrogatepass").decode() for c in text
@@ -121,7 +121,7 @@ def in_words(error: BaseException) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def with_article(noun: str) -> str:
+def with_indefinite_article(noun: str) -> str:
     """The noun after "a" or "an", as it is spoken: a name that begins with a letter read by itself counts, too."""
     alone = noun.startswith(("lm_", "mtp")) or (noun[:2].isupper() and noun[0] in "AEFHILMNORSX")
     return f"{'an' if alone or noun[:1] in 'aeioAEIO' else 'a'} {noun}"
@@ -132,7 +132,7 @@ _MOST_TEXT = 300
 
 def shortened(text: str, most: int = _MOST_TEXT) -> str:
     """A text that a stranger may have made long and strange, as a message can show it."""
-    return printable(text if len(text) <= most else f"{text[:most]}...")
+    return escaped(text if len(text) <= most else f"{text[:most]}...")
 
 
 _BRACKETS: dict[type, str] = {list: "[]", tuple: "()", set: "{}", frozenset: "{}", deque: "[]", dict: "{}"}
@@ -166,7 +166,7 @@ def _items(value: Any, depth: int) -> str:
 
 
 @contextmanager
-def interpreting(where: object) -> Iterator[None]:
+def reraise_as_unreadable(where: object) -> Iterator[None]:
     """Metadata of a stranger can be anything: what fails on the way through it becomes one clear refusal.
 
     Raises:
@@ -188,7 +188,7 @@ INTERRUPTED = "the save was interrupted or the copy is incomplete: use another i
 """What helps where a part of a checkpoint is missing."""
 
 
-def remedy(error: OSError) -> str:
+def io_hint(error: OSError) -> str:
     """What helps when a file of a checkpoint cannot be opened."""
     if isinstance(error, PermissionError):
         return "read it as a user with permission, or ask its owner for permission (chmod)"

@@ -24,10 +24,10 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
-from mcore_ckpt_ext.megatron.live.compatibility import check_lost, spelling_in, verify_checksums
-from mcore_ckpt_ext.megatron.live.job import LiveJob, RankView
+from mcore_ckpt_ext.megatron.live.compatibility import check_lost, name_map_for, verify_checksums
+from mcore_ckpt_ext.megatron.live.job import LiveJob, RankSummary
 from mcore_ckpt_ext.megatron.live.master_check import Prover
-from mcore_ckpt_ext.megatron.live.model import Spell, quantisation
+from mcore_ckpt_ext.megatron.live.model import NameFunction, quantisation
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 from mcore_ckpt_ext.megatron.live.planning import check_job, open_with_orders, plan_rank
 from mcore_ckpt_ext.megatron.live.reading import Reading
@@ -100,15 +100,15 @@ def prepare(
     started = time.monotonic()
     jobs: list[LiveJob] = []
 
-    def read() -> RankView:
+    def read() -> RankSummary:
         jobs.append(LiveJob(chunks, optimizer))
         return jobs[0].view
 
     views = agreed("reading the live model", read)
 
-    def under_its_names() -> tuple[CheckpointView, LiveJob, Spell]:
+    def under_its_names() -> tuple[CheckpointView, LiveJob, NameFunction]:
         checkpoint, (job,) = open_with_orders(folder, views), jobs
-        spell = spelling_in(checkpoint, {name for view in views for name in view.names}, arguments)
+        spell = name_map_for(checkpoint, {name for view in views for name in view.names}, arguments)
         if spell is str:
             return checkpoint, job, spell
         return open_with_orders(folder, views, spell), LiveJob(chunks, optimizer, spell), spell
@@ -191,9 +191,9 @@ class Prepared:
     def certainty(self) -> str:
         """How it is known that the masters belong to the weights, in words."""
         checkpoint = self.checkpoint
-        if checkpoint.rounds_weights:
+        if checkpoint.weights_derived_from_masters:
             return "stored as masters, of which their weights are made"
-        if any(checkpoint.follow_from_weights(shard.name) for shard in self.job.shards):
+        if any(checkpoint.masters_are_derived(shard.name) for shard in self.job.shards):
             return "joined from their weights and remainders"
         proof = self.proof
         return f"proven {'equal to their weights' if proof is BY_ROUNDING else proof.words}"
@@ -279,7 +279,7 @@ class Proven:
 
     def _follow(self, shard: LiveShard, master: torch.Tensor) -> int:
         """Returns: how many weights changed: optimizers differ where a master lies halfway between two of them."""
-        if shard.home.proof(shard) is not None and not self.prepared.checkpoint.follow_from_weights(shard.name):
+        if shard.home.proof(shard) is not None and not self.prepared.checkpoint.masters_are_derived(shard.name):
             return 0
         if quantisation(shard.live.parameter) is not None:
             return 0  # the next step writes them

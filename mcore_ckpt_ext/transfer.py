@@ -20,15 +20,15 @@ import torch
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.devices import is_staged
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.planning.array_location import Extent, Rearranged, Scaled
+from mcore_ckpt_ext.planning.array_location import Extent, ScaleCodec, TransposeCodec
 from mcore_ckpt_ext.planning.overlap import Run, in_parts
 from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, WantedSlice, derivation_of, make_plan
-from mcore_ckpt_ext.storage.archive_template import Payloads
+from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
 from mcore_ckpt_ext.storage.scaled import decode
-from mcore_ckpt_ext.storage.tensor_location import Payload
+from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 BLOCK_BYTES = 16 << 20
@@ -54,7 +54,7 @@ _DECODED_BYTES = 8
 # By target index; a mapping may leave out targets that the plan does not serve.
 Destinations = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
 # Given a target index and the elements from the first to below the second, which have just been read.
-Look = Callable[[int, int, int], None]
+LoadAssessment = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +81,15 @@ class Transfer:
     """Moves the bytes of plans out of one checkpoint folder; payload positions are looked up once."""
 
     def __init__(self, reader: FolderReader, workers: int | None = None, checksums: Checksums | None = None) -> None:
-        """Args: the folder's reader, the number of threads, what compares checksums (see `Payloads`)."""
+        """Args: the folder's reader, the number of threads, what compares checksums (see `TensorLocations`)."""
         self._reader = reader
         self._workers = workers or _threads()
-        self._payloads = Payloads(reader, checksums)
+        self._payloads = TensorLocations(reader, checksums)
         self._checksums = checksums
         self._scratch = threading.local()
         self._stages = Stages()
 
-    def execute(self, plan: Plan, destinations: Destinations, look: Look | None = None) -> None:
+    def execute(self, plan: Plan, destinations: Destinations, look: LoadAssessment | None = None) -> None:
         """Fill the destinations, 1-D contiguous tensors by target index, according to the plan.
 
         Args:
@@ -127,9 +127,9 @@ class Transfer:
         for run in copy.runs.rows():
             yield from self._blocks_of(payload, run, copy.extent, block_bytes)
 
-    def _blocks_of(self, payload: Payload, run: Run, extent: Extent, block_bytes: int) -> Iterator[Block]:
+    def _blocks_of(self, payload: TensorLocation, run: Run, extent: Extent, block_bytes: int) -> Iterator[Block]:
         source, target, length, count, source_stride, target_stride = run
-        decodes = isinstance(extent, (Rearranged, Scaled))
+        decodes = isinstance(extent, (TransposeCodec, ScaleCodec))
         size = (getattr(torch, extent.dtype) if decodes else payload.dtype).itemsize
         limit = max(1, block_bytes // (size if payload.scaled is None else _DECODED_BYTES))
         near = not decodes and _are_near(length, count, source_stride, size)
@@ -144,27 +144,27 @@ class Transfer:
                     payload.decoded(elements), target + row * target_stride + column, width, rows, target_stride
                 )
 
-    def locate(self, extent: Extent) -> Payload:
-        """Where the elements of a stored array lie; errors as of `Payloads.locate`."""
-        if isinstance(extent, Scaled):
+    def locate(self, extent: Extent) -> TensorLocation:
+        """Where the elements of a stored array lie; errors as of `TensorLocations.locate`."""
+        if isinstance(extent, ScaleCodec):
             return self.locate(extent.codes)
-        return self.locate(extent.array) if isinstance(extent, Rearranged) else self._payloads.locate(extent)
+        return self.locate(extent.array) if isinstance(extent, TransposeCodec) else self._payloads.locate(extent)
 
     def archive(self, file: str) -> TorchArchive:
-        """The archive that fills a file, of many objects; errors as of `Payloads.archive`."""
+        """The archive that fills a file, of many objects; errors as of `TensorLocations.archive`."""
         return self._payloads.archive(file)
 
     def elements(self, extent: Extent, first: int, count: int) -> torch.Tensor:
         """A few elements of a stored array, without a plan; errors as of `execute`."""
         payload = self.locate(extent)
-        if count == 0 or isinstance(extent, (Rearranged, Scaled)):
+        if count == 0 or isinstance(extent, (TransposeCodec, ScaleCodec)):
             return payload.decoded(self._read_rows(payload, first, count, 1, count, extent))
         size = payload.dtype.itemsize
         data = bytearray(count * size)
         self._reader.read_into(payload.file, payload.offset + first * size, memoryview(data))
         return payload.decoded(torch.frombuffer(data, dtype=payload.dtype))
 
-    def _copy_all(self, copies: Sequence[Copy], destinations: Destinations, look: Look | None) -> None:
+    def _copy_all(self, copies: Sequence[Copy], destinations: Destinations, look: LoadAssessment | None) -> None:
         for copy in copies:
             destination = destinations[copy.target]
             payload = self.locate(copy.extent)
@@ -180,7 +180,7 @@ class Transfer:
                 block.rows_of(destination).copy_(block.rows())
         self._stages.wait()
 
-    def _read_staged(self, payload: Payload, runs: Iterable[Run], destination: torch.Tensor) -> None:
+    def _read_staged(self, payload: TensorLocation, runs: Iterable[Run], destination: torch.Tensor) -> None:
         """Read elements to a device, through memory that it copies from while more is read."""
         size = payload.dtype.itemsize
         for source, target, length, count, source_stride, target_stride in in_parts(runs, STAGE_BYTES // size):
@@ -194,7 +194,7 @@ class Transfer:
 
     def _read_in_place(
         self,
-        payload: Payload,
+        payload: TensorLocation,
         runs: Iterable[Run],
         destination: torch.Tensor,
         show: Callable[[int, int], None] | None = None,
@@ -250,13 +250,13 @@ class Transfer:
         return found
 
     def _read_rows(
-        self, payload: Payload, first: int, length: int, count: int, stride: int, extent: Extent | None = None
+        self, payload: TensorLocation, first: int, length: int, count: int, stride: int, extent: Extent | None = None
     ) -> torch.Tensor:
-        if isinstance(extent, Scaled):
+        if isinstance(extent, ScaleCodec):
             codes, scales = (partial(self._read_one, self.locate(part)) for part in (extent.codes, extent.scales))
             rows = [decode(extent, first + row * stride, length, codes, scales) for row in range(count)]
             return rows[0] if count == 1 else torch.cat(rows)
-        if isinstance(extent, Rearranged):
+        if isinstance(extent, TransposeCodec):
             return self._read_rearranged(payload, first, length, count, stride, extent)
         size = payload.dtype.itemsize
         span = (count - 1) * stride + length
@@ -273,11 +273,11 @@ class Transfer:
             self._reader.read_into(payload.file, offset, memory[row * length * size : (row + 1) * length * size])
         return elements
 
-    def _read_one(self, payload: Payload, first: int, length: int) -> torch.Tensor:
+    def _read_one(self, payload: TensorLocation, first: int, length: int) -> torch.Tensor:
         return self._read_rows(payload, first, length, 1, length)
 
     def _read_rearranged(
-        self, payload: Payload, first: int, length: int, count: int, stride: int, extent: Rearranged
+        self, payload: TensorLocation, first: int, length: int, count: int, stride: int, extent: TransposeCodec
     ) -> torch.Tensor:
         """Like `_read_rows`, of a matrix that lies otherwise: the rows that hold the elements are read whole."""
         last = first + (count - 1) * stride + length
@@ -293,9 +293,11 @@ class Transfer:
         start = first - top * extent.columns
         return elements.as_strided((count, length), (stride, 1), start).reshape(-1).contiguous()
 
-    def _read_part(self, payload: Payload, part: int, top: int, bottom: int, extent: Rearranged) -> torch.Tensor:
+    def _read_part(
+        self, payload: TensorLocation, part: int, top: int, bottom: int, extent: TransposeCodec
+    ) -> torch.Tensor:
         """Rows `[top, bottom)` of one of the parts that take turns, `[rows, columns]`."""
-        array = extent.array if isinstance(extent.array, Scaled) else None
+        array = extent.array if isinstance(extent.array, ScaleCodec) else None
         columns, step = extent.columns, extent.interleaved
         begin, span = top * step + part, (bottom - top - 1) * step + 1
         if extent.transposed:

@@ -25,9 +25,10 @@ PUBLIC = {
     # what a conversion can write, and what a user knows of its source
     "Canonical", "Facts", "FsdpDtensor", "HuggingFace", "Legacy", "TorchDist",
     # what the results are made of
-    "BufferMap", "Check", "Checkpoint", "Comparison", "DifferenceMap", "Evidence", "Fact", "Finding", "Inspection",
-    "KindComparison", "PaddingRows", "ParallelLayout", "Report", "Resumption", "SeamStatus", "Setting", "Stage",
-    "StoredFile", "StoredTensor", "TensorDifference", "TensorHandle", "Unread", "Verification", "Writer",
+    "BufferMap", "Check", "Checkpoint", "Comparison", "DifferenceMap", "Evidence", "Finding", "Inspection",
+    "KindComparison", "MetadataDifference", "PaddingRows", "ParallelLayout", "PatchPointStatus", "Report", "Resumption",
+    "Setting", "Stage", "StoredFile", "StoredTensor", "TensorDifference", "TensorHandle", "UnreadState",
+    "Verification", "Writer",
     # the errors
     "CheckpointError", "DestinationError", "ModelMismatchError", "PackingError", "ProofError", "ResumeRefusedError",
     "SaveFailedError", "UnreadableCheckpointError", "UnsafePickleError", "UnsupportedCheckpointError", "UsageError",
@@ -76,7 +77,7 @@ def hinted() -> list[object]:
 @pytest.mark.parametrize("found", hinted(), ids=lambda found: found.__name__)
 def test_types_hide_nothing(found: object) -> None:
     # The hooks import it for type checkers only.
-    hints = typing.get_type_hints(found, localns={"SeamStatus": mcore_ckpt_ext.SeamStatus})
+    hints = typing.get_type_hints(found, localns={"PatchPointStatus": mcore_ckpt_ext.PatchPointStatus})
     assert hints
     assert not [name for name, hint in hints.items() if contains_any(hint)]
     if inspect.isfunction(found):

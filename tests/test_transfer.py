@@ -15,12 +15,12 @@ from mcore_ckpt_ext.planning.array_location import ArchivedTensor, RawArray
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage import pinned
-from mcore_ckpt_ext.storage.archive_template import Payloads
+from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.overlay_reader import TwoFolders
+from mcore_ckpt_ext.storage.overlay_reader import OverlayReader
 from mcore_ckpt_ext.storage.paths import as_path, file_system
 from mcore_ckpt_ext.storage.remote import RemoteFolderReader
-from mcore_ckpt_ext.storage.tensor_location import Payload
+from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.transfer import Transfer
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip
@@ -86,7 +86,7 @@ def test_remote_files_and_those_of_a_second_folder_are_read_in_the_same_ways(nam
     remote, own = as_path("memory://rows"), reader.folder / "own"
     file_system(remote).pipe_file("/rows/raw", CONTENT)
     own.mkdir()
-    both = TwoFolders(FolderReader(own), reader)
+    both = OverlayReader(FolderReader(own), reader)
     for other, file in ((RemoteFolderReader(remote), "raw"), (both, both.name_of("raw"))):
         memory = torch.full((150_000,), -1.0)
         Transfer(other).execute(plan_of(RUNS[name], file), [memory])
@@ -218,10 +218,10 @@ def tensors_of(name: str) -> list[ArchivedTensor]:
 @pytest.mark.parametrize("name", ["p01", "p06", "p10", "p41"])
 def test_an_archive_like_another_is_found_to_hold_what_it_does(name: str) -> None:
     reader = FolderReader(fixture_named(name).iteration)
-    payloads = Payloads(reader)
+    payloads = TensorLocations(reader)
     extents = tensors_of(name)
     assert {extent: payloads.locate(extent) for extent in extents} == {
-        extent: Payloads(reader).locate(extent) for extent in extents
+        extent: TensorLocations(reader).locate(extent) for extent in extents
     }
     learned = sum(map(len, payloads._stencils.values()))
     assert 0 < learned < len(extents) / 3
@@ -235,13 +235,13 @@ def test_damage_to_an_archive_that_was_like_another_shows_as_if_it_were_alone(pl
     for extent in tensors_of("p10"):
         by_length.setdefault(extent.length, []).append(extent)
     first, second, *_ = max(by_length.values(), key=len)
-    payloads = Payloads(FolderReader(folder))
+    payloads = TensorLocations(FolderReader(folder))
     payloads.locate(first)
     whole = payloads.locate(second)
     flip(folder / second.file, second.offset + (place if place > 0 else second.length + place))
 
-    def outcome(knows_another: bool) -> Payload | str:
-        payloads = Payloads(FolderReader(folder))
+    def outcome(knows_another: bool) -> TensorLocation | str:
+        payloads = TensorLocations(FolderReader(folder))
         try:
             if knows_another:
                 payloads.locate(first)
@@ -260,7 +260,7 @@ def test_a_record_of_another_shape_is_refused(shape: tuple[int, ...], seen_befor
     """As many elements in another order: they would be read as they lie."""
     torch.save(torch.zeros(shape), tmp_path / "file")
     length = (tmp_path / "file").stat().st_size
-    payloads = Payloads(FolderReader(tmp_path))
+    payloads = TensorLocations(FolderReader(tmp_path))
     if seen_before:
         (tmp_path / "other").write_bytes((tmp_path / "file").read_bytes())
         assert payloads.locate(ArchivedTensor("other", 0, length, "float32", shape)).shape == shape

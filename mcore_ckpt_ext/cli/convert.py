@@ -28,7 +28,7 @@ from mcore_ckpt_ext.loops.facts import FactsOfSource
 from mcore_ckpt_ext.targets import TARGETS, Target
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.formats.unread_state import Unread
+    from mcore_ckpt_ext.formats.unread_state import UnreadState
     from mcore_ckpt_ext.operations.conversion import Report
     from mcore_ckpt_ext.operations.workers import Team
 
@@ -135,7 +135,7 @@ class _ListFamilies(argparse.Action):
 def _family_row(family: Family) -> tuple[str, str, str, str]:
     models = (sys.modules[type(family).__module__].__doc__ or "").partition("\n")[0].rstrip(".")
     spec = "Megatron (Transformer Engine)" if family.needs_engine else "Megatron"
-    return family.model_type, family.name, "Megatron-Bridge" if family.only_bridge else spec, models
+    return family.model_type, family.name, "Megatron-Bridge" if family.bridge_only_reason else spec, models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -269,7 +269,7 @@ def _planned(report: Report) -> Iterator[str]:
     yield f"would read {readable(report.bytes_read)} of tensors, through {readable(report.peak_memory)} of memory"
 
 
-def _not_read(unread: Iterable[Unread]) -> Iterator[str]:
+def _not_read(unread: Iterable[UnreadState]) -> Iterator[str]:
     """A line for each key, and one for all that differ in their numbers alone: a large model has thousands."""
     for items in alike(unread, lambda item: (item.carried, item.why, without_numbers(item.key))):
         carried, why = items[0].carried, items[0].why

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, table
-from mcore_ckpt_ext.errors import printable
+from mcore_ckpt_ext.errors import escaped
 from mcore_ckpt_ext.job.releases import TORCH_IS_SUPPORTED, TORCH_LOADS_PLUGINS
 from mcore_ckpt_ext.megatron.patch_points import SEAMS
 from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
@@ -128,7 +128,7 @@ def _setting(setting: Setting[Any]) -> Line:
     """Whether a variable is set, and what it then does; one that is not understood does nothing."""
     if setting.text is None:
         return Line(setting.name, "ok", "not set")
-    found = f"{printable(setting.text)!r}"
+    found = f"{escaped(setting.text)!r}"
     if not setting.is_understood:
         return Line(setting.name, "FAILED", f"{found}: invalid value, ignored ({setting.meaning})")
     return Line(setting.name, "note", f"{found} ({setting.meaning})")

@@ -11,7 +11,7 @@ import torch.distributed
 
 from mcore_ckpt_ext.cli.output import message
 from mcore_ckpt_ext.errors import CheckpointError, UsageError, in_words
-from mcore_ckpt_ext.operations.workers import Alone, Team
+from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 
 Item = TypeVar("Item")
 
@@ -32,11 +32,11 @@ def the_team(*, join: bool = False) -> Iterator[Team]:
         CheckpointError: the others do not join.
     """
     if not join and _STARTED_BY_TORCHRUN not in os.environ:
-        yield Alone()
+        yield SingleProcess()
         return
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     if size < 2:
-        yield Alone()
+        yield SingleProcess()
         return
     _form_group(rank, size)
     try:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mcore_ckpt_ext.colossalai import tensor_parallel
-from mcore_ckpt_ext.colossalai.ranks import SharedFate
+from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped
 from mcore_ckpt_ext.devices import empty_on_host
 
@@ -24,7 +24,7 @@ _NOTHING = torch.empty(0)
 
 def whole_values(
     zero: Wrapped, places: Mapping[nn.Parameter, Place], held: Callable[[Any], torch.Tensor], dtype: torch.dtype,
-    *, device: torch.device, everywhere: bool, fate: SharedFate,
+    *, device: torch.device, everywhere: bool, fate: GroupErrors,
     padding: dict[nn.Parameter, torch.Tensor] | None = None,
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:  # fmt: skip
     """Every parameter of `places` with its whole value, in memory of its own; all ranks iterate, chunk by chunk.

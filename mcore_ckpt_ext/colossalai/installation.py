@@ -23,7 +23,7 @@ from mcore_ckpt_ext.colossalai.classes import (
 )
 from mcore_ckpt_ext.colossalai.methods import namespace
 from mcore_ckpt_ext.colossalai.state import Precision, get_static_torch_model
-from mcore_ckpt_ext.patching.registry import SeamStatus
+from mcore_ckpt_ext.patching.registry import PatchPointStatus
 from mcore_ckpt_ext.patching.singletons import PROCESS
 
 _ABSENT = object()
@@ -85,7 +85,7 @@ def uninstall() -> None:
         _patched().clear()
 
 
-def status() -> list[SeamStatus]:
+def status() -> list[PatchPointStatus]:
     """Report for every class whether its methods are strict; nothing is imported for that."""
     version = getattr(sys.modules.get("colossalai"), "__version__", None)
     with _lock:
@@ -95,10 +95,10 @@ def status() -> list[SeamStatus]:
         homes = [home.replace(":", ".") for home in target.homes]
         found = next((home for home in homes if home in patched), None)
         if found:
-            answers.append(SeamStatus(found, "patched", version))
+            answers.append(PatchPointStatus(found, "patched", version))
         else:
             reason = "not installed, or this version has no such class" if patched else "not installed"
-            answers.append(SeamStatus(homes[-1], "not patched", version, reason))
+            answers.append(PatchPointStatus(homes[-1], "not patched", version, reason))
     return answers
 
 

@@ -21,7 +21,7 @@ from mcore_ckpt_ext.colossalai.loaded_masters import note_exact_masters
 from mcore_ckpt_ext.colossalai.loading import write_master, write_padding
 from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
 from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
-from mcore_ckpt_ext.colossalai.ranks import SharedFate
+from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
 from mcore_ckpt_ext.errors import ModelMismatchError
 
@@ -37,7 +37,7 @@ Padding = dict[int, dict[str, torch.Tensor]]
 
 
 def iter_states(
-    optimizer: Any, only_rank_0: bool, with_masters: bool, fate: SharedFate, collected: Padding
+    optimizer: Any, only_rank_0: bool, with_masters: bool, fate: GroupErrors, collected: Padding
 ) -> Iterator[tuple[int, State | None]]:
     """The whole state of every parameter that has some, in the order of the chunks; all ranks iterate.
 
@@ -81,7 +81,7 @@ def iter_states(
 
 
 def _collect_padded_masters(
-    optimizer: Any, zero: Wrapped, only_rank_0: bool, fate: SharedFate, collected: Padding
+    optimizer: Any, zero: Wrapped, only_rank_0: bool, fate: GroupErrors, collected: Padding
 ) -> None:
     """The rows of padding of what is stepped, where no stream of the masters has passed."""
     ids = {parameter: key for key, parameter in optimizer.id_to_real_params.items()}
@@ -105,9 +105,9 @@ def with_padding(groups: list[dict[str, Any]], collected: Padding) -> list[dict[
     return [first, *groups[1:]]
 
 
-def fate_of(optimizer: Any) -> SharedFate:
+def fate_of(optimizer: Any) -> GroupErrors:
     """What the ranks share while they save the optimizer's state."""
-    return SharedFate(wrapped(optimizer.module).ranks, "calling optimizer.state_dict", "no rank has the whole state")
+    return GroupErrors(wrapped(optimizer.module).ranks, "calling optimizer.state_dict", "no rank has the whole state")
 
 
 def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -211,7 +211,7 @@ def _scalar(name: str, value: Any, elements: int) -> Any:
 
 def _elements(
     optimizer: Any, zero: Wrapped, ids: Mapping[nn.Parameter, int], described: Mapping[int, State], only_rank_0: bool,
-    with_masters: bool, fate: SharedFate, collected: Padding,
+    with_masters: bool, fate: GroupErrors, collected: Padding,
 ) -> Iterator[tuple[int, State | None]]:  # fmt: skip
     """What the parameters keep per element, a chunk of each kind at a time."""
     places = {p: place for p, place in (zero.masters or zero.working).items() if p in ids}

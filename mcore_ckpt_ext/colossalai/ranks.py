@@ -103,7 +103,7 @@ class Ranks:
         self.agreed(phase, own, consequence)
 
 
-class SharedFate:
+class GroupErrors:
     """A failure of one rank between two collectives ends all ranks when they next meet, so that nobody waits for it.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mcore_ckpt_ext.colossalai.gathering import in_pinned, own_copy
-from mcore_ckpt_ext.colossalai.ranks import SharedFate
+from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.state import (
     Precision,
     Ties,
@@ -107,7 +107,7 @@ def iter_zero_strict_state_dict(
     zero = begun(model, "state_dict_shard", dtype, only_rank_0, **arguments, keys=_digest(model, prefix))
     keys = keys_of(zero, prefix)
     everywhere = not only_rank_0
-    fate = SharedFate(zero.ranks, "calling state_dict_shard", "no rank has all shards")
+    fate = GroupErrors(zero.ranks, "calling state_dict_shard", "no rank has all shards")
     shard: OrderedDict[str, Any] = OrderedDict()
     size = 0
     for names, value, cost in _items(zero, keys, dtype, device, everywhere, fate):
@@ -127,7 +127,7 @@ def iter_zero_strict_state_dict(
     fate.meet()
 
 
-def handed_over(shard: Any, size: int, fate: SharedFate) -> Iterator[tuple[Any, int]]:
+def handed_over(shard: Any, size: int, fate: GroupErrors) -> Iterator[tuple[Any, int]]:
     """A shard, unless this rank has failed; what is thrown in here fails it."""
     if fate.failure is None:
         try:
@@ -137,7 +137,7 @@ def handed_over(shard: Any, size: int, fate: SharedFate) -> Iterator[tuple[Any, 
 
 
 def _items(
-    zero: Wrapped, keys: Keys, dtype: Precision, device: torch.device, everywhere: bool, fate: SharedFate
+    zero: Wrapped, keys: Keys, dtype: Precision, device: torch.device, everywhere: bool, fate: GroupErrors
 ) -> Iterator[tuple[list[str], torch.Tensor | None, int]]:
     for parameter, value in parameter_values(zero, dtype, device=device, everywhere=everywhere, fate=fate):
         if names := keys.parameters.get(parameter):

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.colossalai.deepcopy_memo import memo_of_uncopied
 from mcore_ckpt_ext.colossalai.gathering import own_copy, whole_values
 from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
-from mcore_ckpt_ext.colossalai.ranks import SharedFate
+from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
 
@@ -111,7 +111,7 @@ def _with_values(
     dtype = precision_of(model, dtype)
     # Each rank may name its own GPU.
     zero = begun(model, call, dtype, only_rank_0, device=device.type, **arguments)
-    fate = SharedFate(zero.ranks, f"calling {call}", "no rank has a result")
+    fate = GroupErrors(zero.ranks, f"calling {call}", "no rank has a result")
     everywhere = not only_rank_0
     values: _Values = {}
     for parameter, value in parameter_values(zero, dtype, device=device, everywhere=everywhere, fate=fate):
@@ -213,7 +213,7 @@ def dtype_of(zero: Wrapped, tensor: torch.Tensor, dtype: Precision) -> torch.dty
 
 
 def parameter_values(
-    zero: Wrapped, dtype: Precision, *, device: torch.device, everywhere: bool, fate: SharedFate
+    zero: Wrapped, dtype: Precision, *, device: torch.device, everywhere: bool, fate: GroupErrors
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:
     """Every parameter with its whole value, or None where it is not received; all ranks iterate, chunk by chunk."""
     given = dtype if isinstance(dtype, torch.dtype) else {"master": torch.float32, "compute": zero.compute_dtype}[dtype]

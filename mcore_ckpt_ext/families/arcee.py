@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, SIZES, TRAINING, head_size, query_groups, tied
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Fixed, Same, Sets
+from mcore_ckpt_ext.families.settings import Constant, Implies, Mapped
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
@@ -23,7 +23,7 @@ class Arcee(Family):
     )  # fmt: skip
     settings = (
         *SIZES, query_groups(), head_size(always=True), rope(), tied(by_default=False), *TRAINING, RMS_NORM,
-        Same("rms_norm_eps", "layernorm_epsilon", 1e-5), Fixed("mlp_bias", False, {}),
-        Fixed("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}), Sets({"bias_gelu_fusion": False}),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Constant("mlp_bias", False, {}),
+        Constant("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}), Implies({"bias_gelu_fusion": False}),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip

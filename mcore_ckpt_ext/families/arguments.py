@@ -101,7 +101,7 @@ def complete(job: JobArguments) -> ModelArguments:
     known["moe_ffn_hidden_size"] = known.get("moe_ffn_hidden_size") or known["ffn_hidden_size"]
     if job.use_rotary_position_embeddings:
         known["position_embedding_type"] = "rope"
-    if not job.tells_all and known.get("position_embedding_type") in _ROTARY and "rotary_base" not in known:
+    if not job.is_complete and known.get("position_embedding_type") in _ROTARY and "rotary_base" not in known:
         raise UnsupportedCheckpointError(
             "the rotary base of the checkpoint is unknown", expected="rotary_base", where=job.source,
             helps="say it: --argument rotary_base=500000, for example, and, where positions are scaled, "

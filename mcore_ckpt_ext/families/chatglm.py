@@ -11,12 +11,12 @@ from mcore_ckpt_ext.families.common_settings import RMS_NORM
 from mcore_ckpt_ext.families.family import Family, Rule, set_in
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
 from mcore_ckpt_ext.families.settings import (
-    Both,
     Config,
-    Fixed,
-    Needs,
-    Same,
-    Sets,
+    Constant,
+    Custom,
+    Implies,
+    Mapped,
+    Requires,
     Setting,
     Size,
     checked_size,
@@ -28,6 +28,7 @@ _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.encoder.layers.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
 _GROUPED, _GROUPS = "multi_query_attention", "multi_query_group_num"
 _ROWS, _TOKENS = "padded_vocab_size", "vocab_size"
+_RESIDUAL_AFTER_NORM = "apply_residual_connection_post_layernorm"
 
 
 def _groups() -> Setting:
@@ -42,7 +43,7 @@ def _groups() -> Setting:
             raise unrepresentable(_GROUPS, groups, f"a divisor of {heads} heads")
         return {"group_query_attention": groups != heads, "num_query_groups": groups}
 
-    return Both((_GROUPED, _GROUPS), to_config, to_arguments)
+    return Custom((_GROUPED, _GROUPS), to_config, to_arguments)
 
 
 def _vocabulary() -> Setting:
@@ -52,7 +53,7 @@ def _vocabulary() -> Setting:
             raise contradictory(_TOKENS, config[_TOKENS], f"{rows} as {_ROWS}")
         return {"vocab_size": rows}
 
-    return Both((_ROWS, _TOKENS), lambda arguments: {_ROWS: arguments.known("vocab_size")}, to_arguments)
+    return Custom((_ROWS, _TOKENS), lambda arguments: {_ROWS: arguments.known("vocab_size")}, to_arguments)
 
 
 class ChatGLM(Family):
@@ -87,18 +88,18 @@ class ChatGLM(Family):
         Size("num_layers", "num_layers", 28, counted=True), Size("hidden_size", "hidden_size", 4096),
         Size("num_attention_heads", "num_attention_heads", 32, counted=True), Size("kv_channels", "kv_channels", 128),
         Size("ffn_hidden_size", "ffn_hidden_size", 13696), Size("seq_length", "max_position_embeddings", 2048),
-        _vocabulary(), _groups(), Same("layernorm_epsilon", "layernorm_epsilon", 1e-5), RMS_NORM,
-        Same("hidden_dropout", "hidden_dropout", 0.0), Same("attention_dropout", "attention_dropout", 0.0),
-        Same("add_qkv_bias", "add_qkv_bias", False), Fixed("add_bias_linear", False, {"add_bias_linear": False}),
-        Fixed("rmsnorm", True, {}), Fixed("post_layer_norm", True, {}),
-        Fixed("apply_residual_connection_post_layernorm", False, {"apply_residual_connection_post_layernorm": False}),
-        Fixed("tie_word_embeddings", False, {"untie_embeddings_and_output_weights": True}),
-        Fixed("original_rope", True, {
+        _vocabulary(), _groups(), Mapped("layernorm_epsilon", "layernorm_epsilon", 1e-5), RMS_NORM,
+        Mapped("hidden_dropout", "hidden_dropout", 0.0), Mapped("attention_dropout", "attention_dropout", 0.0),
+        Mapped("add_qkv_bias", "add_qkv_bias", False), Constant("add_bias_linear", False, {"add_bias_linear": False}),
+        Constant("rmsnorm", True, {}), Constant("post_layer_norm", True, {}),
+        Constant(_RESIDUAL_AFTER_NORM, False, {_RESIDUAL_AFTER_NORM: False}),
+        Constant("tie_word_embeddings", False, {"untie_embeddings_and_output_weights": True}),
+        Constant("original_rope", True, {
             "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 0.5, "rotary_interleaved": True,
         }),
-        Fixed("rope_ratio", 1, {}), Needs({"swiglu": True}), Sets({"init_method_std": 0.02}),
+        Constant("rope_ratio", 1, {}), Requires({"swiglu": True}), Implies({"init_method_std": 0.02}),
     )  # fmt: skip
 
     @override
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that GLM-4-9B is"]

@@ -10,16 +10,16 @@ from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import (
     MOST_COUNTED,
-    Both,
     Config,
-    Fixed,
-    Needs,
-    Same,
-    Sets,
+    Constant,
+    Custom,
+    Implies,
+    Mapped,
+    Requires,
     Setting,
     Size,
     checked_size,
-    misfits,
+    mismatches,
     unrepresentable,
 )
 
@@ -34,7 +34,7 @@ def tied(by_default: bool) -> Setting:
             raise unrepresentable(key, found, "true or false")
         return {"untie_embeddings_and_output_weights": not found}
 
-    return Both((key,), lambda arguments: {key: not arguments.untie_embeddings_and_output_weights}, to_arguments)
+    return Custom((key,), lambda arguments: {key: not arguments.untie_embeddings_and_output_weights}, to_arguments)
 
 
 def query_groups(default: int | None = None, key: str = "num_key_value_heads") -> Setting:
@@ -47,7 +47,7 @@ def query_groups(default: int | None = None, key: str = "num_key_value_heads") -
             raise unrepresentable(key, groups, f"a divisor of {heads} heads")
         return {"group_query_attention": groups != heads, "num_query_groups": groups}
 
-    return Both((key,), lambda arguments: {key: arguments.num_query_groups}, to_arguments)
+    return Custom((key,), lambda arguments: {key: arguments.num_query_groups}, to_arguments)
 
 
 def head_size(always: bool = False, default: int | None = None) -> Setting:
@@ -64,7 +64,7 @@ def head_size(always: bool = False, default: int | None = None) -> Setting:
         implied = config["hidden_size"] // config["num_attention_heads"]
         return {"kv_channels": checked_size("head_dim", config.get("head_dim", default) or implied)}
 
-    return Both(("head_dim",), to_config, to_arguments)
+    return Custom(("head_dim",), to_config, to_arguments)
 
 
 def implied_head_size() -> Setting:
@@ -74,7 +74,7 @@ def implied_head_size() -> Setting:
         implied = arguments.kv_channels * arguments.num_attention_heads == arguments.hidden_size
         return [] if implied else ["heads of a size of their own"]
 
-    return Both((), lambda arguments: {}, lambda config: {}, why_not)
+    return Custom((), lambda arguments: {}, lambda config: {}, why_not)
 
 
 def window(size: int | None) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def windows_in_some_layers(size: int | None, every: int, older_key: str | None =
 
     expressed = ("window_size", "window_attn_skip_freq")
     keys = ("sliding_window", "layer_types", *([older_key] if older_key else []))
-    return Both(keys, to_config, to_arguments, why_no_window, expressed)
+    return Custom(keys, to_config, to_arguments, why_no_window, expressed)
 
 
 def experts_everywhere(arguments: ModelArguments) -> bool:
@@ -175,10 +175,10 @@ def experts_in_every_layer(count: int, key: str = "num_local_experts") -> Settin
         return [] if experts_everywhere(arguments) else ["no experts in all layers"]
 
     expressed = ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size")
-    return Both((key, "intermediate_size"), to_config, to_arguments, why_not, expressed)
+    return Custom((key, "intermediate_size"), to_config, to_arguments, why_not, expressed)
 
 
-RMS_NORM = Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False})
+RMS_NORM = Requires({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False})
 SIZES: tuple[Setting, ...] = (
     Size("num_hidden_layers", "num_layers", counted=True),
     Size("hidden_size", "hidden_size"),
@@ -188,11 +188,11 @@ SIZES: tuple[Setting, ...] = (
     Size("vocab_size", "vocab_size"),
 )
 INITIAL: tuple[Setting, ...] = (
-    Same("initializer_range", "init_method_std", 0.02),
-    Sets({"attention_dropout": 0.0, "hidden_dropout": 0.0}),
+    Mapped("initializer_range", "init_method_std", 0.02),
+    Implies({"attention_dropout": 0.0, "hidden_dropout": 0.0}),
 )
-TRAINING: tuple[Setting, ...] = (*INITIAL, Same("attention_dropout", "attention_dropout", 0.0))
-SILU = Fixed("hidden_act", "silu", {"swiglu": True})
+TRAINING: tuple[Setting, ...] = (*INITIAL, Mapped("attention_dropout", "attention_dropout", 0.0))
+SILU = Constant("hidden_act", "silu", {"swiglu": True})
 
 
 def gelu(
@@ -217,11 +217,11 @@ def gelu(
             raise unrepresentable(key, activation, f"gelu or {approximation}")
         return {**arguments_needed, "bias_gelu_fusion": activation != "gelu"}
 
-    return Both(
+    return Custom(
         (key,),
         lambda arguments: {key: approximation if arguments.bias_gelu_fusion else "gelu"},
         to_arguments,
-        lambda arguments: misfits(arguments_needed, arguments),
+        lambda arguments: mismatches(arguments_needed, arguments),
         expressed=(*arguments_needed, "bias_gelu_fusion"),
     )
 
@@ -245,14 +245,14 @@ def llama_like(
     """
     return (
         *SIZES, query_groups(groups), head_size(head_dim, head_dim_default), rope(theta), tied(by_default=False),
-        *TRAINING, SILU, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", epsilon),
+        *TRAINING, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", epsilon),
     )  # fmt: skip
 
 
 def sliding_window(absent: int | None) -> Setting:
     """A window that all layers see; `absent` is what a missing key means."""
     key = "sliding_window"
-    return Both(
+    return Custom(
         (key,),
         lambda arguments: {key: window_of(arguments)},
         lambda config: window(config.get(key, absent)),
@@ -274,4 +274,4 @@ def full_attention(*more: str) -> Setting:
             raise unrepresentable("layer_types", windowed[0], "full_attention in every layer")
         return {}
 
-    return Both((*switches, "layer_types"), lambda arguments: {"use_sliding_window": False}, to_arguments)
+    return Custom((*switches, "layer_types"), lambda arguments: {"use_sliding_window": False}, to_arguments)

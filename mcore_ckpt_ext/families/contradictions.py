@@ -28,9 +28,9 @@ def contradictions(family: Family, model: ModelArguments, job: JobArguments) -> 
     """
     running = complete(job)
     running = running.changed(vocab_size=model.vocab_size, mtp_num_layers=model.mtp_num_layers)
-    found = [*_differing(family, model, running), *family.misfits(running), *_of_no_flag(model, job)]
-    if family.only_bridge:
-        found.insert(0, f"pretrain_gpt.py builds no such model: {family.only_bridge}")
+    found = [*_differing(family, model, running), *family.mismatches(running), *_of_no_flag(model, job)]
+    if family.bridge_only_reason:
+        found.insert(0, f"pretrain_gpt.py builds no such model: {family.bridge_only_reason}")
     return list(dict.fromkeys(found))
 
 

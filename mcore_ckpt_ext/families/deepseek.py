@@ -11,16 +11,16 @@ from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAIN
 from mcore_ckpt_ext.families.family import Rule
 from mcore_ckpt_ext.families.rope import KEYS, base_of, concentration, mscales, rope_parameters, yarn_lengths
 from mcore_ckpt_ext.families.settings import (
-    Both,
     Coefficient,
     Config,
-    Fixed,
-    Needs,
-    Same,
+    Constant,
+    Custom,
+    Mapped,
+    Requires,
     Setting,
     Size,
     checked_size,
-    misfits,
+    mismatches,
     unrepresentable,
 )
 
@@ -88,9 +88,9 @@ def _rope() -> Setting:
 
     def why_not(arguments: ModelArguments) -> list[str]:
         # Megatron's latent attention rotates by `rope_type`, whatever the kind of positions is; `rope` is not scaled.
-        return misfits({"rotary_percent": 1.0}, arguments) if arguments.rope_type == "rope" else []
+        return mismatches({"rotary_percent": 1.0}, arguments) if arguments.rope_type == "rope" else []
 
-    return Both(
+    return Custom(
         KEYS,
         to_config,
         to_arguments,
@@ -101,7 +101,7 @@ def _rope() -> Setting:
 
 def scaled_gates(missing: float, key: str = "routed_scaling_factor") -> Setting:
     """The factor on the chosen experts' weights; `missing`: what its absence from a config means."""
-    return Both(
+    return Custom(
         (key,),
         lambda arguments: {key: float(arguments.moe_router_topk_scaling_factor or 1.0)},
         lambda config: {"moe_router_topk_scaling_factor": config.get(key, missing)},
@@ -138,7 +138,7 @@ def dense_then_experts(pattern_of: Callable[[Config], list[int]]) -> Setting:
         return {"moe_layer_freq": 1 if all(found) else found}
 
     keys = (KINDS_OF_LAYERS, COUNT_OF_DENSE)
-    return Both(keys, to_config, to_arguments, _why_not_dense_first, expressed=("moe_layer_freq",))
+    return Custom(keys, to_config, to_arguments, _why_not_dense_first, expressed=("moe_layer_freq",))
 
 
 def listed_dense_first(absent: int, *, counts: bool = True) -> Setting:
@@ -175,7 +175,7 @@ def dense_first(absent: int) -> Setting:
         return {"moe_layer_freq": 1 if all(pattern) else pattern}
 
     keys = (COUNT_OF_DENSE, "moe_layer_freq")
-    return Both(keys, to_config, to_arguments, _why_not_dense_first, expressed=("moe_layer_freq",))
+    return Custom(keys, to_config, to_arguments, _why_not_dense_first, expressed=("moe_layer_freq",))
 
 
 def shared_experts(key: str = "n_shared_experts", absent: int | None = None) -> Setting:
@@ -194,7 +194,7 @@ def shared_experts(key: str = "n_shared_experts", absent: int | None = None) -> 
         return [] if size and size % arguments.moe_ffn_hidden_size == 0 else ["no whole number of shared experts"]
 
     expressed = ("moe_shared_expert_intermediate_size",)
-    return Both((key,), to_config, to_arguments, why_not, expressed)
+    return Custom((key,), to_config, to_arguments, why_not, expressed)
 
 
 def grouped_choice(groups: int, chosen: int) -> Setting:
@@ -211,7 +211,7 @@ def grouped_choice(groups: int, chosen: int) -> Setting:
         }
 
     expressed = ("moe_router_num_groups", "moe_router_group_topk")
-    return Both(("n_group", "topk_group"), to_config, to_arguments, _why_not_best_two, expressed)
+    return Custom(("n_group", "topk_group"), to_config, to_arguments, _why_not_best_two, expressed)
 
 
 def ranked_by(arguments: ModelArguments) -> int | None:
@@ -245,15 +245,15 @@ def normalised_sigmoids(chosen: int, key: str = "norm_topk_prob") -> Setting:
             raise unrepresentable(key, said, f"{several}: Megatron normalises where experts are several")
         return {}
 
-    return Both((key,), lambda arguments: {key: arguments.moe_router_topk > 1}, to_arguments)
+    return Custom((key,), lambda arguments: {key: arguments.moe_router_topk > 1}, to_arguments)
 
 
 def sigmoid_routing(groups: int, chosen_groups: int, scaling: float) -> tuple[Setting, ...]:
     """Experts are chosen by a sigmoid and a bias that training moves; the numbers are the defaults of the class."""
     return (
         grouped_choice(groups, chosen_groups), normalised_sigmoids(8), scaled_gates(scaling),
-        Fixed("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
-        Fixed("topk_method", "noaux_tc", {"moe_router_enable_expert_bias": True}),
+        Constant("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
+        Constant("topk_method", "noaux_tc", {"moe_router_enable_expert_bias": True}),
         Coefficient("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
     )  # fmt: skip
 
@@ -261,7 +261,7 @@ def sigmoid_routing(groups: int, chosen_groups: int, scaling: float) -> tuple[Se
 _INNER_EPSILON = 1e-6
 
 
-def told_of_inner_norms(arguments: ModelArguments) -> list[str]:
+def inner_norm_settings(arguments: ModelArguments) -> list[str]:
     """Norms of compressed queries, keys and values have an epsilon of their own in transformers (4.36 to 5.23)."""
     if not arguments.multi_latent_attention or arguments.layernorm_epsilon == _INNER_EPSILON:
         return []
@@ -289,7 +289,7 @@ def rotated_by_head_dim() -> Setting:
             raise unrepresentable("head_dim", width, f"{rotated}, as qk_rope_head_dim")
         return {}
 
-    return Both(("head_dim",), lambda arguments: {}, to_arguments)
+    return Custom(("head_dim",), lambda arguments: {}, to_arguments)
 
 
 def latent_settings(
@@ -305,15 +305,15 @@ def latent_settings(
     """
     return (
         *SIZES, tied(by_default=False), *TRAINING, SILU, RMS_NORM, _rope(),
-        Same("rms_norm_eps", "layernorm_epsilon", epsilon),
-        Both(
+        Mapped("rms_norm_eps", "layernorm_epsilon", epsilon),
+        Custom(
             ("num_key_value_heads",),
             lambda arguments: {"num_key_value_heads": arguments.num_attention_heads},
             lambda config: {},
         ),
         # Megatron's own width of a head, which latent attention does not use.
-        Both(("head_dim", "qk_head_dim"), lambda arguments: {}, lambda config: {}),
-        Both(
+        Custom(("head_dim", "qk_head_dim"), lambda arguments: {}, lambda config: {}),
+        Custom(
             ("q_lora_rank",),
             lambda arguments: {"q_lora_rank": arguments.q_lora_rank},
             lambda config: {"q_lora_rank": config.get("q_lora_rank", queries)},
@@ -321,6 +321,6 @@ def latent_settings(
         ),
         Size("kv_lora_rank", "kv_lora_rank", 512), Size("qk_nope_head_dim", "qk_head_dim", keys),
         Size("qk_rope_head_dim", "qk_pos_emb_head_dim", 64), Size("v_head_dim", "v_head_dim", values),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Needs({"multi_latent_attention": True, "qk_layernorm": True}),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires({"multi_latent_attention": True, "qk_layernorm": True}),
     )  # fmt: skip

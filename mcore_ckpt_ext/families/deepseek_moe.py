@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.deepseek import dense_first, expert_sizes
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Coefficient, Fixed
+from mcore_ckpt_ext.families.settings import Coefficient, Constant
 
 
 class DeepSeekMoE(Family):
@@ -21,7 +21,7 @@ class DeepSeekMoE(Family):
     rules = (*parts.DECODER, *parts.experts(), *parts.shared_experts("shared_experts"))
     settings = (
         *llama_like(), *expert_sizes(), dense_first(0), Coefficient("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
-        Fixed("norm_topk_prob", False, {"moe_router_pre_softmax": True}),
-        Fixed("scoring_func", "softmax", {"moe_router_score_function": "softmax"}),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("norm_topk_prob", False, {"moe_router_pre_softmax": True}),
+        Constant("scoring_func", "softmax", {"moe_router_score_function": "softmax"}),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip

@@ -12,13 +12,13 @@ from mcore_ckpt_ext.families.deepseek import (
     RULES,
     dense_first,
     expert_sizes,
+    inner_norm_settings,
     latent_settings,
     ranked_by,
     scaled_gates,
-    told_of_inner_norms,
 )
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Both, Coefficient, Config, Fixed, unrepresentable
+from mcore_ckpt_ext.families.settings import Coefficient, Config, Constant, Custom, unrepresentable
 
 _GROUPED = ("moe_router_num_groups", "moe_router_group_topk")
 
@@ -46,25 +46,25 @@ class DeepSeekV2(Family):
     model_type = "deepseek_v2"
     architecture = "DeepseekV2ForCausalLM"
     rules = RULES
-    also_read = parts.STACKED_EXPERTS
+    read_rules = parts.STACKED_EXPERTS
     settings = (
         *latent_settings(),
         *expert_sizes(),
         dense_first(0),
-        Both(("topk_method", "n_group", "topk_group"), _groups, _limits, expressed=_GROUPED),
+        Custom(("topk_method", "n_group", "topk_group"), _groups, _limits, expressed=_GROUPED),
         scaled_gates(1.0),
         Coefficient("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
-        Fixed("norm_topk_prob", False, {"moe_router_pre_softmax": True}),
-        Fixed("mlp_bias", False, {}),
-        Fixed("scoring_func", "softmax", {"moe_router_score_function": "softmax"}),
+        Constant("norm_topk_prob", False, {"moe_router_pre_softmax": True}),
+        Constant("mlp_bias", False, {}),
+        Constant("scoring_func", "softmax", {"moe_router_score_function": "softmax"}),
     )
 
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:
         if ranked_by(arguments) in (None, 1):
-            return told_of_inner_norms(arguments)
+            return inner_norm_settings(arguments)
         return [
-            *told_of_inner_norms(arguments),
+            *inner_norm_settings(arguments),
             "groups of experts: Hugging Face ranks a group by its best expert, Megatron by the sum of its best "
             "(group_limited_topk, moe_utils.py), so they may choose differently",
         ]

@@ -13,13 +13,13 @@ from mcore_ckpt_ext.families.deepseek import (
     RULES,
     dense_first,
     expert_sizes,
+    inner_norm_settings,
     latent_settings,
     rotated_by_head_dim,
     sigmoid_routing,
-    told_of_inner_norms,
 )
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Setting
+from mcore_ckpt_ext.families.settings import Config, Constant, Custom, Setting
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _RULES = (*RULES, parts.EXPERT_BIAS)
@@ -28,7 +28,7 @@ _RULES = (*RULES, parts.EXPERT_BIAS)
 def mtp_layers() -> Setting:
     """Multi-token prediction (MTP) layers. A folder may say more than it has: what it holds counts."""
     key = "num_nextn_predict_layers"
-    return Both(
+    return Custom(
         (key, "num_mtp_layers"),
         lambda arguments: {key: arguments.mtp_num_layers or 0},
         lambda config: {"mtp_num_layers": config.get(key, config.get("num_mtp_layers", 1)) or None},
@@ -43,7 +43,7 @@ class WithMtp(Family):
 
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:
-        return told_of_inner_norms(arguments)
+        return inner_norm_settings(arguments)
 
     @override
     def mtp_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
@@ -52,11 +52,11 @@ class WithMtp(Family):
         return len(numbers & {*following})
 
     @override
-    def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
+    def unmapped_tensors(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
         """Also those layers, where they are not to be read."""
         said = self.mapped_arguments(config).mtp_num_layers or 0
         following = range(arguments.num_layers + (arguments.mtp_num_layers or 0), arguments.num_layers + said)
-        return super().without_place(names, arguments, config) | {
+        return super().unmapped_tensors(names, arguments, config) | {
             name for name in names if (match := _LAYER.match(name)) and int(match[1]) in following
         }
 
@@ -67,10 +67,10 @@ class DeepSeekV3(WithMtp):
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
     rules = (*_RULES, *parts.mtp_layers(_RULES))
-    also_read = parts.STACKED_EXPERTS
+    read_rules = parts.STACKED_EXPERTS
     settings = (
         *latent_settings(), *expert_sizes(256, 8, 2048), dense_first(3), *sigmoid_routing(8, 4, 2.5), mtp_layers(),
-        rotated_by_head_dim(), Fixed("rope_interleave", True, {}),
+        rotated_by_head_dim(), Constant("rope_interleave", True, {}),
     )  # fmt: skip
 
 
@@ -80,5 +80,5 @@ class KimiK2(DeepSeekV3):
     model_type = "kimi_k2"
 
     @override
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that DeepSeek-V3 is"]

@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import INITIAL, RMS_NORM, SILU, SIZES, head_size, query_groups, tied
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Fixed, Same
+from mcore_ckpt_ext.families.settings import Constant, Mapped
 
 
 class Ernie45(Family):
@@ -18,6 +18,6 @@ class Ernie45(Family):
     without_effect = ("compression_ratio", "freq_allocation", "use_rmsnorm", "micro_batch_size", "use_recompute")
     settings = (
         *SIZES, query_groups(2), head_size(always=True, default=128), rope(500000.0, interleaved=True),
-        tied(by_default=True), *INITIAL, SILU, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1e-5),
-        Fixed("use_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        tied(by_default=True), *INITIAL, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
+        Constant("use_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip

@@ -26,7 +26,7 @@ from mcore_ckpt_ext.families.deepseek import (
 )
 from mcore_ckpt_ext.families.family import Family, Rule, with_experts
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Both, Config, Needs, Same, Setting, Size, unrepresentable
+from mcore_ckpt_ext.families.settings import Config, Custom, Mapped, Requires, Setting, Size, unrepresentable
 
 _BIAS = "decoder.layers.{layer}.mlp.router.expert_bias"
 _WIDTH = 4096
@@ -58,11 +58,11 @@ def _windows() -> Setting:
         sees = layers_with_window(arguments.window_size, arguments.window_attn_skip_freq, arguments.num_layers)
         expected = [int(not one) for one in sees] if skipped or any(sees) else None
         as_expected = expected == (list(skipped) if skipped else None)
-        return usual.misfits(arguments) + (
+        return usual.mismatches(arguments) + (
             [] if as_expected else ["positions in other layers than those with a window"]
         )
 
-    return Both(usual.keys, to_config, to_arguments, why_not, (*usual.expresses, "no_rope_freq"))
+    return Custom(usual.keys, to_config, to_arguments, why_not, (*usual.expresses, "no_rope_freq"))
 
 
 class ExaoneMoE(Family):
@@ -78,17 +78,17 @@ class ExaoneMoE(Family):
         *parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts(), *parts.shared_experts("shared_experts"),
         Rule("model.layers.{layer}.mlp.e_score_correction_bias", _BIAS, where=with_experts, keeps_dtype=True),
     )  # fmt: skip
-    also_read = (*parts.STACKED_EXPERTS, parts.EXPERT_BIAS)
+    read_rules = (*parts.STACKED_EXPERTS, parts.EXPERT_BIAS)
     # Its MTP layer has no experts, and Megatron builds such a layer as the decoder's last one.
     left_out = (*Family.left_out, r"^mtp\.")
     without_effect = ("num_nextn_predict_layers",)
     settings = (
         *SIZES, query_groups(32), head_size(), rope(), tied(by_default=False), *TRAINING, SILU, RMS_NORM, _windows(),
-        Same("rms_norm_eps", "layernorm_epsilon", 1e-5), Size("num_experts", "num_experts", 64, counted=True),
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Size("num_experts", "num_experts", 64, counted=True),
         shared_experts("num_shared_experts", 1), Size("num_experts_per_tok", "moe_router_topk", 8),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", 1024), listed_dense_first(1), grouped_choice(1, 1),
         normalised_sigmoids(8), scaled_gates(2.5),
-        Needs({
+        Requires({
             "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True,
             "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
         }),

@@ -120,16 +120,17 @@ class Family:
 
     Attributes:
         model_type: as in `config.json`.
-        architecture: the class of transformers; `also_of`: that of another family, which folders name as well.
+        architecture: the class of transformers.
+        alternative_architecture: another class that folders of this family may name.
         rules: for all tensors, in the order of transformers' `state_dict`.
         repeated: for tensors that repeat others: written, but not read, once they are found to be copies.
-        also_read: other forms of the same tensors that folders in the wild have; never written.
+        read_rules: other forms of the same tensors that folders in the wild have; never written.
         settings: for everything that both configurations say.
         left_out: patterns of Hugging Face tensors that have no place in Megatron; they are reported, not converted.
         megatron_left_out: patterns of Megatron's tensors that have no place in a Hugging Face folder.
         without_effect: keys of `config.json`, beside those of every family, that say nothing about what it computes.
         optional_prefix: a beginning that names in folders in the wild may lack.
-        only_bridge: why Megatron Core's `GPTModel` has no such model, and Megatron-Bridge has; empty where it has one.
+        bridge_only_reason: why Megatron-Bridge alone can build the model; empty where Megatron Core's `GPTModel` can.
         needs_engine: Megatron builds it of Transformer Engine's layers only.
         defaults: what the class of transformers has for sizes that released folders leave out.
         bridge_provider: the family's own class in Megatron-Bridge, below `megatron.bridge.models`, if it needs one.
@@ -139,17 +140,17 @@ class Family:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
-    also_of: ClassVar[str | None] = None
+    alternative_architecture: ClassVar[str | None] = None
     rules: ClassVar[Sequence[Rule]]
     settings: ClassVar[Sequence[Setting]]
     repeated: ClassVar[Sequence[Rule]] = ()
-    also_read: ClassVar[Sequence[Rule]] = ()
+    read_rules: ClassVar[Sequence[Rule]] = ()
     left_out: ClassVar[Sequence[str]] = (r"\.rotary_emb\.inv_freq$",)
     megatron_left_out: ClassVar[Sequence[str]] = (r"^mtp\.", r"\.local_tokens_per_expert$")
     without_effect: ClassVar[Sequence[str]] = ()
     defaults: ClassVar[Mapping[str, Any]] = {}
     optional_prefix: ClassVar[str] = ""
-    only_bridge: ClassVar[str] = ""
+    bridge_only_reason: ClassVar[str] = ""
     needs_engine: ClassVar[bool] = False
     bridge_provider: ClassVar[str] = ""
     bridge_lacks: ClassVar[Sequence[str]] = ()
@@ -265,16 +266,16 @@ class Family:
         kept = WITHOUT_EFFECT.union(self.without_effect) - OF_THE_FILE
         return {key: value for key, value in config.items() if key in kept}
 
-    def misfits(self, arguments: ModelArguments) -> list[str]:
+    def mismatches(self, arguments: ModelArguments) -> list[str]:
         """Why a job with these arguments does not train this family; empty where it does."""
-        found = [reason for setting in self.settings for reason in setting.misfits(arguments)]
+        found = [reason for setting in self.settings for reason in setting.mismatches(arguments)]
         return found + unexpressed(self.expressed, arguments)
 
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         """Why a model that fits should bear another family's name, unless the user says otherwise."""
         return []
 
-    def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
+    def unmapped_tensors(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
         """Those of a folder's tensors that have no place in Megatron; they are reported, not converted."""
         tied = set() if arguments.untie_embeddings_and_output_weights else {"lm_head.weight"}
         return set(matching(names, self.left_out)) | (tied & set(names))
@@ -300,7 +301,7 @@ class Family:
 
         Args:
             arguments: of the job, completed, with the true `vocab_size`.
-            present: names in the folder that is read, which decide between `rules` and `also_read`.
+            present: names in the folder that is read, which decide between `rules` and `read_rules`.
         """
         found = []
         for rule in self._rules_for(present or ()):
@@ -323,7 +324,7 @@ class Family:
         return 0
 
     def _rules_for(self, present: Collection[str]) -> list[Rule]:
-        patterns = {rule: _pattern(rule.hugging_face) for rule in self.also_read}
+        patterns = {rule: _pattern(rule.hugging_face) for rule in self.read_rules}
         first = [rule for rule, pattern in patterns.items() if any(map(pattern.fullmatch, present))]
         replaced = {rule.megatron for rule in first}
         return [rule for rule in self.rules if rule.megatron not in replaced] + first

@@ -11,11 +11,11 @@ from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.model_space.names import module_and_leaf
 
 
-class WithWideNorms(Family):
+class FullWidthQKNorm(Family):
     """A family whose norms of queries and keys are as wide as all heads; `spec` is Megatron-Bridge's layer spec."""
 
     spec: ClassVar[str]
-    only_bridge = "Megatron Core normalizes queries and keys per head, this model all heads together"
+    bridge_only_reason = "Megatron Core normalizes queries and keys per head, this model all heads together"
 
     @override
     def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.family import Family, Piece, Rule
 from mcore_ckpt_ext.families.rows import shifted
-from mcore_ckpt_ext.families.settings import Both, Config, Needs, Setting, Size, unrepresentable
+from mcore_ckpt_ext.families.settings import Config, Custom, Requires, Setting, Size, unrepresentable
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_net
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.linear_attn"
@@ -107,7 +107,7 @@ def _layers() -> Setting:
         return {"linear_attention_freq": interval if found == usual else [int(one) for one in found]}
 
     keys = ("layer_types", "full_attention_interval")
-    return Both(keys, to_config, to_arguments, expressed=("linear_attention_freq",))
+    return Custom(keys, to_config, to_arguments, expressed=("linear_attention_freq",))
 
 
 def _output_gate() -> Setting:
@@ -118,7 +118,7 @@ def _output_gate() -> Setting:
             raise unrepresentable("output_gate_type", config["output_gate_type"], "silu, or swish, which is the same")
         return {}
 
-    return Both(("output_gate_type",), lambda arguments: {}, to_arguments)
+    return Custom(("output_gate_type",), lambda arguments: {}, to_arguments)
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -127,7 +127,7 @@ SETTINGS: tuple[Setting, ...] = (
     Size("linear_value_head_dim", "linear_value_head_dim", 128),
     Size("linear_num_key_heads", "linear_num_key_heads", 16, counted=True),
     Size("linear_num_value_heads", "linear_num_value_heads", 32, counted=True),
-    Needs({
+    Requires({
         "experimental_attention_variant": "gated_delta_net", "attention_output_gate": True, "qk_layernorm": True,
         "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True,
     }),

@@ -9,7 +9,16 @@ from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, head_size, query_groups
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Setting, misfits, unrepresentable
+from mcore_ckpt_ext.families.settings import (
+    Config,
+    Constant,
+    Custom,
+    Mapped,
+    Requires,
+    Setting,
+    mismatches,
+    unrepresentable,
+)
 
 _APPROXIMATION = "gelu_pytorch_tanh"
 
@@ -29,10 +38,10 @@ def _activation() -> Setting:
         return dict(needed)
 
     def why_not(arguments: ModelArguments) -> list[str]:
-        return misfits(needed, arguments)
+        return mismatches(needed, arguments)
 
     keys = ("hidden_act", "hidden_activation")
-    return Both(keys, lambda arguments: {"hidden_act": _APPROXIMATION}, to_arguments, why_not, (*needed,))
+    return Custom(keys, lambda arguments: {"hidden_act": _APPROXIMATION}, to_arguments, why_not, (*needed,))
 
 
 class Gemma(Family):
@@ -43,14 +52,14 @@ class Gemma(Family):
 
     model_type = "gemma"
     architecture = "GemmaForCausalLM"
-    only_bridge = "Megatron's parser has no flag for GELU with a gate, and Megatron Core no scaled embeddings"
+    bridge_only_reason = "Megatron's parser has no flag for GELU with a gate, and Megatron Core no scaled embeddings"
     bridge_provider = "gemma.gemma_provider.GemmaModelProvider"
     rules = parts.DECODER
     settings = (
         *SIZES, query_groups(16), head_size(always=True, default=256), rope(), *TRAINING, _activation(),
-        Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
-        Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Fixed("use_bidirectional_attention", None, {}),
-        Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "scaled_embeddings": True}),
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("use_bidirectional_attention", None, {}),
+        Requires({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "scaled_embeddings": True}),
     )  # fmt: skip

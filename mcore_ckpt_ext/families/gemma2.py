@@ -18,14 +18,14 @@ from mcore_ckpt_ext.families.common_settings import (
 )
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Both, Fixed, Needs, Same, Setting
+from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Setting
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
 def query_scalar() -> Setting:
     """By what products of queries and keys are divided, squared."""
-    return Both(
+    return Custom(
         ("query_pre_attn_scalar",),
         lambda arguments: {"query_pre_attn_scalar": attention_scalar(arguments)},
         lambda config: {"softmax_scale": config.get("query_pre_attn_scalar", 256) ** -0.5},
@@ -59,29 +59,29 @@ class Gemma2(Family):
 
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
-    only_bridge = "Megatron Core has no norms after a block, no logit soft-capping and no scaled embeddings"
+    bridge_only_reason = "Megatron Core has no norms after a block, no logit soft-capping and no scaled embeddings"
     bridge_provider = "gemma.gemma2_provider.Gemma2ModelProvider"
     rules = RULES
     without_effect = ("hidden_act", "sliding_window_size")  # `hidden_activation` and `sliding_window` are looked at
     settings = (
         *SIZES, query_groups(4), head_size(always=True, default=256), rope(), *TRAINING,
-        Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         # The norms multiply by one more than their weight.
-        Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True}),
-        Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True}),
+        Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
         gelu("hidden_activation", needed={"gated_linear_unit": True}),
         windows_in_some_layers(4096, every=2),
         query_scalar(),
-        Both(("attn_logit_softcapping",), lambda arguments: {"attn_logit_softcapping": arguments.attention_softcap},
+        Custom(("attn_logit_softcapping",), lambda arguments: {"attn_logit_softcapping": arguments.attention_softcap},
              lambda config: {"attention_softcap": config.get("attn_logit_softcapping", 50.0)},
              expressed=("attention_softcap",)),
-        Both(("final_logit_softcapping",),
+        Custom(("final_logit_softcapping",),
              lambda arguments: {"final_logit_softcapping": arguments.final_logit_softcap},
              lambda config: {"final_logit_softcap": config.get("final_logit_softcapping", 30.0)},
              expressed=("final_logit_softcap",)),
-        Fixed("use_bidirectional_attention", None, {}),
-        Needs({"scaled_embeddings": True}),
+        Constant("use_bidirectional_attention", None, {}),
+        Requires({"scaled_embeddings": True}),
     )  # fmt: skip
 
     @override

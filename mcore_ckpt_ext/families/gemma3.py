@@ -21,7 +21,16 @@ from mcore_ckpt_ext.families.common_settings import (
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.gemma2 import RULES, attention_scalar, query_scalar
 from mcore_ckpt_ext.families.rope import base_of, rope_parameters
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Setting, Without, unrepresentable
+from mcore_ckpt_ext.families.settings import (
+    Config,
+    Constant,
+    Custom,
+    Forbidden,
+    Mapped,
+    Requires,
+    Setting,
+    unrepresentable,
+)
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _EVERY = 6  # `interleaved_attn_pattern` of the provider: five layers with a window, one without
@@ -63,7 +72,7 @@ def _rope() -> Setting:
     expressed = (
         "position_embedding_type", "rotary_base", "rotary_base_local", "rotary_seq_len_interpolation_factor",
     )  # fmt: skip
-    return Both(
+    return Custom(
         ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"), to_config, to_arguments,
         expressed=expressed,
     )  # fmt: skip
@@ -77,7 +86,7 @@ class Gemma3(Family):
 
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
-    only_bridge = "Megatron Core has no norms after a block, no scaled embeddings and no second kind of RoPE"
+    bridge_only_reason = "Megatron Core has no norms after a block, no scaled embeddings and no second kind of RoPE"
     bridge_provider = "gemma.gemma3_provider.Gemma3ModelProvider"
     rules = (*RULES, *parts.QUERY_KEY_NORMS)
     defaults = {
@@ -87,13 +96,14 @@ class Gemma3(Family):
     without_effect = ("hidden_act", "_sliding_window_pattern")
     settings = (
         *SIZES, query_groups(4), head_size(always=True, default=256), _rope(), *TRAINING,
-        Same("rms_norm_eps", "layernorm_epsilon", 1e-6), windows_in_some_layers(4096, _EVERY, "sliding_window_pattern"),
-        Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        windows_in_some_layers(4096, _EVERY, "sliding_window_pattern"),
+        Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
         gelu("hidden_activation", needed={"gated_linear_unit": True}),
         query_scalar(),
-        Without("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
-        Needs({
+        Forbidden("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+        Requires({
             "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "qk_layernorm": True,
             "scaled_embeddings": True, "attention_softcap": None, "final_logit_softcap": None,
         }),

@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, head_size, query_groups, tied
 from mcore_ckpt_ext.families.family import Family, set_in
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Needs, Same
+from mcore_ckpt_ext.families.settings import Mapped, Requires
 
 
 class Glm(Family):
@@ -23,6 +23,6 @@ class Glm(Family):
     )  # fmt: skip
     settings = (
         *SIZES, query_groups(2), head_size(always=True, default=128), rope(partial=0.5, interleaved=True),
-        tied(by_default=False), *TRAINING, SILU, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1.5625e-07),
-        Same("attention_bias", "add_qkv_bias", True), Needs({"add_bias_linear": False}),
+        tied(by_default=False), *TRAINING, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1.5625e-07),
+        Mapped("attention_bias", "add_qkv_bias", True), Requires({"add_bias_linear": False}),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from mcore_ckpt_ext.families.deepseek import dense_first, expert_sizes, sigmoid_
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import set_in
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Needs, Same
+from mcore_ckpt_ext.families.settings import Mapped, Requires
 
 _RULES = (
     *parts.DECODER, *parts.attention("bias", set_in("add_qkv_bias")), *parts.query_key_norms(set_in("qk_layernorm")),
@@ -22,10 +22,10 @@ class Glm4MoE(WithMtp):
     model_type = "glm4_moe"
     architecture = "Glm4MoeForCausalLM"
     rules = (*_RULES, *parts.mtp_layers(_RULES))
-    also_read = parts.STACKED_EXPERTS
+    read_rules = parts.STACKED_EXPERTS
     settings = (
         *SIZES, query_groups(8), head_size(always=True), rope(partial=0.5), tied(by_default=False), *TRAINING, SILU,
-        RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1e-5), *expert_sizes(128, 8, 1408), dense_first(1),
-        *sigmoid_routing(1, 1, 1.0), Same("attention_bias", "add_qkv_bias", False), mtp_layers(),
-        Same("use_qk_norm", "qk_layernorm", False), Needs({"add_bias_linear": False}),
+        RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), *expert_sizes(128, 8, 1408), dense_first(1),
+        *sigmoid_routing(1, 1, 1.0), Mapped("attention_bias", "add_qkv_bias", False), mtp_layers(),
+        Mapped("use_qk_norm", "qk_layernorm", False), Requires({"add_bias_linear": False}),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.families.deepseek import (
     sigmoid_routing,
 )
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, mtp_layers
-from mcore_ckpt_ext.families.settings import Config, Fixed, unrepresentable
+from mcore_ckpt_ext.families.settings import Config, Constant, unrepresentable
 
 
 def _pattern(config: Config) -> list[int]:
@@ -40,10 +40,10 @@ class Glm4MoELite(DeepSeekV3):
     architecture = "Glm4MoeLiteForCausalLM"
     settings = (
         *latent_settings(queries=768, keys=192, values=256, epsilon=1e-5), *expert_sizes(64, 4, 1536), _LAYERS,
-        *sigmoid_routing(1, 1, 1.8), mtp_layers(), Fixed("rope_interleave", True, {}),
-        Fixed("partial_rotary_factor", 1.0, {}),
+        *sigmoid_routing(1, 1, 1.8), mtp_layers(), Constant("rope_interleave", True, {}),
+        Constant("partial_rotary_factor", 1.0, {}),
     )  # fmt: skip
 
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         """All that DeepSeek-V3 is."""
         return ["all that DeepSeek-V3 is"]

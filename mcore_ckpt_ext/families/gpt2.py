@@ -9,7 +9,7 @@ from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import gelu, implied_head_size
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, Rows, joined, transposed
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Sets, Setting, Size
+from mcore_ckpt_ext.families.settings import Config, Constant, Custom, Implies, Mapped, Requires, Setting, Size
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
@@ -63,13 +63,14 @@ def settings(activation: str) -> tuple[Setting, ...]:
         Size("n_layer", "num_layers", counted=True), Size("n_embd", "hidden_size"),
         Size("n_head", "num_attention_heads", counted=True), Size("n_positions", "max_position_embeddings", 1024),
         Size("vocab_size", "vocab_size", 50257),
-        Same("layer_norm_epsilon", "layernorm_epsilon", 1e-5), Same("initializer_range", "init_method_std", 0.02),
-        Same("attn_pdrop", "attention_dropout", 0.1), Same("resid_pdrop", "hidden_dropout", 0.1),
-        Both(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments.hidden_dropout}, lambda config: {}),
-        Both(("n_inner",), _inner, _inner_size), implied_head_size(), gelu("activation_function", activation),
-        Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
-        Fixed("scale_attn_weights", True, {}), Fixed("add_cross_attention", False, {}), Sets({"add_qkv_bias": True}),
-        Needs({
+        Mapped("layer_norm_epsilon", "layernorm_epsilon", 1e-5), Mapped("initializer_range", "init_method_std", 0.02),
+        Mapped("attn_pdrop", "attention_dropout", 0.1), Mapped("resid_pdrop", "hidden_dropout", 0.1),
+        Custom(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments.hidden_dropout}, lambda config: {}),
+        Custom(("n_inner",), _inner, _inner_size), implied_head_size(), gelu("activation_function", activation),
+        Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
+        Constant("scale_attn_weights", True, {}), Constant("add_cross_attention", False, {}),
+        Implies({"add_qkv_bias": True}),
+        Requires({
             "normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute",
         }),
     )  # fmt: skip
@@ -89,6 +90,6 @@ class GPT2(Family):
     rules = rules(_QKV, transposed)
     settings = (
         *settings("gelu_new"),
-        Both((), lambda arguments: {}, lambda config: {}, _why_not),
-        Fixed("scale_attn_by_inverse_layer_idx", False, {}),
+        Custom((), lambda arguments: {}, lambda config: {}, _why_not),
+        Constant("scale_attn_by_inverse_layer_idx", False, {}),
     )

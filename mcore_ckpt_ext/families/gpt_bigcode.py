@@ -10,7 +10,7 @@ from mcore_ckpt_ext.families import gpt2
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rows import WHOLE
-from mcore_ckpt_ext.families.settings import Both, Config, contradictory
+from mcore_ckpt_ext.families.settings import Config, Custom, contradictory
 
 _ONE_GROUP, _GROUPS = "multi_query", "num_key_value_heads"
 
@@ -46,9 +46,9 @@ class GPTBigCode(Family):
     without_effect = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     rules = gpt2.rules(WHOLE)
     settings = (
-        *gpt2.settings("gelu_pytorch_tanh"), Both((_ONE_GROUP, _GROUPS), _to_config, _to_arguments, _why_not),
+        *gpt2.settings("gelu_pytorch_tanh"), Custom((_ONE_GROUP, _GROUPS), _to_config, _to_arguments, _why_not),
     )  # fmt: skip
 
     @override
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that GPT-2 is"] if arguments.num_query_groups == arguments.num_attention_heads else []

@@ -8,7 +8,16 @@ from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, implied_head_size, tied
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import KEYS, rope
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Setting, contradictory, unrepresentable
+from mcore_ckpt_ext.families.settings import (
+    Config,
+    Constant,
+    Custom,
+    Mapped,
+    Requires,
+    Setting,
+    contradictory,
+    unrepresentable,
+)
 from mcore_ckpt_ext.families.unsupported import PARALLEL_BLOCKS
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "gpt_neox.layers.{layer}"
@@ -38,7 +47,7 @@ def _blocks() -> Setting:
             raise unrepresentable(_PARALLEL, f"{config.get(_PARALLEL, True)}: {PARALLEL_BLOCKS}", "False")
         return {}
 
-    return Both((_PARALLEL,), lambda arguments: {_PARALLEL: False}, to_arguments)
+    return Custom((_PARALLEL,), lambda arguments: {_PARALLEL: False}, to_arguments)
 
 
 def _positions() -> Setting:
@@ -56,8 +65,8 @@ def _positions() -> Setting:
         older_keys = {newer: config[older] for older, newer in _OLDER.items() if older in config}
         return usual.arguments({**config, **older_keys})
 
-    return Both(
-        (*KEYS, "partial_rotary_factor", *_OLDER), to_config, to_arguments, usual.misfits, (*usual.expresses,)
+    return Custom(
+        (*KEYS, "partial_rotary_factor", *_OLDER), to_config, to_arguments, usual.mismatches, (*usual.expresses,)
     )  # fmt: skip
 
 
@@ -81,8 +90,9 @@ class GPTNeoX(Family):
     )  # fmt: skip
     settings = (
         *SIZES, implied_head_size(), _positions(), tied(by_default=False), *TRAINING, _blocks(),
-        Same("layer_norm_eps", "layernorm_epsilon", 1e-5), Same("hidden_dropout", "hidden_dropout", 0.0),
-        gelu("hidden_act", exact=True), Fixed("attention_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}),
-        Needs({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": False}),
-        Both((), lambda arguments: {}, lambda config: {}, _why_not),
+        Mapped("layer_norm_eps", "layernorm_epsilon", 1e-5), Mapped("hidden_dropout", "hidden_dropout", 0.0),
+        gelu("hidden_act", exact=True),
+        Constant("attention_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}),
+        Requires({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": False}),
+        Custom((), lambda arguments: {}, lambda config: {}, _why_not),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.families.common_settings import (
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE_AND_UP_BY_TURNS, WHOLE, transposed
-from mcore_ckpt_ext.families.settings import Both, Coefficient, Fixed, Needs, Same, Size
+from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Mapped, Requires, Size
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 _EXPERT, _EXPERTS = f"{_OURS}.mlp.experts.experts.{{expert}}", f"{_THEIRS}.mlp.experts"
@@ -59,12 +59,12 @@ class GptOss(Family):
     without_effect = ("experts_per_token", "initial_context_length")
     settings = (
         *SIZES, query_groups(8), head_size(always=True, default=64), rope(150000.0, scaling=_YARN),
-        tied(by_default=False), *TRAINING, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1e-5),
+        tied(by_default=False), *TRAINING, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
         experts_in_every_layer(128), Size("num_experts_per_tok", "moe_router_topk", 4),
         Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001), windows_in_some_layers(128, every=2),
-        Fixed("hidden_act", "silu", {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0}),
-        Fixed("swiglu_alpha", 1.702, {}), Same("swiglu_limit", "activation_func_clamp_value", 7.0),
-        Fixed("attention_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}),
-        Both((), lambda arguments: {}, lambda config: {"bias_gelu_fusion": False}, _why_not, ("bias_gelu_fusion",)),
-        Needs({"softmax_type": "learnable", "moe_router_score_function": "softmax"}),
+        Constant("hidden_act", "silu", {"swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0}),
+        Constant("swiglu_alpha", 1.702, {}), Mapped("swiglu_limit", "activation_func_clamp_value", 7.0),
+        Constant("attention_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}),
+        Custom((), lambda arguments: {}, lambda config: {"bias_gelu_fusion": False}, _why_not, ("bias_gelu_fusion",)),
+        Requires({"softmax_type": "learnable", "moe_router_score_function": "softmax"}),
     )  # fmt: skip

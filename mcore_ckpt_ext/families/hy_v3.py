@@ -10,7 +10,7 @@ from mcore_ckpt_ext.families.deepseek import listed_dense_first, normalised_sigm
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import Rule, with_experts
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Fixed, Needs, Same, Size
+from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires, Size
 
 _OURS, _THEIRS = "decoder.layers.{layer}.mlp", "model.layers.{layer}.mlp"
 _RULES = (
@@ -33,7 +33,7 @@ class HyV3(WithMtp):
         *(replace(rule, hugging_face=rule.hugging_face.replace("shared_head.norm", "final_layernorm"))
           for rule in parts.mtp_layers(_RULES)),
     )  # fmt: skip
-    also_read = (
+    read_rules = (
         *parts.STACKED_EXPERTS, *parts.shared_experts("shared_experts"),
         Rule(f"{_THEIRS}.gate.weight", f"{_OURS}.router.weight", where=with_experts),
         Rule(f"{_THEIRS}.e_score_correction_bias", f"{_OURS}.router.expert_bias", where=with_experts, keeps_dtype=True),
@@ -41,14 +41,14 @@ class HyV3(WithMtp):
     without_effect = ("enable_moe_fp32_combine",)  # in which precision outputs are added
     settings = (
         *SIZES, query_groups(8), head_size(always=True, default=128), rope(11158840.0), tied(by_default=False),
-        *TRAINING, Same("initializer_range", "init_method_std", 0.006), SILU, RMS_NORM,
-        Same("rms_norm_eps", "layernorm_epsilon", 1e-5), Size("num_experts", "num_experts", 192, counted=True),
+        *TRAINING, Mapped("initializer_range", "init_method_std", 0.006), SILU, RMS_NORM,
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Size("num_experts", "num_experts", 192, counted=True),
         shared_experts("num_shared_experts", 1), Size("num_experts_per_tok", "moe_router_topk", 8),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", 1536), listed_dense_first(1, counts=False), mtp_layers(),
         scaled_gates(2.826, "router_scaling_factor"), normalised_sigmoids(8, "route_norm"),
-        Fixed("moe_router_use_sigmoid", True, {"moe_router_score_function": "sigmoid"}),
-        Fixed("moe_router_enable_expert_bias", True, {"moe_router_enable_expert_bias": True}),
-        Fixed("qk_norm", True, {"qk_layernorm": True}), Fixed("mlp_bias", False, {}),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Needs({"moe_router_num_groups": None, "moe_router_group_topk": None}),
+        Constant("moe_router_use_sigmoid", True, {"moe_router_score_function": "sigmoid"}),
+        Constant("moe_router_enable_expert_bias", True, {"moe_router_enable_expert_bias": True}),
+        Constant("qk_norm", True, {"qk_layernorm": True}), Constant("mlp_bias", False, {}),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires({"moe_router_num_groups": None, "moe_router_group_topk": None}),
     )  # fmt: skip

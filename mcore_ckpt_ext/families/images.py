@@ -29,7 +29,7 @@ _PARTS = 3  # queries, keys, values
 
 
 @dataclass(frozen=True)
-class Seeing:
+class VisionMapping:
     """A tensor in Hugging Face's folders and in Megatron-Bridge; `*` stands for the number of a block or merger.
 
     Attributes:
@@ -68,7 +68,7 @@ class Images:
         unlike: what else a `config.json`, given with shapes in Megatron, says otherwise than tensors do.
     """
 
-    rules: Sequence[Seeing]
+    rules: Sequence[VisionMapping]
     spellings: Sequence[tuple[str, str]]
     text: str
     provider: str
@@ -163,7 +163,7 @@ class Images:
                 where="config.json, vision_config",
             )  # fmt: skip
 
-    def misfits(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    def mismatches(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Why a `config.json` does not describe what sees, by the shapes of its tensors in Megatron."""
         vision = config.get("vision_config") or {}
         found = [f"no {name}" for name in self._wanted(shapes) if name not in shapes]

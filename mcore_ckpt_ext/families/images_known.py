@@ -12,22 +12,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt_ext.families.images import PREFIX, Images, Seeing
+from mcore_ckpt_ext.families.images import PREFIX, Images, VisionMapping
 from mcore_ckpt_ext.families.validation import check_plain
 from mcore_ckpt_ext.model_space.names import of_experts
 
 
-def _same(names: Sequence[str]) -> tuple[Seeing, ...]:
-    return tuple(Seeing(name, name) for name in names)
+def _same(names: Sequence[str]) -> tuple[VisionMapping, ...]:
+    return tuple(VisionMapping(name, name) for name in names)
 
 
 def _leaves(*modules: str) -> tuple[str, ...]:
     return tuple(f"{module}.{leaf}" for module in modules for leaf in ("weight", "bias"))
 
 
-def _both(theirs: str, ours: str, by_heads: bool = False) -> tuple[Seeing, ...]:
+def _both(theirs: str, ours: str, by_heads: bool = False) -> tuple[VisionMapping, ...]:
     """The weight and the bias; `ours` ends in what stands before `weight`."""
-    return tuple(Seeing(f"{theirs}.{leaf}", f"{ours}{leaf}", by_heads) for leaf in ("weight", "bias"))
+    return tuple(VisionMapping(f"{theirs}.{leaf}", f"{ours}{leaf}", by_heads) for leaf in ("weight", "bias"))
 
 
 _IN_NETS = ".in_proj."  # of gated delta nets: Qwen3.5, which sees as Qwen3-VL does
@@ -68,7 +68,7 @@ _MERGERS = "deepstack_merger_list.*"
 _QWEN3 = Images(
     rules=(
         *_both("model.visual.patch_embed.proj", "vision_model.patch_embed.proj."),
-        Seeing("model.visual.pos_embed.weight", "vision_model.pos_embed.weight"),
+        VisionMapping("model.visual.pos_embed.weight", "vision_model.pos_embed.weight"),
         *_both(f"{_THEIRS}.norm1", f"{_OURS}.self_attention.linear_qkv.layer_norm_"),
         *_both(f"{_THEIRS}.attn.qkv", f"{_OURS}.self_attention.linear_qkv.", by_heads=True),
         *_both(f"{_THEIRS}.attn.proj", f"{_OURS}.self_attention.linear_proj."),
@@ -128,9 +128,11 @@ def _places(vision: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
 
 _GEMMA3 = Images(
     rules=(
-        *(Seeing(f"vision_tower.vision_model.{name}", f"vision_tower.{name}") for name in _TOWER),
-        Seeing("multi_modal_projector.mm_soft_emb_norm.weight", "multi_modal_projector.mm_soft_embed_norm.weight"),
-        Seeing("multi_modal_projector.mm_input_projection_weight", "multi_modal_projector.proj.weight",
+        *(VisionMapping(f"vision_tower.vision_model.{name}", f"vision_tower.{name}") for name in _TOWER),
+        VisionMapping(
+            "multi_modal_projector.mm_soft_emb_norm.weight", "multi_modal_projector.mm_soft_embed_norm.weight"
+        ),
+        VisionMapping("multi_modal_projector.mm_input_projection_weight", "multi_modal_projector.proj.weight",
                transposed=True),
     ),
     spellings=((r"^(model\.)?vision_tower\.(vision_model\.)?", "vision_tower.vision_model."),

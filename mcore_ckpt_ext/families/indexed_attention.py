@@ -18,7 +18,17 @@ from mcore_ckpt_ext.families.deepseek import (
 )
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import Condition, Rule, always
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Sets, Setting, Size, Without, unrepresentable
+from mcore_ckpt_ext.families.settings import (
+    Config,
+    Constant,
+    Custom,
+    Forbidden,
+    Implies,
+    Requires,
+    Setting,
+    Size,
+    unrepresentable,
+)
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
 _INDEXER = f"{_OURS}.core_attention.indexer"
@@ -70,7 +80,7 @@ def _every_layer(key: str, kind: str) -> Setting:
             raise unrepresentable(key, sorted(others)[0], f"{kind} in every layer")
         return {}
 
-    return Both((key,), lambda arguments: {}, to_arguments)
+    return Custom((key,), lambda arguments: {}, to_arguments)
 
 
 _KINDS_OF_INDEXERS, _OLDER_KINDS = "indexer_types", "index_topk_pattern"
@@ -129,7 +139,7 @@ def _shared_indexers() -> Setting:
         shares = not all(_computes_indices(arguments, layer) for layer in further)
         return ["an MTP layer without an indexer of its own"] if shares else []
 
-    return Both(
+    return Custom(
         (_KINDS_OF_INDEXERS, _OLDER_KINDS, _FREQUENCY, _OFFSET), to_config, to_arguments, why_not,
         expressed=("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
     )  # fmt: skip
@@ -138,14 +148,14 @@ def _shared_indexers() -> Setting:
 def _indexer(heads: int, interleaved: bool) -> tuple[Setting, ...]:
     return (
         Size("index_topk", "dsa_indexer_topk", 2048), Size("index_head_dim", "dsa_indexer_head_dim", 128),
-        Size("index_n_heads", "dsa_indexer_n_heads", heads, counted=True), Without("mlp_bias"),
-        _every_layer("layer_types", _INDEXED), Fixed("rope_interleave", True, {}), Fixed("moe_layer_freq", 1, {}),
-        Needs({
+        Size("index_n_heads", "dsa_indexer_n_heads", heads, counted=True), Forbidden("mlp_bias"),
+        _every_layer("layer_types", _INDEXED), Constant("rope_interleave", True, {}), Constant("moe_layer_freq", 1, {}),
+        Requires({
             "experimental_attention_variant": "dsa", "dsa_indexer_rope_interleaved": interleaved,
             "dsa_indexer_k_norm_epsilon": 1e-6, "dsa_indexer_scoring_relu": True,
         }),
         # A rotation that leaves products what they are, for the sake of fp8; transformers has none.
-        Sets({"dsa_indexer_rotate_activation": False, "dsa_indexer_k_norm_fp32": False}),
+        Implies({"dsa_indexer_rotate_activation": False, "dsa_indexer_k_norm_fp32": False}),
     )  # fmt: skip
 
 
@@ -160,11 +170,11 @@ class DeepSeekV32(WithMtp):
     model_type = "deepseek_v32"
     architecture = "DeepseekV32ForCausalLM"
     rules = (parts.EMBEDDING, *_rules(), *parts.OUTPUT, *parts.mtp_layers(_rules()))
-    also_read = parts.STACKED_EXPERTS
+    read_rules = parts.STACKED_EXPERTS
     settings = (
         *latent_settings(), *expert_sizes(256, 8, 2048), _LAYERS, *sigmoid_routing(8, 4, 2.5), mtp_layers(),
-        *_indexer(64, interleaved=False), Needs({"dsa_indexer_topk_freq": 1}),
-        Sets({"dsa_indexer_skip_topk_offset": 0}),
+        *_indexer(64, interleaved=False), Requires({"dsa_indexer_topk_freq": 1}),
+        Implies({"dsa_indexer_skip_topk_offset": 0}),
     )  # fmt: skip
 
     @override
@@ -188,5 +198,5 @@ class GlmMoEDsa(DeepSeekV32):
     settings = (
         *latent_settings(queries=2048, keys=192, values=256, epsilon=1e-5), *expert_sizes(256, 8, 2048), _LAYERS,
         *sigmoid_routing(1, 1, 2.5), mtp_layers(), *_indexer(32, interleaved=True),
-        _shared_indexers(), Fixed("indexer_rope_interleave", True, {}), Fixed("partial_rotary_factor", 1.0, {}),
+        _shared_indexers(), Constant("indexer_rope_interleave", True, {}), Constant("partial_rotary_factor", 1.0, {}),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.families.common_settings import (
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE, UP
-from mcore_ckpt_ext.families.settings import Fixed, Same
+from mcore_ckpt_ext.families.settings import Constant, Mapped
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
@@ -46,10 +46,10 @@ class InternLM2(Family):
     without_effect = ("attn_implementation",)
     settings = (
         *SIZES, query_groups(), implied_head_size(), rope(dynamic=True), tied(by_default=False), *TRAINING, SILU,
-        RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
-        Fixed("bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        Constant("bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
 
     @override
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that Llama is"]

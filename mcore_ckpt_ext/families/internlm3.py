@@ -8,21 +8,21 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Fixed, Without
+from mcore_ckpt_ext.families.settings import Constant, Forbidden
 
 
 class InternLM3(Family):
     """Llama under another name; transformers makes and saves it as one."""
 
     model_type = "internlm3"
-    architecture, also_of = "InternLM3ForCausalLM", "LlamaForCausalLM"
+    architecture, alternative_architecture = "InternLM3ForCausalLM", "LlamaForCausalLM"
     rules = parts.DECODER
     settings = (
         *llama_like(epsilon=1e-5, head_dim=True, head_dim_default=128, groups=2),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Without("mlp_bias", "qkv_bias", "bias"),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Forbidden("mlp_bias", "qkv_bias", "bias"),
     )  # fmt: skip
 
     @override
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that Llama is"]

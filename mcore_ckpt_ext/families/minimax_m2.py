@@ -17,17 +17,17 @@ from mcore_ckpt_ext.families.common_settings import (
     tied,
 )
 from mcore_ckpt_ext.families.family import Rule, with_experts
-from mcore_ckpt_ext.families.full_width_qk_norm import WithWideNorms
+from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import (
-    Both,
     Coefficient,
     Config,
-    Fixed,
-    Needs,
-    Same,
+    Constant,
+    Custom,
+    Forbidden,
+    Mapped,
+    Requires,
     Size,
-    Without,
     unrepresentable,
 )
 
@@ -47,7 +47,7 @@ def _everywhere(arguments: ModelArguments) -> list[str]:
     return [] if ours else ["no experts in all layers, or a single one chosen"]
 
 
-class MiniMaxM2(WithWideNorms):
+class MiniMaxM2(FullWidthQKNorm):
     """Experts by sigmoids in every layer, grouped queries, part of a head rotated, norms over all heads together.
 
     Megatron Core norms head by head; the names and shapes are those of Megatron-Bridge's own layer spec
@@ -70,12 +70,13 @@ class MiniMaxM2(WithWideNorms):
     )  # fmt: skip
     settings = (
         *SIZES, query_groups(8), head_size(always=True, default=128), rope(5000000.0, partial=1.0, width="rotary_dim"),
-        tied(by_default=False), *TRAINING, SILU, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        tied(by_default=False), *TRAINING, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         Size("num_local_experts", "num_experts", 256, counted=True), Size("num_experts_per_tok", "moe_router_topk", 8),
-        Both(("intermediate_size",), _width, _experts, _everywhere, ("moe_layer_freq", "moe_ffn_hidden_size")),
-        Fixed("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
-        Fixed("use_routing_bias", True, {"moe_router_enable_expert_bias": True}),
-        Fixed("use_qk_norm", True, {"qk_layernorm": True}), Fixed("qk_norm_type", "per_layer", {}),
+        Custom(("intermediate_size",), _width, _experts, _everywhere, ("moe_layer_freq", "moe_ffn_hidden_size")),
+        Constant("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
+        Constant("use_routing_bias", True, {"moe_router_enable_expert_bias": True}),
+        Constant("use_qk_norm", True, {"qk_layernorm": True}), Constant("qk_norm_type", "per_layer", {}),
         Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
-        Without("shared_intermediate_size", "sliding_window"), Needs({"add_bias_linear": False, "add_qkv_bias": False}),
+        Forbidden("shared_intermediate_size", "sliding_window"),
+        Requires({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip

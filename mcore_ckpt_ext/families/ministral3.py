@@ -20,7 +20,7 @@ from mcore_ckpt_ext.families.common_settings import (
 )
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Both, Config, Needs, Same, Setting, misfits, unrepresentable
+from mcore_ckpt_ext.families.settings import Config, Custom, Mapped, Requires, Setting, mismatches, unrepresentable
 
 _BETA, _NESTED = "llama_4_scaling_beta", "rope_parameters"
 _LENGTH = "max_position_embeddings"  # repeated among those of RoPE, where the class does not read it
@@ -46,9 +46,9 @@ def _positions() -> Setting:
         return yarn.arguments(config)
 
     def why_not(arguments: ModelArguments) -> list[str]:
-        return yarn.misfits(arguments) + misfits({"position_embedding_type": "yarn"}, arguments)
+        return yarn.mismatches(arguments) + mismatches({"position_embedding_type": "yarn"}, arguments)
 
-    return Both(yarn.keys, to_config, to_arguments, why_not, (*yarn.expresses,))
+    return Custom(yarn.keys, to_config, to_arguments, why_not, (*yarn.expresses,))
 
 
 class Ministral3(Family):
@@ -59,10 +59,10 @@ class Ministral3(Family):
     rules = parts.DECODER
     settings = (
         *SIZES, query_groups(8), head_size(always=True, default=128), _positions(), tied(by_default=False), *TRAINING,
-        SILU, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1e-5), sliding_window(None),
-        Needs({"add_bias_linear": False, "add_qkv_bias": False}),
+        SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), sliding_window(None),
+        Requires({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
 
     @override
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that Llama or Mistral is"]

@@ -8,7 +8,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import llama_like, sliding_window
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Needs, Without
+from mcore_ckpt_ext.families.settings import Forbidden, Requires
 
 
 class Mistral(Family):
@@ -18,10 +18,10 @@ class Mistral(Family):
     architecture = "MistralForCausalLM"
     rules = parts.DECODER
     settings = (
-        *llama_like(head_dim=True, groups=8), sliding_window(4096), Without("attention_bias", "mlp_bias"),
-        Needs({"add_bias_linear": False, "add_qkv_bias": False}),
+        *llama_like(head_dim=True, groups=8), sliding_window(4096), Forbidden("attention_bias", "mlp_bias"),
+        Requires({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
 
     @override
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return [] if arguments.window_size else ["no window, like Llama"]

@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, head_size, query_groups, tied
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Fixed, Needs, Same, Sets
+from mcore_ckpt_ext.families.settings import Constant, Implies, Mapped, Requires
 
 
 class Nemotron(Family):
@@ -25,8 +25,9 @@ class Nemotron(Family):
     )  # fmt: skip
     settings = (
         *SIZES, query_groups(), head_size(always=True), rope(partial=0.5), tied(by_default=False), *TRAINING,
-        Same("initializer_range", "init_method_std", 0.0134), Same("norm_eps", "layernorm_epsilon", 1e-5),
-        Fixed("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}), Sets({"bias_gelu_fusion": False}),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}), Fixed("mlp_bias", False, {}),
-        Needs({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": True}),
+        Mapped("initializer_range", "init_method_std", 0.0134), Mapped("norm_eps", "layernorm_epsilon", 1e-5),
+        Constant("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}), Implies({"bias_gelu_fusion": False}),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("mlp_bias", False, {}),
+        Requires({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": True}),
     )  # fmt: skip

@@ -21,15 +21,15 @@ from mcore_ckpt_ext.families.deepseek import grouped_choice, normalised_sigmoids
 from mcore_ckpt_ext.families.family import Condition, Family, Piece, Rule, untied
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE
 from mcore_ckpt_ext.families.settings import (
-    Both,
     Config,
-    Fixed,
-    Needs,
-    Same,
-    Sets,
+    Constant,
+    Custom,
+    Forbidden,
+    Implies,
+    Mapped,
+    Requires,
     Setting,
     Size,
-    Without,
     contradictory,
     unrepresentable,
 )
@@ -117,7 +117,7 @@ def _layers() -> Setting:
         known = len(pattern) == arguments.num_layers and not {*pattern} - {*_KINDS.values()}
         return [] if known else [f"no hybrid_layer_pattern of M, *, - and E, but {pattern!r}"]
 
-    return Both(
+    return Custom(
         ("hybrid_override_pattern", "layers_block_type", "layer_types", "num_hidden_layers"),
         lambda arguments: {
             "hybrid_override_pattern": pattern_of(arguments), "num_hidden_layers": arguments.num_layers,
@@ -128,7 +128,7 @@ def _layers() -> Setting:
 
 
 def _mixer_heads() -> Setting:
-    return Both(
+    return Custom(
         ("mamba_num_heads",),
         lambda arguments: {"mamba_num_heads": rows_of_mixer(arguments)["dt"]},
         lambda config: {"mamba_num_heads": config.get("mamba_num_heads", 128)},
@@ -148,12 +148,12 @@ def _epsilon() -> Setting:
         odd = arguments.layernorm_epsilon != _EPSILON and MIXER in pattern_of(arguments)
         return [f"{name} is {arguments.layernorm_epsilon}, and {_EPSILON} in mixers"] if odd else []
 
-    return Both((key,), lambda arguments: {key: arguments.layernorm_epsilon}, to_arguments, why_not)
+    return Custom((key,), lambda arguments: {key: arguments.layernorm_epsilon}, to_arguments, why_not)
 
 
 def _latents() -> Setting:
     key = "moe_latent_size"
-    return Both(
+    return Custom(
         (key,),
         lambda arguments: {key: arguments.stated_value(key)},
         lambda config: {key: config.get(key)},
@@ -170,7 +170,7 @@ def _older_head_size() -> Setting:
             raise contradictory(key, config[key], f"{size} as head_dim")
         return {}
 
-    return Both((key,), lambda arguments: {}, to_arguments)
+    return Custom((key,), lambda arguments: {}, to_arguments)
 
 
 class WithExperts(Setting):
@@ -200,10 +200,10 @@ class WithExperts(Setting):
         return {name: value for one in self._settings for name, value in one.arguments(config).items()} if has else {}
 
     @override
-    def misfits(self, arguments: ModelArguments) -> list[str]:
+    def mismatches(self, arguments: ModelArguments) -> list[str]:
         if EXPERTS not in pattern_of(arguments):
             return []
-        return [reason for one in self._settings for reason in one.misfits(arguments)]
+        return [reason for one in self._settings for reason in one.mismatches(arguments)]
 
 
 class NemotronH(Family):
@@ -215,7 +215,7 @@ class NemotronH(Family):
     bridge_provider = "nemotronh.nemotron_h_provider.NemotronHModelProvider"
     bridge_lacks = ("rope_scaling", "rope_scaling_factor")
     rules = RULES
-    also_read = tuple(
+    read_rules = tuple(
         Rule(f"{_THEIRS}.mixer.experts.{theirs}", f"{_OURS}.{_EXPERT}.{ours}.weight", where=_is(EXPERTS))
         for theirs, ours in (("up_proj", "linear_fc1"), ("down_proj", "linear_fc2"))
     )
@@ -235,21 +235,22 @@ class NemotronH(Family):
         Size("intermediate_size", "ffn_hidden_size", 21504), query_groups(8), head_size(always=True, default=_HEAD),
         _older_head_size(),
         Size("max_position_embeddings", "max_position_embeddings", 4096), Size("vocab_size", "vocab_size", 131072),
-        tied(by_default=False), *TRAINING, Same("hidden_dropout", "hidden_dropout", 0.0), RMS_NORM, _epsilon(),
+        tied(by_default=False), *TRAINING, Mapped("hidden_dropout", "hidden_dropout", 0.0), RMS_NORM, _epsilon(),
         _mixer_heads(), Size("mamba_head_dim", "mamba_head_dim", 64), Size("n_groups", "mamba_num_groups", 8),
-        Size("ssm_state_size", "mamba_state_dim", 128), Fixed("conv_kernel", 4, {}),
-        Fixed("use_conv_bias", True, {}), Fixed("mamba_hidden_act", "silu", {}), Fixed("mamba_proj_bias", False, {}),
-        Fixed("mlp_hidden_act", "relu2", {"squared_relu": True, "swiglu": False}),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Fixed("mlp_bias", False, {}), Fixed("use_bias", False, {}), Without("sliding_window"),
-        Needs({"position_embedding_type": "none"}), Sets({"is_hybrid_model": True}),
+        Size("ssm_state_size", "mamba_state_dim", 128), Constant("conv_kernel", 4, {}),
+        Constant("use_conv_bias", True, {}), Constant("mamba_hidden_act", "silu", {}),
+        Constant("mamba_proj_bias", False, {}),
+        Constant("mlp_hidden_act", "relu2", {"squared_relu": True, "swiglu": False}),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("mlp_bias", False, {}), Constant("use_bias", False, {}), Forbidden("sliding_window"),
+        Requires({"position_embedding_type": "none"}), Implies({"is_hybrid_model": True}),
         WithExperts(
             Size("n_routed_experts", "num_experts", 8, counted=True),
             Size("num_experts_per_tok", "moe_router_topk", 2),
             Size("moe_intermediate_size", "moe_ffn_hidden_size", 7688),
             Size("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 7688), _latents(),
             grouped_choice(1, 1), normalised_sigmoids(2), scaled_gates(1.0),
-            Needs({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+            Requires({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
         ),
     )  # fmt: skip
 

@@ -9,9 +9,9 @@ from typing_extensions import override
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import experts_everywhere, llama_like
-from mcore_ckpt_ext.families.full_width_qk_norm import WithWideNorms
+from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.qwen_experts import normalised_choice
-from mcore_ckpt_ext.families.settings import Both, Coefficient, Config, Fixed, Needs, Size, Without
+from mcore_ckpt_ext.families.settings import Coefficient, Config, Constant, Custom, Forbidden, Requires, Size
 
 
 def _width(arguments: ModelArguments) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def _everywhere(arguments: ModelArguments) -> list[str]:
     return [] if experts_everywhere(arguments) else ["no experts in all layers"]
 
 
-class OLMoE(WithWideNorms):
+class OLMoE(FullWidthQKNorm):
     """Experts by softmax in every layer, norms of queries and keys over all heads together.
 
     The names and shapes are those of Megatron-Bridge's own attention (olmoe/olmoe_provider.py, commit 067f987d).
@@ -36,16 +36,16 @@ class OLMoE(WithWideNorms):
     spec = "olmoe.olmoe_provider.olmoe_layer_spec"
     architecture = "OlmoeForCausalLM"
     rules = (*parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts())
-    also_read = parts.STACKED_EXPERTS
+    read_rules = parts.STACKED_EXPERTS
     settings = (
         *llama_like(epsilon=1e-5),
         Size("num_experts", "num_experts", 64, counted=True), Size("num_experts_per_tok", "moe_router_topk", 8),
-        Both(("intermediate_size",), _width, _experts, _everywhere, ("moe_layer_freq", "moe_ffn_hidden_size")),
-        normalised_choice(), Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.01), Without("clip_qkv"),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Needs({"qk_layernorm": True, "moe_router_score_function": "softmax"}),
+        Custom(("intermediate_size",), _width, _experts, _everywhere, ("moe_layer_freq", "moe_ffn_hidden_size")),
+        normalised_choice(), Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.01), Forbidden("clip_qkv"),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires({"qk_layernorm": True, "moe_router_score_function": "softmax"}),
     )  # fmt: skip
 
     @override
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that Qwen3-MoE is, but for the width of its norms, which is checked"]

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.families.common_settings import (
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
-from mcore_ckpt_ext.families.settings import Needs, Neutral, Same, Without
+from mcore_ckpt_ext.families.settings import Forbidden, Mapped, Neutral, Requires
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
@@ -40,12 +40,12 @@ class Phi3(Family):
     without_effect = ("original_max_position_embeddings", "embd_pdrop")
     settings = (
         *SIZES, query_groups(), head_size(), rope(partial=1.0), tied(by_default=False), *TRAINING, SILU, RMS_NORM,
-        Same("rms_norm_eps", "layernorm_epsilon", 1e-5), Same("resid_pdrop", "hidden_dropout", 0.0),
-        sliding_window(None), Without("attention_bias", "lm_head_bias", "mlp_bias"),
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Mapped("resid_pdrop", "hidden_dropout", 0.0),
+        sliding_window(None), Forbidden("attention_bias", "lm_head_bias", "mlp_bias"),
         Neutral({"full_attn_mod": 1, "interpolate_factor": 1}),  # of Phi-4-mini, whose own code reads neither
-        Needs({"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
 
     @override
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that Llama or Mistral is"] if arguments.rotary_percent == 1.0 else []

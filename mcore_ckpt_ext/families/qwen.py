@@ -11,11 +11,11 @@ from mcore_ckpt_ext.families.common_settings import RMS_NORM, implied_head_size
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE, joined
 from mcore_ckpt_ext.families.settings import (
-    Both,
     Config,
-    Fixed,
-    Needs,
-    Same,
+    Constant,
+    Custom,
+    Mapped,
+    Requires,
     Setting,
     Size,
     checked_size,
@@ -29,7 +29,7 @@ _HEAD, _WIDTH, _LENGTH, _MOST = "kv_channels", "intermediate_size", "seq_length"
 
 def _width() -> Setting:
     """That of gate and up projection together."""
-    return Both(
+    return Custom(
         (_WIDTH,),
         lambda arguments: {_WIDTH: 2 * arguments.ffn_hidden_size},
         lambda config: {"ffn_hidden_size": checked_size(_WIDTH, config[_WIDTH], 1 << 40) // 2},
@@ -47,14 +47,14 @@ def _heads() -> Setting:
 
     def why_not(arguments: ModelArguments) -> list[str]:
         grouped = arguments.num_query_groups != arguments.num_attention_heads
-        return implied.misfits(arguments) + (["grouped queries"] if grouped else [])
+        return implied.mismatches(arguments) + (["grouped queries"] if grouped else [])
 
-    return Both((_HEAD,), lambda arguments: {_HEAD: arguments.kv_channels}, to_arguments, why_not)
+    return Custom((_HEAD,), lambda arguments: {_HEAD: arguments.kv_channels}, to_arguments, why_not)
 
 
 def _length() -> Setting:
     """The number of positions up to which frequencies do not change and queries are not scaled."""
-    return Both(
+    return Custom(
         (_LENGTH, _MOST),
         lambda arguments: {_LENGTH: arguments.known(_MOST), _MOST: arguments.known(_MOST)},
         lambda config: {_MOST: checked_size(_LENGTH, config.get(_LENGTH, config.get(_MOST, 8192)), 1 << 40)},
@@ -92,14 +92,15 @@ class Qwen(Family):
         Size("num_hidden_layers", "num_layers", 32, counted=True), Size("hidden_size", "hidden_size", 4096),
         Size("num_attention_heads", "num_attention_heads", 32, counted=True),
         Size("vocab_size", "vocab_size", 151936), _width(), _heads(), _length(), RMS_NORM,
-        Same("layer_norm_epsilon", "layernorm_epsilon", 1e-6), Same("initializer_range", "init_method_std", 0.02),
-        Same("attn_dropout_prob", "attention_dropout", 0.0), Same("rotary_emb_base", "rotary_base", 10000),
-        Fixed("rotary_pct", 1.0, {"position_embedding_type": "rope", "rotary_percent": 1.0}),
-        Fixed("scale_attn_weights", True, {}), Fixed("no_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
-        Fixed("tie_word_embeddings", False, {"untie_embeddings_and_output_weights": True}),
-        Needs({"swiglu": True, "rotary_interleaved": False}),
+        Mapped("layer_norm_epsilon", "layernorm_epsilon", 1e-6), Mapped("initializer_range", "init_method_std", 0.02),
+        Mapped("attn_dropout_prob", "attention_dropout", 0.0), Mapped("rotary_emb_base", "rotary_base", 10000),
+        Constant("rotary_pct", 1.0, {"position_embedding_type": "rope", "rotary_percent": 1.0}),
+        Constant("scale_attn_weights", True, {}),
+        Constant("no_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
+        Constant("tie_word_embeddings", False, {"untie_embeddings_and_output_weights": True}),
+        Requires({"swiglu": True, "rotary_interleaved": False}),
     )  # fmt: skip
 
     @override
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that Qwen2 is"]

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import full_attention, llama_like
 from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.settings import Both, Config, Needs
+from mcore_ckpt_ext.families.settings import Config, Custom, Requires
 
 _SAID = "num_nextn_predict_layers"
 
@@ -28,7 +28,7 @@ class Qwen2(Family):
     settings = (
         *llama_like(groups=32),
         full_attention("use_mrope"),
-        Needs({"add_bias_linear": False, "add_qkv_bias": True}),
+        Requires({"add_bias_linear": False, "add_qkv_bias": True}),
     )
 
 
@@ -59,13 +59,13 @@ class MiMo(Qwen2):
     """The code of Qwen2, which its folders bring along under this name; transformers has no such class."""
 
     model_type = "mimo"
-    architecture, also_of = "MiMoForCausalLM", "Qwen2ForCausalLM"
+    architecture, alternative_architecture = "MiMoForCausalLM", "Qwen2ForCausalLM"
     without_effect = (*Qwen2.without_effect, "attention_bias")
     megatron_left_out: ClassVar[Sequence[str]] = (r"\.local_tokens_per_expert$",)
     rules = (*Qwen2.rules, *_mtp_layers())
     settings = (
         *Qwen2.settings,
-        Both(
+        Custom(
             (_SAID,),
             lambda arguments: {_SAID: arguments.mtp_num_layers or 0},
             lambda config: {"mtp_num_layers": config.get(_SAID) or None},
@@ -77,10 +77,10 @@ class MiMo(Qwen2):
         return len({match[1] for name in names if (match := _OF_MTP.match(name))})
 
     @override
-    def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
+    def unmapped_tensors(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
         left = set() if arguments.mtp_num_layers else {name for name in names if _OF_MTP.match(name)}
-        return super().without_place(names, arguments, config) | left
+        return super().unmapped_tensors(names, arguments, config) | left
 
     @override
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that Qwen2 is"]

@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import full_attention, llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.qwen_experts import SHARED_EXPERT_GATE, expert_settings
-from mcore_ckpt_ext.families.settings import Fixed, Needs, Size
+from mcore_ckpt_ext.families.settings import Constant, Requires, Size
 
 
 class Qwen2MoE(Family):
@@ -19,10 +19,10 @@ class Qwen2MoE(Family):
         *parts.DECODER, *parts.attention("bias"), *parts.experts(), *parts.shared_experts("shared_expert"),
         SHARED_EXPERT_GATE,
     )  # fmt: skip
-    also_read = parts.STACKED_EXPERTS
+    read_rules = parts.STACKED_EXPERTS
     settings = (
         *llama_like(groups=16), *expert_settings(60, 4, 1408), full_attention(),
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 5632),
-        Fixed("qkv_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
-        Needs({"moe_shared_expert_gate": True}),
+        Constant("qkv_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
+        Requires({"moe_shared_expert_gate": True}),
     )  # fmt: skip

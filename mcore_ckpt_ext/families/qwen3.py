@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import full_attention, llama_like
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Fixed, Needs
+from mcore_ckpt_ext.families.settings import Constant, Requires
 
 
 class Qwen3(Family):
@@ -18,6 +18,6 @@ class Qwen3(Family):
     settings = (
         *llama_like(head_dim=True, head_dim_default=128, groups=32),
         full_attention(),
-        Needs({"qk_layernorm": True}),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires({"qk_layernorm": True}),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
     )

@@ -11,12 +11,22 @@ from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_PARTS, NET, SE
 from mcore_ckpt_ext.families.qwen3_next import EXPERTS, WithOneFurtherToken
 from mcore_ckpt_ext.families.qwen_experts import expert_count
 from mcore_ckpt_ext.families.rope import OF_IMAGES, rope
-from mcore_ckpt_ext.families.settings import Both, Coefficient, Config, Fixed, Needs, Same, Setting, Size, Without
+from mcore_ckpt_ext.families.settings import (
+    Coefficient,
+    Config,
+    Constant,
+    Custom,
+    Forbidden,
+    Mapped,
+    Requires,
+    Setting,
+    Size,
+)
 
 
 def _further() -> Setting:
     key = "mtp_num_hidden_layers"
-    return Both(
+    return Custom(
         (key,),
         lambda arguments: {key: arguments.mtp_num_layers or 0},
         lambda config: {"mtp_num_layers": 1},  # what the folder holds counts
@@ -27,9 +37,10 @@ def _further() -> Setting:
 def _common(groups: int) -> tuple[Setting, ...]:
     return (
         query_groups(groups), head_size(always=True, default=256), rope(partial=0.25, ignored=OF_IMAGES),
-        tied(by_default=False), *TRAINING, SILU, Same("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Fixed("attn_output_gate", True, {}), Without("mlp_only_layers", "mtp_use_dedicated_embeddings"), _further(),
+        tied(by_default=False), *TRAINING, SILU, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attn_output_gate", True, {}), Forbidden("mlp_only_layers", "mtp_use_dedicated_embeddings"),
+        _further(),
     )  # fmt: skip
 
 
@@ -63,14 +74,14 @@ class Qwen35MoE(WithOneFurtherToken):
         parts.EMBEDDING, *ATTENTION, *NET, *BY_PARTS, *EXPERTS, *parts.MLP_NORM, *parts.OUTPUT,
         *parts.one_further_token((*ATTENTION, *EXPERTS, *parts.MLP_NORM)),
     )  # fmt: skip
-    also_read = (*parts.STACKED_EXPERTS, *parts.of_further_token(parts.STACKED_EXPERTS))
+    read_rules = (*parts.STACKED_EXPERTS, *parts.of_further_token(parts.STACKED_EXPERTS))
     without_effect = ("mamba_ssm_dtype", "intermediate_size")
     settings = (
         *(size for size in SIZES if size.keys != ("intermediate_size",)), *_common(2), expert_count(256),
-        Both((), lambda arguments: {}, _everywhere, _why_not, expressed=("moe_layer_freq",)),
+        Custom((), lambda arguments: {}, _everywhere, _why_not, expressed=("moe_layer_freq",)),
         Size("num_experts_per_tok", "moe_router_topk", 8), Size("moe_intermediate_size", "moe_ffn_hidden_size", 512),
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
         Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
-        Fixed("norm_topk_prob", True, {"moe_router_pre_softmax": False}),
-        Needs({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
+        Constant("norm_topk_prob", True, {"moe_router_pre_softmax": False}),
+        Requires({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
     )  # fmt: skip

@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import full_attention, llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.qwen_experts import expert_settings
-from mcore_ckpt_ext.families.settings import Fixed, Needs
+from mcore_ckpt_ext.families.settings import Constant, Requires
 
 
 class Qwen3MoE(Family):
@@ -16,9 +16,9 @@ class Qwen3MoE(Family):
     architecture = "Qwen3MoeForCausalLM"
     without_effect = ("sliding_window", "max_window_layers")
     rules = (*parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts())
-    also_read = parts.STACKED_EXPERTS
+    read_rules = parts.STACKED_EXPERTS
     settings = (
         *llama_like(head_dim=True, groups=4), *expert_settings(128, 8, 768), full_attention(),
-        Needs({"qk_layernorm": True}),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires({"qk_layernorm": True}),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, head_
 from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_HEADS, NET, SETTINGS, WithGatedDeltaNets
 from mcore_ckpt_ext.families.qwen_experts import SHARED_EXPERT_GATE, expert_settings
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Size
+from mcore_ckpt_ext.families.settings import Config, Constant, Custom, Mapped, Requires, Size
 
 EXPERTS = (*parts.experts(), *parts.shared_experts("shared_expert"), SHARED_EXPERT_GATE)
 
@@ -27,9 +27,9 @@ class WithOneFurtherToken(WithGatedDeltaNets):
         return int("mtp.fc.weight" in names)
 
     @override
-    def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
+    def unmapped_tensors(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
         left = set() if arguments.mtp_num_layers else {name for name in names if name.startswith("mtp.")}
-        return super().without_place(names, arguments, config) | left
+        return super().unmapped_tensors(names, arguments, config) | left
 
 
 class Qwen3Next(WithOneFurtherToken):
@@ -41,14 +41,14 @@ class Qwen3Next(WithOneFurtherToken):
         parts.EMBEDDING, *ATTENTION, *NET, *BY_HEADS, *parts.MLP, *EXPERTS, *parts.MLP_NORM, *parts.OUTPUT,
         *parts.one_further_token((*ATTENTION, *parts.MLP, *EXPERTS, *parts.MLP_NORM)),
     )  # fmt: skip
-    also_read = parts.STACKED_EXPERTS
+    read_rules = parts.STACKED_EXPERTS
     without_effect = ("use_sliding_window", "max_window_layers")
     settings = (
         *SIZES, query_groups(2), head_size(always=True, default=256), rope(partial=0.25), tied(by_default=False),
-        *TRAINING, SILU, Same("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
+        *TRAINING, SILU, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
         *expert_settings(512, 10, 512, normalised=True),
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Needs({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
-        Both((), lambda arguments: {}, lambda config: {"mtp_num_layers": 1}, parts.several_mtp_layers),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
+        Custom((), lambda arguments: {}, lambda config: {"mtp_num_layers": 1}, parts.several_mtp_layers),
     )  # fmt: skip

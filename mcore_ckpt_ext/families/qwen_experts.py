@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
 from mcore_ckpt_ext.families.family import Rule, with_experts
-from mcore_ckpt_ext.families.settings import Both, Coefficient, Config, Setting, Size, checked_size
+from mcore_ckpt_ext.families.settings import Coefficient, Config, Custom, Setting, Size, checked_size
 
 SHARED_EXPERT_GATE = Rule(
     "model.layers.{layer}.mlp.shared_expert_gate.weight", "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
@@ -34,14 +34,14 @@ def expert_layers() -> Setting:
     def why_not(arguments: ModelArguments) -> list[str]:
         return [] if arguments.num_experts else ["no experts"]
 
-    return Both(
+    return Custom(
         ("decoder_sparse_step", "mlp_only_layers"), to_config, to_arguments, why_not, expressed=("moe_layer_freq",)
     )
 
 
 def expert_count(default: int) -> Setting:
     """The number of experts; transformers 5 writes it for some classes as `num_local_experts`."""
-    return Both(
+    return Custom(
         ("num_experts", "num_local_experts"),
         lambda arguments: {"num_experts": arguments.num_experts},
         lambda config: {"num_experts": checked_size("num_experts", _count(config, default))},
@@ -55,7 +55,7 @@ def _count(config: Config, default: int) -> Any:
 
 def normalised_choice(by_default: bool = False) -> Setting:
     """Whether the chosen experts' probabilities are normalised among themselves: softmax after the choice."""
-    return Both(
+    return Custom(
         ("norm_topk_prob",),
         lambda arguments: {"norm_topk_prob": not arguments.moe_router_pre_softmax},
         lambda config: {"moe_router_pre_softmax": not config.get("norm_topk_prob", by_default)},

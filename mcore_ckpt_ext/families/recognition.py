@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_article
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_indefinite_article
 from mcore_ckpt_ext.families.arcee import Arcee
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.chatglm import ChatGLM
@@ -167,7 +167,7 @@ def _check_class(family: Family, classes: object, where: str) -> None:
 
     A class that no family here has may be a head, or a class of the folder's own code.
     """
-    own = (family.architecture, family.also_of)
+    own = (family.architecture, family.alternative_architecture)
     others = {one.architecture: one.name for one in FAMILIES if one.architecture not in own}
     for name in classes if isinstance(classes, list) else ():
         if isinstance(name, str) and name in others:
@@ -208,7 +208,7 @@ def family_of_megatron(
     fitting = [found for found in fits if not found.reasons]
     if len(fitting) > 1:
         before = [found for found in fitting if found.family.model_type == once]
-        fitting = before or [found for found in fitting if not found.family.rather_another(arguments)]
+        fitting = before or [found for found in fitting if not found.family.prefer_other_family(arguments)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
@@ -240,8 +240,8 @@ def fit(family: Family, arguments: ModelArguments, names: Collection[str] | None
 
 
 def _fit(family: Family, arguments: ModelArguments, names: Collection[str] | None) -> Fit:
-    if misfits := family.misfits(arguments):
-        return Fit(family, arguments, misfits, by_names=False)
+    if mismatches := family.mismatches(arguments):
+        return Fit(family, arguments, mismatches, by_names=False)
     if names is None:
         return Fit(family, arguments, [])
     left_out = set(matching(names, family.megatron_left_out))
@@ -254,6 +254,6 @@ def _fit(family: Family, arguments: ModelArguments, names: Collection[str] | Non
             found.append(Fit(family, under, [str(error)]))
             continue
         differing = [f"no {name}" for name in sorted(expected - set(names))]
-        differing += [with_article(name) for name in sorted(set(names) - expected - left_out)]
+        differing += [with_indefinite_article(name) for name in sorted(set(names) - expected - left_out)]
         found.append(Fit(family, under, differing))
     return min(found, key=lambda one: len(one.reasons))

@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import shortened
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.settings import Both, Config, Setting, contradictory, misfits, unrepresentable
+from mcore_ckpt_ext.families.settings import Config, Custom, Setting, contradictory, mismatches, unrepresentable
 
 KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
 _NESTED = ("rope_scaling", "rope_parameters")
@@ -164,9 +164,11 @@ def rope(
         needed = {
             "rotary_interleaved": interleaved, **({"rotary_percent": 1.0} if partial is None or scaled else {})
         }  # fmt: skip
-        return misfits(needed, arguments) + ([] if kind in ("rope", "yarn") else [f"position_embedding_type is {kind}"])
+        return mismatches(needed, arguments) + (
+            [] if kind in ("rope", "yarn") else [f"position_embedding_type is {kind}"]
+        )
 
-    return Both(
+    return Custom(
         (*KEYS, "partial_rotary_factor", *([width] if width else [])), to_config, to_arguments, why_not,
         expressed=(
             "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling",

@@ -8,7 +8,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Fixed, Same
+from mcore_ckpt_ext.families.settings import Constant, Mapped
 
 
 class SeedOss(Family):
@@ -19,11 +19,11 @@ class SeedOss(Family):
     rules = (*parts.DECODER, *parts.attention("bias"))
     settings = (
         *llama_like(head_dim=True, head_dim_default=128, groups=8),
-        Fixed("attention_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
-        Fixed("attention_out_bias", False, {}), Fixed("mlp_bias", False, {}),
-        Same("attention_dropout", "attention_dropout", 0.1), Same("residual_dropout", "hidden_dropout", 0.1),
+        Constant("attention_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
+        Constant("attention_out_bias", False, {}), Constant("mlp_bias", False, {}),
+        Mapped("attention_dropout", "attention_dropout", 0.1), Mapped("residual_dropout", "hidden_dropout", 0.1),
     )  # fmt: skip
 
     @override
-    def rather_another(self, arguments: ModelArguments) -> list[str]:
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that Qwen2 is"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ class Setting:
 
     @property
     def expresses(self) -> Collection[str]:
-        """The arguments that it speaks of: a value that a model of the family cannot have is told by `misfits`."""
+        """The arguments that it speaks of: a value that a model of the family cannot have is told by `mismatches`."""
         return ()
 
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
@@ -41,13 +42,13 @@ class Setting:
         """
         return {}
 
-    def misfits(self, arguments: ModelArguments) -> list[str]:
+    def mismatches(self, arguments: ModelArguments) -> list[str]:
         """Why a job with these arguments has no such model; empty where it has."""
         return []
 
 
 @dataclass(frozen=True)
-class Same(Setting):
+class Mapped(Setting):
     """A value that both sides have; `default` is what Hugging Face's class takes where the key is missing."""
 
     key: str
@@ -69,7 +70,7 @@ class Same(Setting):
         return {self.key: arguments.value(self.argument)}
 
     @override
-    def misfits(self, arguments: ModelArguments) -> list[str]:
+    def mismatches(self, arguments: ModelArguments) -> list[str]:
         unset = self.default is not None and arguments.value(self.argument) is None
         return [f"{self.argument} is None, for which it has no key"] if unset else []
 
@@ -88,7 +89,7 @@ class Same(Setting):
 
 
 @dataclass(frozen=True)
-class Coefficient(Same):
+class Coefficient(Mapped):
     """Of a loss that balances experts. Of several losses, transformers has the first."""
 
     @override
@@ -98,8 +99,8 @@ class Coefficient(Same):
 
 
 @dataclass(frozen=True)
-class Size(Same):
-    """Like `Same`, for a whole number of elements; `counted`: of layers, heads or experts."""
+class Size(Mapped):
+    """Like `Mapped`, for a whole number of elements; `counted`: of layers, heads or experts."""
 
     counted: bool = False
 
@@ -115,7 +116,7 @@ class Size(Same):
 
 
 @dataclass(frozen=True)
-class Fixed(Setting):
+class Constant(Setting):
     """A key that has one value in all models of a family, and the arguments, `needed`, that stand for that value.
 
     A missing key means the value, and so does a key without one, but for what is true.
@@ -147,11 +148,11 @@ class Fixed(Setting):
         return dict(self.needed)
 
     @override
-    def misfits(self, arguments: ModelArguments) -> list[str]:
-        return misfits(self.needed, arguments)
+    def mismatches(self, arguments: ModelArguments) -> list[str]:
+        return mismatches(self.needed, arguments)
 
 
-class Without(Setting):
+class Forbidden(Setting):
     """Keys that have to be false, or missing: what they ask for, no model of the family has here. Never written."""
 
     def __init__(self, *keys: str) -> None:
@@ -190,7 +191,7 @@ class Neutral(Setting):
 
 
 @dataclass(frozen=True)
-class Sets(Setting):
+class Implies(Setting):
     """Arguments that the family's models are trained with, but that do not tell it apart from others."""
 
     values: Mapping[str, Any]
@@ -206,16 +207,16 @@ class Sets(Setting):
 
 
 @dataclass(frozen=True)
-class Needs(Sets):
+class Requires(Implies):
     """Arguments that have one value in all models of a family, and no key in `config.json`."""
 
     @override
-    def misfits(self, arguments: ModelArguments) -> list[str]:
-        return misfits(self.values, arguments)
+    def mismatches(self, arguments: ModelArguments) -> list[str]:
+        return mismatches(self.values, arguments)
 
 
 @dataclass(frozen=True)
-class Both(Setting):
+class Custom(Setting):
     """Anything else: the keys, two functions, and optionally a third that says why arguments do not fit.
 
     `expressed`: the arguments that the functions look at, but for sizes.
@@ -246,7 +247,7 @@ class Both(Setting):
         return self.to_arguments(config)
 
     @override
-    def misfits(self, arguments: ModelArguments) -> list[str]:
+    def mismatches(self, arguments: ModelArguments) -> list[str]:
         return self.why_not(arguments)
 
 
@@ -281,10 +282,24 @@ def contradictory(key: str, one: Any, other: Any) -> UnsupportedCheckpointError:
     )  # fmt: skip
 
 
-def misfits(needed: Mapping[str, Any], arguments: ModelArguments) -> list[str]:
+def mismatches(needed: Mapping[str, Any], arguments: ModelArguments) -> list[str]:
     """The arguments that have another value than they need to have, in words."""
     return [
         f"{name} is {arguments.value(name)!r}, not {value!r}"
         for name, value in needed.items()
         if (arguments.value(name) or None) != (value or None)
     ]
+
+
+_FORMER = {
+    "Same": "Mapped", "Fixed": "Constant", "Needs": "Requires", "Sets": "Implies", "Both": "Custom",
+    "Without": "Forbidden",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    """Return a class by its former name, which families of users may import, with a warning that names the new one."""
+    if name not in _FORMER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{name} is now {_FORMER[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_FORMER[name]]

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.families.common_settings import (
 )
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Same, unrepresentable
+from mcore_ckpt_ext.families.settings import Config, Constant, Custom, Mapped, unrepresentable
 
 
 def _rotated(arguments: ModelArguments) -> dict[str, Any]:
@@ -46,9 +46,9 @@ class SmolLM3(Family):
     without_effect = ("sliding_window", "max_window_layers", "no_rope_layer_interval")
     settings = (
         *SIZES, query_groups(4), rope(2000000.0), tied(by_default=True), *TRAINING, SILU, RMS_NORM, full_attention(),
-        Same("rms_norm_eps", "layernorm_epsilon", 1e-6), Fixed("mlp_bias", False, {}),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Both(("no_rope_layers",), _rotated, _skipping, expressed=("no_rope_freq",), why_not=lambda arguments: (
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6), Constant("mlp_bias", False, {}),
+        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Custom(("no_rope_layers",), _rotated, _skipping, expressed=("no_rope_freq",), why_not=lambda arguments: (
             [] if arguments.no_rope_freq else ["positions in every layer"]
         )),
     )  # fmt: skip

@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, implied_head_size, query_groups, tied
 from mcore_ckpt_ext.families.family import Family, set_in
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Needs, Same, Without
+from mcore_ckpt_ext.families.settings import Forbidden, Mapped, Requires
 
 
 class StableLM(Family):
@@ -24,7 +24,7 @@ class StableLM(Family):
     )  # fmt: skip
     settings = (
         *SIZES, query_groups(32), implied_head_size(), rope(partial=0.25), tied(by_default=False), *TRAINING, SILU,
-        Same("layer_norm_eps", "layernorm_epsilon", 1e-5), Same("hidden_dropout", "hidden_dropout", 0.0),
-        Same("use_qkv_bias", "add_qkv_bias", False), Without("qk_layernorm", "use_parallel_residual"),
-        Needs({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": False, "add_bias_linear": False}),
+        Mapped("layer_norm_eps", "layernorm_epsilon", 1e-5), Mapped("hidden_dropout", "hidden_dropout", 0.0),
+        Mapped("use_qkv_bias", "add_qkv_bias", False), Forbidden("qk_layernorm", "use_parallel_residual"),
+        Requires({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": False, "add_bias_linear": False}),
     )  # fmt: skip

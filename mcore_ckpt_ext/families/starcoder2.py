@@ -6,7 +6,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, head_size, query_groups, sliding_window, tied
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Fixed, Needs, Same
+from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
@@ -29,8 +29,9 @@ class StarCoder2(Family):
     without_effect = ("embedding_dropout", "norm_type", "mlp_type")
     settings = (
         *SIZES, query_groups(2), head_size(), rope(), tied(by_default=True), *TRAINING, sliding_window(None),
-        Same("initializer_range", "init_method_std", 0.018042),
-        Same("norm_epsilon", "layernorm_epsilon", 1e-5), Same("residual_dropout", "hidden_dropout", 0.0),
+        Mapped("initializer_range", "init_method_std", 0.018042),
+        Mapped("norm_epsilon", "layernorm_epsilon", 1e-5), Mapped("residual_dropout", "hidden_dropout", 0.0),
         gelu("hidden_act"),
-        Fixed("use_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}), Needs({"normalization": "LayerNorm"}),
+        Constant("use_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}),
+        Requires({"normalization": "LayerNorm"}),
     )  # fmt: skip

@@ -40,7 +40,7 @@ Source: `get_class_from_dynamic_module`, transformers/dynamic_module_utils.py, 4
 """
 
 
-def companions(folder: Path, below: str = "") -> dict[str, bytes]:
+def auxiliary_files(folder: Path, below: str = "") -> dict[str, bytes]:
     """The small files that belong to a model: its tokenizer, and the two configurations.
 
     Args:
@@ -62,9 +62,9 @@ def tokenizer_files(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
     """
     if path is None:
         return {}
-    found = companions(as_path(path))
+    found = auxiliary_files(as_path(path))
     if not found:
-        refused = "; ".join(f"{name}: {why}" for name, why in refused_companions(as_path(path)).items())
+        refused = "; ".join(f"{name}: {why}" for name, why in refused_auxiliary_files(as_path(path)).items())
         there = is_remote(as_path(path)) or as_path(path).is_dir()
         raise UnreadableCheckpointError(
             "the folder holds no tokenizer" if there else "there is no such folder", found=refused or None,
@@ -83,7 +83,7 @@ def _companion_names(folder: Path, below: str) -> list[str]:
     return [*COMPANIONS, *sorted(name for name in further if re.fullmatch(COMPANION_PATTERN, name))]
 
 
-def refused_companions(folder: Path, below: str = "") -> dict[str, str]:
+def refused_auxiliary_files(folder: Path, below: str = "") -> dict[str, str]:
     """Those that are there but are not copied, with the reason."""
     found: dict[str, str] = {}
     for name in _companion_names(folder, below):
@@ -146,7 +146,7 @@ def companion_notes(taken: Mapping[str, bytes], checkpoint: CheckpointView) -> l
         taken: the files that are copied, by name.
         checkpoint: the checkpoint that has them.
     """
-    refused = refused_companions(checkpoint.folder, checkpoint.companions_below)
+    refused = refused_auxiliary_files(checkpoint.folder, checkpoint.auxiliary_files_below)
     found = [f"copied along with the weights: {', '.join(taken)}"] if taken else []
     found += _code_notes(taken)
     return found + [f"not copied: {name}: {why}" for name, why in refused.items()]

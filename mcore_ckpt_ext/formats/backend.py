@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, io_hint
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.json_text import parsed
 
@@ -25,7 +25,7 @@ def sharded_backend(folder: Path) -> str:
         return str(parsed(read_file(folder, CONFIG_FILE))["sharded_backend"])
     except PermissionError as error:
         raise UnreadableCheckpointError(
-            "no permission to read the checkpoint", found=error.strerror, where=str(path), helps=remedy(error)
+            "no permission to read the checkpoint", found=error.strerror, where=str(path), helps=io_hint(error)
         ) from error
     except OSError as error:
         raise UnreadableCheckpointError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from mcore_ckpt_ext.errors import CheckpointError, ProofError, UnsupportedCheckpointError, interpreting
+from mcore_ckpt_ext.errors import CheckpointError, ProofError, UnsupportedCheckpointError, reraise_as_unreadable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.adapter_only import for_model, has_adapters_alone
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, sharded_backend
@@ -70,7 +70,7 @@ def open_checkpoint(
         ((128, 32), torch.float32, 2)
     """
     options = OpenOptions(witnesses, family, transformer_impl, facts)
-    with interpreting(path):
+    with reraise_as_unreadable(path):
         folder = iteration_folder(as_path(path))
         found = format_of(folder)
         if weights is not None and found is not None and found.is_adapter_folder:

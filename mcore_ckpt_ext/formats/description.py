@@ -68,8 +68,8 @@ def stated_by_megatron(args: Mapping[str, Any], folder: Path, sidecar: Sidecar |
         UnreadableCheckpointError: one has a value that it cannot have.
     """
     recorded = parse_version(sidecar.megatron) if sidecar else None
-    tells_all = not args.get(PARTIAL, False) and _OF_SWIFT not in args
-    return JobArguments.of(args, source=f"the arguments in {folder}", version=recorded, tells_all=tells_all)
+    is_complete = not args.get(PARTIAL, False) and _OF_SWIFT not in args
+    return JobArguments.of(args, source=f"the arguments in {folder}", version=recorded, is_complete=is_complete)
 
 
 def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar | None, facts: Facts) -> Description:
@@ -160,7 +160,7 @@ def completed(description: Description, shown: Mapping[str, Any], facts: Facts, 
 
 def _partial(stated: Mapping[str, Any], folder: Path, problems: Sequence[str] = ()) -> JobArguments:
     because = "".join(f" ({problem})" for problem in problems)
-    return JobArguments.of(stated, source=f"what is known of the job of {folder}{because}", tells_all=False)
+    return JobArguments.of(stated, source=f"what is known of the job of {folder}{because}", is_complete=False)
 
 
 def _of_bridge(folder: Path) -> Description | None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.planning.plan import WantedSlice
-from mcore_ckpt_ext.planning.write_plan import OutputFile, Placed, Record
-from mcore_ckpt_ext.storage.archive_writer import ArchiveDraft, draft_archive, draft_tensor
+from mcore_ckpt_ext.planning.write_plan import OutputFile, Record, WriteItem
+from mcore_ckpt_ext.storage.archive_writer import ArchivePlan, plan_archive, plan_tensor
 from mcore_ckpt_ext.storage.pickle_stubs import placeholder_class
 from mcore_ckpt_ext.storage.pickling import INDEX_PROTOCOL, DeclaredTensor, dumps, named_object
 
@@ -59,7 +59,7 @@ class DistcpFiles:
 
     def add_object(self, key: str, value: Any, *, wrapped: bool = True) -> None:
         """File a pickled object; `wrapped`: in a list of one, as Megatron does where it calls the planner itself."""
-        draft = draft_archive([value] if wrapped else value)
+        draft = plan_archive([value] if wrapped else value)
         self._entries[key] = named_object(_METADATA, "BytesStorageMetadata", {})
         self._file_away(draft, key, None)
 
@@ -68,13 +68,13 @@ class DistcpFiles:
         chunks = []
         dtype = getattr(torch, array.dtype)
         for chunk in array.chunks:
-            draft = draft_tensor(DeclaredTensor(dtype, chunk.sizes, chunk.wanted))
+            draft = plan_tensor(DeclaredTensor(dtype, chunk.sizes, chunk.wanted))
             name = self._file_away(draft, array.key, chunk.offsets)
             (tensor,) = draft.tensors
             start = self._position - draft.length
             self._records.append(
                 Record(
-                    name, start + tensor.offset, array.dtype, tensor.numel, (Placed(0, chunk.wanted),),
+                    name, start + tensor.offset, array.dtype, tensor.numel, (WriteItem(0, chunk.wanted),),
                     tuple(start + place for place in tensor.checksums),
                 )
             )  # fmt: skip
@@ -97,7 +97,7 @@ class DistcpFiles:
             state["mcore_data"] = self._shapes
         return self._files, self._records, dumps(named_object(_METADATA, "Metadata", state), INDEX_PROTOCOL)[0]
 
-    def _file_away(self, draft: ArchiveDraft, key: str, offsets: tuple[int, ...] | None) -> str:
+    def _file_away(self, draft: ArchivePlan, key: str, offsets: tuple[int, ...] | None) -> str:
         self._position = -(-self._position // _ALIGNMENT) * _ALIGNMENT
         if self._position and self._position + draft.length > self._file_bytes:
             self._close()

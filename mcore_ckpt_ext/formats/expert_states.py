@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import printable
+from mcore_ckpt_ext.errors import escaped
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
 from mcore_ckpt_ext.storage.pickle_allowlist import hides_a_pickle
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError, archive_of, read_state, same, write_state
@@ -28,7 +28,7 @@ _SIDE_BY_SIDE = re.compile(r"^(scale|scale_inv|amax_history)_(fwd|bwd)$")
 _SETTINGS, _COUNT = "extra_fp8_variables", "num_gemms"
 _ABOUT = "written empty, because one state there stands for several experts (fp8 scaling begins anew)"
 
-Found = tuple[dict[str, Any], list[str]]
+FoundLayout = tuple[dict[str, Any], list[str]]
 """States by model-space name, and notes."""
 
 
@@ -46,7 +46,7 @@ def grouped_experts(name: str, numbers: Sequence[int]) -> list[str]:
     return [str(replace(parsed, experts=grouped[1], expert=number, rest=grouped[2])) for number in numbers]
 
 
-def of_each_expert(states: Mapping[str, Any], experts: int) -> Found:
+def of_each_expert(states: Mapping[str, Any], experts: int) -> FoundLayout:
     """States of grouped linears that could not be split, emptied, under the names of the experts of the model."""
     found: dict[str, Any] = {}
     emptied: list[str] = []
@@ -140,9 +140,7 @@ def _side_by_side(content: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tenso
 
 def about_emptied(emptied: Sequence[str]) -> list[str]:
     """What is to be said of states that could be neither split nor joined."""
-    return (
-        [f"extra states of {len(emptied)} modules are {_ABOUT}: {printable(emptied[0])} and so on"] if emptied else []
-    )
+    return [f"extra states of {len(emptied)} modules are {_ABOUT}: {escaped(emptied[0])} and so on"] if emptied else []
 
 
 def content_of(state: Any) -> bytes | None:

@@ -14,14 +14,14 @@ from mcore_ckpt_ext.errors import PackingError, ProofError, UnsupportedCheckpoin
 from mcore_ckpt_ext.families.arguments import MODEL_ARGUMENTS
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
-from mcore_ckpt_ext.layout.weight_spec import LentWeight
+from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 
 NAME_THEM = "pass the folder of its weights, a Hugging Face folder or a checkpoint: --weights FOLDER"
 
 
-def told_of_the_model(lender: CheckpointView) -> dict[str, Any]:
+def described_by_model(lender: CheckpointView) -> dict[str, Any]:
     """What a checkpoint tells of its model; the layout of its job, and all else, need not be the optimizer's."""
     known = lender.arguments
     told = {name: known.value(name) for name in MODEL_ARGUMENTS if known.is_known(name)}
@@ -29,7 +29,7 @@ def told_of_the_model(lender: CheckpointView) -> dict[str, Any]:
     return {**told, "padded_vocab_size": embeddings.shape[0]} if embeddings is not None else told
 
 
-def lent_weights(lender: CheckpointView, arguments: JobArguments) -> dict[str, LentWeight]:
+def external_weights(lender: CheckpointView, arguments: JobArguments) -> dict[str, WeightSpec]:
     """The weights of a checkpoint as a job with these arguments cuts them, by the rules of Megatron's layers.
 
     What no rule speaks of is taken for whole on every rank, which the proof then judges.
@@ -39,11 +39,11 @@ def lent_weights(lender: CheckpointView, arguments: JobArguments) -> dict[str, L
         tensor, cut = lender.named_tensor(WEIGHT, name), None
         with contextlib.suppress(UnsupportedCheckpointError):
             cut = whole_cut(name, tensor.shape, arguments)
-        found[name] = LentWeight(tensor, cut.axis, cut.bands) if cut else LentWeight(tensor, None)
+        found[name] = WeightSpec(tensor, cut.axis, cut.bands) if cut else WeightSpec(tensor, None)
     return found
 
 
-def check_lender(lender: CheckpointView, checkpoint: CheckpointView) -> None:
+def check_external_weights(lender: CheckpointView, checkpoint: CheckpointView) -> None:
     """Refuse weights where they are not needed, a folder that has none, and one that describes another model.
 
     Raises:
@@ -82,7 +82,7 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
     for name in state.names():
         weight, master = checkpoint.logical_tensor(WEIGHT, name), state.logical_tensor(FP32_PARAM, name)
         is_weight = any(one.extent.file.startswith(f"{folder}/") for one in state.stored(FP32_PARAM, name))
-        if master is None or is_weight or checkpoint.follow_from_weights(name):
+        if master is None or is_weight or checkpoint.masters_are_derived(name):
             raise UnsupportedCheckpointError(
                 "the weights of another folder cannot be verified against this optimizer",
                 found=f"no master of {name} that is stored by itself", where=str(checkpoint.folder),

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
-    from mcore_ckpt_ext.formats.laid_out import LaidOut
+    from mcore_ckpt_ext.formats.laid_out import OutputPlan
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
     from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
@@ -77,7 +77,7 @@ class Format(ABC, Generic[Options]):
             CheckpointError: it is damaged, or not read.
         """
 
-    def lay_out(self, checkpoint: CheckpointView, target: Options, family: Family | None) -> LaidOut:
+    def lay_out(self, checkpoint: CheckpointView, target: Options, family: Family | None) -> OutputPlan:
         """Lay out the files of a conversion into the format; called only where there are options.
 
         Args:

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, TRACKER_FILE, iterat
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class OutputPlan:
     """What is to be written, below the destination.
 
     Attributes:
@@ -51,7 +51,7 @@ def check_iteration(checkpoint: CheckpointView, target: Target) -> None:
     check_names(checkpoint, target)
 
 
-def iteration(checkpoint: CheckpointView, target: Target, output: Output) -> LaidOut:
+def iteration(checkpoint: CheckpointView, target: Target, output: Output) -> OutputPlan:
     """The files of an iteration in a run folder of its own, with what belongs to it in every format.
 
     Args:
@@ -61,7 +61,7 @@ def iteration(checkpoint: CheckpointView, target: Target, output: Output) -> Lai
     """
     folder = RELEASE if checkpoint.released else iteration_name(checkpoint.iteration)
     output = noting(output, [*checkpoint.notices(), *about_order(checkpoint)], _version_notes(target))
-    return LaidOut(_below(_with_companions(output, checkpoint), folder), folder, checkpoint.carried_kinds())
+    return OutputPlan(_below(_with_companions(output, checkpoint), folder), folder, checkpoint.carried_kinds())
 
 
 def noting(output: Output, notes: Sequence[str], before: Sequence[str] = ()) -> Output:
@@ -88,8 +88,10 @@ def _version_notes(target: Target) -> list[str]:
 
 def _with_companions(output: Output, checkpoint: CheckpointView) -> Output:
     """The same, with the model's small files where Megatron keeps its tokenizer."""
-    small = [small_file(f"{TOKENIZER_FOLDER}/{name}", content) for name, content in checkpoint.companions().items()]
-    notes = companion_notes(checkpoint.companions(), checkpoint)
+    small = [
+        small_file(f"{TOKENIZER_FOLDER}/{name}", content) for name, content in checkpoint.auxiliary_files().items()
+    ]
+    notes = companion_notes(checkpoint.auxiliary_files(), checkpoint)
     return replace(output, files=[*small, *output.files], notes=(*output.notes, *notes))
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from mcore_ckpt_ext.errors import interpreting
+from mcore_ckpt_ext.errors import reraise_as_unreadable
 from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
@@ -32,7 +32,7 @@ class ProvenSource(Source, Protocol):
     def proof(self) -> Proof:
         """How the masters that the checkpoint stores are proven."""
 
-    def follow_from_weights(self, name: str) -> bool:
+    def masters_are_derived(self, name: str) -> bool:
         """Whether a parameter's masters are derived from its own weights, which leaves nothing to prove."""
 
 
@@ -62,12 +62,12 @@ class TensorHandle:
             ProofError: the masters of that part do not round to its weights.
             CheckpointError: it is damaged or incomplete, or its packing cannot be recovered.
         """
-        with interpreting(self.checkpoint.folder):
+        with reraise_as_unreadable(self.checkpoint.folder):
             return self._proven(region or Region.whole(self.logical.name, self.logical.shape))
 
     def _proven(self, wanted: Region) -> torch.Tensor:
         values = self._read(self.kind, wanted)
-        if self.kind != WEIGHT and not self.checkpoint.follow_from_weights(wanted.name):
+        if self.kind != WEIGHT and not self.checkpoint.masters_are_derived(wanted.name):
             masters = values if self.kind == FP32_PARAM else self._read(FP32_PARAM, wanted)
             own = self.checkpoint
             proof_beside(own, [wanted.name], own.proof, own.transfer).check(

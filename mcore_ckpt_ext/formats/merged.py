@@ -16,14 +16,14 @@ from mcore_ckpt_ext.formats.adapter_order import about_norms
 from mcore_ckpt_ext.formats.adapter_scaling import Scaling
 from mcore_ckpt_ext.formats.low_rank import Merged, Part, parts_of
 from mcore_ckpt_ext.formats.parts import Merger, StoredWeights, Weights, lazy
-from mcore_ckpt_ext.formats.unread_state import Unread
+from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
 from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights, WrappedWeights
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import Derivation, derivation_of
-from mcore_ckpt_ext.storage.overlay_reader import TwoFolders
+from mcore_ckpt_ext.storage.overlay_reader import OverlayReader
 from mcore_ckpt_ext.transfer import Transfer
 
 Value = TypeVar("Value")
@@ -67,13 +67,13 @@ def merged_view(
         _check_apart(base, adapters)
     view, where = without_optimizer(base), adapters.weights
     if not beside:
-        reader = TwoFolders(base.reader, adapters.reader)
+        reader = OverlayReader(base.reader, adapters.reader)
         where = RelocatedWeights(where, reader.name_of)
         view = replace(view, files=replace(view.files, reader=reader, transfer=Transfer(reader)))
     merged = _merged(base, adapters, where, scaling, fit_of_adapters(base, family, stated))
     sources = [base] if beside else [base, adapters]
 
-    def unread(objects: bool) -> list[Unread]:
+    def unread(objects: bool) -> list[UnreadState]:
         return [item for source in sources for item in source.unread(objects=objects)]
 
     told = [f"adapters are merged into {len(merged)} weights, in fp32, and rounded once",

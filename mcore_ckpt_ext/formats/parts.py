@@ -53,8 +53,8 @@ class Files:
         transfer: reads tensors from them.
         archives: every archive: (file, offset, length).
         checked_arrays: every array that lies bare in a file and whose checksum is known.
-        companions: small files that belong to the model, such as its tokenizer, by name.
-        companions_below: the folder within the checkpoint that holds them; empty for the checkpoint itself.
+        auxiliary_files: small files that belong to the model, such as its tokenizer, by name.
+        auxiliary_files_below: the folder within the checkpoint that holds them; empty for the checkpoint itself.
     """
 
     folder: Path
@@ -62,8 +62,8 @@ class Files:
     transfer: Transfer
     archives: Callable[[], Iterator[tuple[str, int, int]]]
     checked_arrays: Callable[[], Iterator[RawArray]]
-    companions: Callable[[], dict[str, bytes]]
-    companions_below: str
+    auxiliary_files: Callable[[], dict[str, bytes]]
+    auxiliary_files_below: str
 
 
 @dataclass(frozen=True)
@@ -86,21 +86,21 @@ class StoredOptimizer:
     Attributes:
         format: the name of its encoding, Megatron's own where it has one; None without an optimizer.
         state: its arrays.
-        experts_apart: whether experts have an optimizer of their own.
+        has_expert_optimizer: whether experts have an optimizer of their own.
         param_groups: the parameter groups as each rank group stored them, with repetitions.
         chain: the settings of each chained optimizer, see `Checkpoint.chain`.
         grad_scaler: the state of the gradient scaler (fp16 only).
-        rounds_weights: whether masters alone are stored, and the weights are their roundings.
+        weights_derived_from_masters: whether masters alone are stored, and the weights are their roundings.
         shows_registration: whether its buffers hold the parameters as a job with the view's arguments registers them.
     """
 
     format: Callable[[], str | None]
     state: Callable[[], OptimizerState]
-    experts_apart: Callable[[], bool]
+    has_expert_optimizer: Callable[[], bool]
     param_groups: Callable[[], list[dict[str, Any]]]
     chain: Callable[[], list[dict[str, Any]]]
     grad_scaler: Callable[[], dict[str, Any] | None]
-    rounds_weights: bool
+    weights_derived_from_masters: bool
     shows_registration: bool = True
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, printable, shown
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, escaped, shown
 from mcore_ckpt_ext.formats.description import PARTIAL
 from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, of_each_expert
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -74,7 +74,7 @@ class PortableState:
 
 def known_arguments(arguments: JobArguments) -> argparse.Namespace:
     """The arguments of a job as a checkpoint holds them; marked where they are no more than what is known of it."""
-    marks = {} if arguments.tells_all else {PARTIAL: True}
+    marks = {} if arguments.is_complete else {PARTIAL: True}
     return argparse.Namespace(**{**arguments.stated, **without_fsdp(arguments), **marks})
 
 
@@ -114,7 +114,7 @@ def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], li
         return found, []
     return found, [
         f"extra states of {len(emptied)} modules are written empty, for they hold pickles with other classes than "
-        f"this package writes (fp8 scaling begins anew): {printable(emptied[0])} and so on"
+        f"this package writes (fp8 scaling begins anew): {escaped(emptied[0])} and so on"
     ]
 
 
@@ -123,7 +123,7 @@ def _writable_random_states(checkpoint: CheckpointView) -> tuple[Mapping[tuple[i
     reason = next((found for state in states.values() if (found := first_unwritable(state))), None)
     if reason is None:
         return states, []
-    return {}, [f"the random states are left out: one names {printable(reason)}"]
+    return {}, [f"the random states are left out: one names {escaped(reason)}"]
 
 
 def _writable(
@@ -138,14 +138,14 @@ def _writable(
     """
     reasons = {key: reason for key, value in state.items() if (reason := first_unwritable(value)) is not None}
     notes = [
-        f"left out of {what}: {printable(key)}, which names {printable(reason)}"
+        f"left out of {what}: {escaped(key)}, which names {escaped(reason)}"
         for key, reason in reasons.items()
         if not reason.startswith(unmentioned)
     ]
     return {key: value for key, value in state.items() if key not in reasons}, notes
 
 
-def distinct_groups(groups: Iterable[Mapping[str, Any]], experts_apart: bool) -> list[list[dict[str, Any]]]:
+def distinct_groups(groups: Iterable[Mapping[str, Any]], has_expert_optimizer: bool) -> list[list[dict[str, Any]]]:
     """The parameter groups of each chained optimizer, each group once: the dense parameters', then the experts'.
 
     A job whose experts are ordinary parameters has no group of experts; where it is to get them, they have the
@@ -154,7 +154,7 @@ def distinct_groups(groups: Iterable[Mapping[str, Any]], experts_apart: bool) ->
     plain = with_defaults(map(portable_group, groups))
     dense = [{**group, "is_expert_parallel": False} for group in plain if not group.get("is_expert_parallel")]
     experts = [dict(group) for group in plain if group.get("is_expert_parallel")]
-    if not experts_apart:
+    if not has_expert_optimizer:
         return [once(dense)]
     return [once(dense), once(experts or [{**group, "is_expert_parallel": True} for group in dense])]
 
@@ -169,7 +169,7 @@ def portable_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
 
 
-def portable_chain(chain: Iterable[Mapping[str, Any]], experts_apart: bool) -> list[dict[str, Any]]:
+def portable_chain(chain: Iterable[Mapping[str, Any]], has_expert_optimizer: bool) -> list[dict[str, Any]]:
     """The settings of each chained optimizer, for a job in which experts do or do not have optimizers of their own.
 
     Raises:
@@ -177,7 +177,7 @@ def portable_chain(chain: Iterable[Mapping[str, Any]], experts_apart: bool) -> l
     """
     children = [portable_child(child) for child in chain]
     groups = [group for child in children for group in inner_state(child)["param_groups"]]
-    if not children or has_experts(children) == experts_apart:
+    if not children or has_experts(children) == has_expert_optimizer:
         return children
     if len({frozenset(group) - {"is_expert_parallel"} for group in groups}) > 1:
         raise UnsupportedCheckpointError(
@@ -189,7 +189,7 @@ def portable_chain(chain: Iterable[Mapping[str, Any]], experts_apart: bool) -> l
     first = children[0]
     return [
         {**first, "optimizer": {**inner_state(first), "param_groups": own}}
-        for own in distinct_groups(groups, experts_apart)
+        for own in distinct_groups(groups, has_expert_optimizer)
     ]
 
 
@@ -246,7 +246,7 @@ def once(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             key = min(differing)
             raise UnreadableCheckpointError(
                 "ranks stored different settings of the same parameter group",
-                found=f"{printable(key)} {shown(known[key])} and {shown(group[key])}",
+                found=f"{escaped(key)} {shown(known[key])} and {shown(group[key])}",
                 expected="the same on all ranks",
                 helps="the checkpoint was edited or put together from several: use another iteration",
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, shown
-from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, companions
+from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, auxiliary_files
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.grid import weight_grid
 from mcore_ckpt_ext.formats.messages import general_notices
@@ -20,13 +20,13 @@ from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
 from mcore_ckpt_ext.formats.stacking import sharded_keys
 from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_by_name
 from mcore_ckpt_ext.formats.traits import FormatTraits
-from mcore_ckpt_ext.formats.unread_state import Unread
+from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.layout.weight_spec import LentWeight
+from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -47,12 +47,12 @@ class FormatReader(FormatTraits, ABC):
 
     Attributes:
         format: the name of the format.
-        rounds_weights: whether masters alone are stored, and the weights are their roundings.
+        weights_derived_from_masters: whether masters alone are stored, and the weights are their roundings.
         index: the arrays and objects under Megatron's keys, where the format has an index of them.
     """
 
     format: str
-    rounds_weights = False
+    weights_derived_from_masters = False
     index: DcpIndex | None = None
 
     def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
@@ -69,7 +69,7 @@ class FormatReader(FormatTraits, ABC):
         self.folder = folder
         self.reader = folder_reader(folder)
         self.transfer = Transfer(self.reader)
-        self._witnesses = tuple(witnesses)
+        self._extra_parameter_orders = tuple(witnesses)
 
     @cached_property
     def view(self) -> CheckpointView:
@@ -83,18 +83,18 @@ class FormatReader(FormatTraits, ABC):
                 self.transfer,
                 self.archives,
                 self.checked_arrays,
-                self.companions,
-                self.companions_below,
+                self.auxiliary_files,
+                self.auxiliary_files_below,
             ),
             model=StoredWeights(lambda: self.weights, self.sharded_keys),
             trained=StoredOptimizer(
                 format=lambda: self.stored_optimizer_format,
                 state=lambda: self.optimizer,
-                experts_apart=lambda: self.experts_apart,
+                has_expert_optimizer=lambda: self.has_expert_optimizer,
                 param_groups=self.param_groups,
                 chain=self.chain,
                 grad_scaler=self.grad_scaler,
-                rounds_weights=self.rounds_weights,
+                weights_derived_from_masters=self.weights_derived_from_masters,
             ),
             job=Job(
                 common=lambda: self.common,
@@ -139,7 +139,7 @@ class FormatReader(FormatTraits, ABC):
 
     @property
     @abstractmethod
-    def experts_apart(self) -> bool:
+    def has_expert_optimizer(self) -> bool:
         """Whether experts have an optimizer of their own."""
 
     @abstractmethod
@@ -178,7 +178,7 @@ class FormatReader(FormatTraits, ABC):
         """Every array that lies bare in a file and whose checksum is known; only some formats have them."""
         return iter(())
 
-    def unread(self, *, objects: bool = True) -> list[Unread]:
+    def unread(self, *, objects: bool = True) -> list[UnreadState]:
         """Every stored key that nothing here reads, from metadata; with `objects` also from small pickled objects."""
         return []
 
@@ -231,12 +231,12 @@ class FormatReader(FormatTraits, ABC):
         """What a user should know who converts a view of it: itself, or itself with some parts replaced."""
         return general_notices(view)
 
-    def companions(self) -> dict[str, bytes]:
+    def auxiliary_files(self) -> dict[str, bytes]:
         """Small files that belong to the model, such as its tokenizer, by name."""
-        return companions(self.folder, self.companions_below)
+        return auxiliary_files(self.folder, self.auxiliary_files_below)
 
     @property
-    def companions_below(self) -> str:
+    def auxiliary_files_below(self) -> str:
         """The folder within the checkpoint that holds them; empty for the checkpoint itself."""
         return TOKENIZER_FOLDER
 
@@ -247,7 +247,7 @@ class FormatReader(FormatTraits, ABC):
             tensor = weights.logical_tensor(WEIGHT, name)
             if tensor is not None:
                 stored[name] = StoredWeight(tensor, weight_grid(weights, name))
-        return LocalModels(stored, self.arguments, self.layout, self.experts_apart, self.layers())
+        return LocalModels(stored, self.arguments, self.layout, self.has_expert_optimizer, self.layers())
 
     def layers(self) -> list[list[range]] | None:
         """Global decoder layers by `[pipeline rank][virtual stage]`, where the format itself shows them."""
@@ -259,7 +259,7 @@ class FormatReader(FormatTraits, ABC):
 
     def witnessed_orders(self) -> Sequence[ParameterOrder]:
         """Evidence of the order in which the parameters of this very model were registered."""
-        return self._witnesses
+        return self._extra_parameter_orders
 
     def stored_parts(self) -> Iterator[StoredPart]:
         """Every stored part of every array and object; nothing but metadata is read."""
@@ -284,7 +284,7 @@ class FormatReader(FormatTraits, ABC):
             where=str(self.folder), helps="leave --weights out",
         )  # fmt: skip
 
-    def with_weights_of_a_job(self, weights: Mapping[str, LentWeight]) -> FormatReader:
+    def with_weights_of_a_job(self, weights: Mapping[str, WeightSpec]) -> FormatReader:
         """The same for an optimizer that is stored without its weights, which a live job has.
 
         Args:
@@ -304,7 +304,7 @@ class FormatReader(FormatTraits, ABC):
         with suppress(CheckpointError):  # whoever uses the common state reports what is wrong with it
             iteration = self.common.get("iteration")
             own = stated_by_megatron(self.args, self.folder, None)
-            stated = own if self.args and own.tells_all else None
+            stated = own if self.args and own.is_complete else None
         return find_sidecar(self.folder, stated, iteration)
 
     @property

@@ -32,7 +32,7 @@ _READ_OF_OPTIMIZER = ("param_groups", "grad_scaler", "param_state_sharding_type"
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadState:
     """A key that nothing here reads.
 
     Attributes:
@@ -63,12 +63,12 @@ def optimizer_kind(key: str) -> str:
     return UNKNOWN if _OF_OPTIMIZER.match(key) else OTHER
 
 
-def of_the_job(key: str, nbytes: int) -> Unread:
+def of_the_job(key: str, nbytes: int) -> UnreadState:
     """State that belongs to the ranks that wrote it."""
-    return Unread(key, OTHER, nbytes, "it belongs to the ranks of the job that wrote it")
+    return UnreadState(key, OTHER, nbytes, "it belongs to the ranks of the job that wrote it")
 
 
-def in_common_state(common: Mapping[str, Any], known: Iterable[str]) -> Iterator[Unread]:
+def in_common_state(common: Mapping[str, Any], known: Iterable[str]) -> Iterator[UnreadState]:
     """Tensors in a common state other than the known ones, and other than what is read of the optimizer's entry."""
     for key, value in common.items():
         if key == RERUN_STATE:
@@ -77,14 +77,14 @@ def in_common_state(common: Mapping[str, Any], known: Iterable[str]) -> Iterator
             yield from in_optimizer(value)
         elif key not in known:
             for path, nbytes in tensors_in(value, (str(key),)):
-                yield Unread(".".join(path), OTHER, nbytes, carried=True)
+                yield UnreadState(".".join(path), OTHER, nbytes, carried=True)
 
 
-def in_optimizer(entry: Any) -> Iterator[Unread]:
+def in_optimizer(entry: Any) -> Iterator[UnreadState]:
     """Tensors in an optimizer's entry of a common state that are neither its groups nor its scaler."""
     for path, nbytes in tensors_in(entry, ("optimizer",)):
         if not any(part in _READ_OF_OPTIMIZER for part in path):
-            yield Unread(".".join(path), UNKNOWN, nbytes)
+            yield UnreadState(".".join(path), UNKNOWN, nbytes)
 
 
 def tensors_in(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -101,9 +101,9 @@ def tensors_in(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
             yield from tensors_in(value, (*path, str(number)))
 
 
-def joined(found: Iterable[Unread]) -> list[Unread]:
+def joined(found: Iterable[UnreadState]) -> list[UnreadState]:
     """Each key once, with the bytes of all the places where it was found."""
-    together: dict[str, Unread] = {}
+    together: dict[str, UnreadState] = {}
     for item in found:
         before = together.get(item.key)
         nbytes = item.nbytes + (before.nbytes if before else 0)

@@ -28,7 +28,7 @@ from mcore_ckpt_ext.formats.parts import (
     Weights,
     WholeModel,
 )
-from mcore_ckpt_ext.formats.unread_state import Unread
+from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_contradiction, vocabulary_rows
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
@@ -76,7 +76,7 @@ class CheckpointView:
     trained: StoredOptimizer
     job: Job
     states: States
-    unread_keys: Callable[[bool], list[Unread]]
+    unread_keys: Callable[[bool], list[UnreadState]]
     messages: Callable[[CheckpointView], list[str]]
     ranks: Callable[[], LocalModels]
     adapters: Adapters = field(default_factory=Adapters)
@@ -106,14 +106,14 @@ class CheckpointView:
         """Every array that lies bare in a file and whose checksum is known; only some formats have them."""
         return self.files.checked_arrays()
 
-    def companions(self) -> dict[str, bytes]:
+    def auxiliary_files(self) -> dict[str, bytes]:
         """Small files that belong to the model, such as its tokenizer, by name."""
-        return self.files.companions()
+        return self.files.auxiliary_files()
 
     @property
-    def companions_below(self) -> str:
+    def auxiliary_files_below(self) -> str:
         """The folder within the checkpoint that holds them; empty for the checkpoint itself."""
-        return self.files.companions_below
+        return self.files.auxiliary_files_below
 
     @property
     def common(self) -> dict[str, Any]:
@@ -222,7 +222,7 @@ class CheckpointView:
         """What a user who converts it should know."""
         return self.messages(self)
 
-    def unread(self, *, objects: bool = True) -> list[Unread]:
+    def unread(self, *, objects: bool = True) -> list[UnreadState]:
         """Every stored key that nothing here reads, from metadata; with `objects` also from small pickled objects."""
         return self.unread_keys(objects)
 
@@ -241,14 +241,14 @@ class CheckpointView:
         return self.trained.state()
 
     @property
-    def experts_apart(self) -> bool:
+    def has_expert_optimizer(self) -> bool:
         """Whether experts have an optimizer of their own."""
-        return self.trained.experts_apart()
+        return self.trained.has_expert_optimizer()
 
     @property
-    def rounds_weights(self) -> bool:
+    def weights_derived_from_masters(self) -> bool:
         """Whether masters alone are stored, and the weights are their roundings."""
-        return self.trained.rounds_weights
+        return self.trained.weights_derived_from_masters
 
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups as each rank group stored them, with repetitions."""
@@ -330,9 +330,9 @@ class CheckpointView:
         """How the masters that the checkpoint stores are proven."""
         return proof_of(self.arguments)
 
-    def follow_from_weights(self, name: str) -> bool:
+    def masters_are_derived(self, name: str) -> bool:
         """Whether a parameter's masters and weights are derived from each other, which leaves nothing to prove."""
-        return self.rounds_weights or self.derivation(FP32_PARAM, name) is not None
+        return self.weights_derived_from_masters or self.derivation(FP32_PARAM, name) is not None
 
     def tensor(self, kind: str, name: str) -> TensorHandle:
         """The handle of one tensor.

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.formats.parts import lazy
 from mcore_ckpt_ext.formats.portable_state import inner_state
 from mcore_ckpt_ext.formats.renamed import NameMap, RenamedOrder, RenamedState, RenamedWeights
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.model_space.names import spelled_as_in
+from mcore_ckpt_ext.model_space.names import renamed_as_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.first_step import (
     WITHOUT_STEP,
@@ -88,6 +88,6 @@ def _with_step_zero(child: Mapping[str, Any]) -> dict[str, Any]:
 def spelled_as(view: CheckpointView, other: CheckpointView) -> CheckpointView:
     """A checkpoint under the names that another has, if the two differ in nothing but their layer spec's names."""
     known = set(other.names(WEIGHT))
-    names = {name: spelled_as_in(known, name) for name in view.names(WEIGHT)}
+    names = {name: renamed_as_in(known, name) for name in view.names(WEIGHT)}
     one_for_one = len(set(names.values())) == len(names)
     return renamed(view, names) if one_for_one and any(map(ne, names, names.values())) else view

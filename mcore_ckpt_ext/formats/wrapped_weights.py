@@ -10,7 +10,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.formats.parts import Weights
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
-from mcore_ckpt_ext.planning.array_location import Extent, PlainExtent, Rearranged, Scaled
+from mcore_ckpt_ext.planning.array_location import Extent, PlainExtent, ScaleCodec, TransposeCodec
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, StoredSlice, derivation_of, slices_in
 
 
@@ -68,12 +68,12 @@ class RelocatedWeights(WrappedWeights):
         return [replace(one, extent=self._extent(one.extent)) for one in slices]
 
     def _extent(self, extent: Extent) -> Extent:
-        if isinstance(extent, Rearranged):
+        if isinstance(extent, TransposeCodec):
             return replace(extent, array=self._array(extent.array))
         return self._array(extent)
 
-    def _array(self, array: PlainExtent | Scaled) -> PlainExtent | Scaled:
-        if isinstance(array, Scaled):
+    def _array(self, array: PlainExtent | ScaleCodec) -> PlainExtent | ScaleCodec:
+        if isinstance(array, ScaleCodec):
             return replace(array, codes=self._plain(array.codes), scales=self._plain(array.scales))
         return self._plain(array)
 

@@ -91,7 +91,7 @@ class Bytes(Protocol):
         """`count` elements from element `start` of the flattening of regions of a weight, in the stored dtype."""
 
 
-def misfit(packing: Packing, group: OptimizerGroup) -> str | None:
+def mismatch_reason(packing: Packing, group: OptimizerGroup) -> str | None:
     """Why a proposed packing cannot be that of a stored group, by sizes and chunk borders alone; None if it can.
 
     Every border of a parameter inside a bucket is a border of stored chunks, because the saver writes one chunk per

@@ -66,10 +66,10 @@ class LocalModels:
         weights: Mapping[str, StoredWeight],
         arguments: JobArguments,
         layout: ParallelLayout,
-        experts_apart: bool,
+        has_expert_optimizer: bool,
         layers: list[list[range]] | None = None,
     ) -> None:
-        """`experts_apart`: experts have buffers and an optimizer of their own (more than one expert-parallel rank).
+        """`has_expert_optimizer`: experts have buffers and an optimizer of their own (several expert-parallel ranks).
 
         `layers`: global layers of the block that a pipeline divides, by `[pipeline rank][virtual stage]`; None to take
         them from the arguments.
@@ -80,7 +80,7 @@ class LocalModels:
         }
         self.arguments = arguments
         self.layout = layout
-        self.experts_apart = experts_apart
+        self.has_expert_optimizer = has_expert_optimizer
         self._layers = layers
         self._parts = split_parameters(self.weights)
         # Split parameters go by their first part; these are the others.
@@ -92,7 +92,7 @@ class LocalModels:
         left = {name: weight for name, weight in self.weights.items() if name not in names}
         if len(left) == len(self.weights):
             return self
-        return LocalModels(left, self.arguments, self.layout, self.experts_apart, self._layers)
+        return LocalModels(left, self.arguments, self.layout, self.has_expert_optimizer, self._layers)
 
     @property
     def ties_embeddings(self) -> bool:
@@ -267,7 +267,7 @@ class LocalModels:
     @cached_property
     def _expert_ranks(self) -> dict[str, int]:
         """The expert-parallel rank of each expert's parameter: consecutive experts lie together (moe/experts.py)."""
-        if not self.experts_apart or not self._expert_of:
+        if not self.has_expert_optimizer or not self._expert_of:
             return {}
         ranks, experts = self.layout.expert, self.arguments.whole("num_experts")
         return {name: expert * ranks // experts for name, expert in self._expert_of.items()}

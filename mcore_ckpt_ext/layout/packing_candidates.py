@@ -9,7 +9,7 @@ from itertools import accumulate
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement
 from mcore_ckpt_ext.layout.grad_buffer import Bucket, BufferParameter, PackingRule, pack
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, registration_order
+from mcore_ckpt_ext.layout.parameter_order import ObservedOrder, ParameterOrder, registration_order
 from mcore_ckpt_ext.layout.quantised import QUANTISED, is_quantised
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
@@ -32,7 +32,7 @@ class Proposal:
 
 def by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule = PackingRule.SINCE_0_13) -> Proposal:
     """The packing that a rule gives for one parameter order."""
-    witnessed = isinstance(order, WitnessedOrder)
+    witnessed = isinstance(order, ObservedOrder)
     return Proposal(order.label, lambda group: _packed(models, order, rule, group), witnessed)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from mcore_ckpt_ext.errors import PackingError, UnsupportedCheckpointError, some
-from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement, misfit
+from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement, mismatch_reason
 from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof
@@ -78,7 +78,7 @@ def recover(
 def _tried(group: OptimizerGroup, proposal: Proposal, read: Bytes) -> tuple[Packing | None, str | None]:
     """A proposed packing, and what keeps it from being the group's: sizes, chunk borders, samples of the content."""
     packing = proposal.packing_of(group)
-    problem = "it does not cover every parameter" if packing is None else misfit(packing, group)
+    problem = "it does not cover every parameter" if packing is None else mismatch_reason(packing, group)
     if packing is not None and problem is None:
         problem = _sample(group, packing, read)
     return packing, problem
@@ -140,7 +140,7 @@ def recover_unproven(
     tried: list[str] = []
     for proposal in proposals:
         packing = proposal.packing_of(group)
-        problem = "it does not cover every parameter" if packing is None else misfit(packing, group)
+        problem = "it does not cover every parameter" if packing is None else mismatch_reason(packing, group)
         if packing is not None and problem is None:
             problem = contradiction(packing)
         if packing is not None and problem is None:
@@ -174,7 +174,7 @@ def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredPa
     """The first proposal that the sizes and chunk borders of a group allow; not confirmed by its content."""
     for proposal in proposals:
         packing = proposal.packing_of(group)
-        if packing is not None and misfit(packing, group) is None:
+        if packing is not None and mismatch_reason(packing, group) is None:
             return RecoveredPacking(proposal.label, packing)
     return None
 

@@ -101,7 +101,7 @@ _LABELS = {
 
 def _unknown(arguments: JobArguments) -> frozenset[str]:
     """The dimensions that arguments leave open: none of Megatron's own, where an argument that is not there is 1."""
-    if arguments.tells_all:
+    if arguments.is_complete:
         return frozenset()
     stated = {
         "tensor": arguments.tensor_model_parallel_size is not None,

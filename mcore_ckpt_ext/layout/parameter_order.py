@@ -213,7 +213,7 @@ TRANSFORMER_ENGINE_SEQUENTIAL = KnownOrder(
 )
 
 
-class WitnessedOrder:
+class ObservedOrder:
     """The order in which a live model registered its parameters, gathered from all ranks by layer."""
 
     def __init__(self, label: str, registered: Iterable[Sequence[str]]) -> None:

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 
 
 @dataclass(frozen=True, slots=True)
-class LentWeight:
+class WeightSpec:
     """What a live model, or another checkpoint, tells of a weight.
 
     Attributes:

@@ -42,7 +42,7 @@ _BUBBLE_STEP = 0.05
 
 
 @dataclass(frozen=True)
-class Wish:
+class SearchRequest:
     """What a user has and wants.
 
     Attributes:
@@ -65,7 +65,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundLayout:
     """A layout that Megatron accepts.
 
     Attributes:
@@ -96,7 +96,7 @@ class Search:
         nearest: for each rule, the excluded layout that is nearest to the old one: (distance, layout, reason).
     """
 
-    found: list[Found] = field(default_factory=list)
+    found: list[FoundLayout] = field(default_factory=list)
     excluded: Counter[str] = field(default_factory=Counter)
     nearest: dict[str, tuple[float, ParallelLayout, str]] = field(default_factory=dict)
 
@@ -107,7 +107,7 @@ class Search:
             self.nearest[rule] = (distance, layout, reason)
 
 
-def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Wish, buffers: Buffers) -> Search:
+def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: SearchRequest, buffers: Buffers) -> Search:
     """Look at every combination of sizes that multiplies to the number of GPUs.
 
     Args:
@@ -154,12 +154,12 @@ def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Wish
     return result
 
 
-def _weighed(choice: Choice, held: tuple[StageHolding, ...], wish: Wish, buffers: Buffers) -> Found:
+def _weighed(choice: Choice, held: tuple[StageHolding, ...], wish: SearchRequest, buffers: Buffers) -> FoundLayout:
     activations = activation_bytes(choice, wish.recomputation)
     # Most stages hold as much as another one.
     by_stage = (memory_of(stage, choice, buffers, activations) for stage in dict.fromkeys(held))
     memory = max(by_stage, key=lambda one: (one.total, one.host))
-    return Found(
+    return FoundLayout(
         choice,
         memory,
         _fits(memory, wish),
@@ -169,13 +169,13 @@ def _weighed(choice: Choice, held: tuple[StageHolding, ...], wish: Wish, buffers
     )
 
 
-def _fits(memory: Memory, wish: Wish) -> bool | None:
+def _fits(memory: Memory, wish: SearchRequest) -> bool | None:
     if wish.memory is not None and memory.total <= wish.memory:
         return True
     return None if wish.memory is None or wish.is_least else False
 
 
-def _rank(one: Found, old: ParallelLayout, wish: Wish) -> tuple[object, ...]:
+def _rank(one: FoundLayout, old: ParallelLayout, wish: SearchRequest) -> tuple[object, ...]:
     """The order of layouts: fits, keeps the batch, idles least, keeps TP within a node, resembles the old layout."""
     layout = one.choice.layout
     crosses = layout.tensor > wish.gpus_per_node
@@ -202,7 +202,7 @@ class _Sizes:
     Dimensions of later steps are as near to those of the old layout as they can be.
     """
 
-    def __init__(self, job: JobArguments, old: ParallelLayout, wish: Wish) -> None:
+    def __init__(self, job: JobArguments, old: ParallelLayout, wish: SearchRequest) -> None:
         self._old, self._gpus, self._pins = old, wish.gpus, wish.pins
         self._layers, self._experts = job.num_layers or 1, job.num_experts or 1
         self._divisors = [size for size in range(1, wish.gpus + 1) if wish.gpus % size == 0]

@@ -76,7 +76,7 @@ def job_arguments(content: Any, source: str) -> JobArguments:
     if is_plain(model.get("seq_length")) and model.get("seq_length") is not None:
         stated["seq_length"] = model["seq_length"]
         stated.setdefault("max_position_embeddings", model["seq_length"])
-    return JobArguments.of(stated, source=source, tells_all=False)
+    return JobArguments.of(stated, source=source, is_complete=False)
 
 
 def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:

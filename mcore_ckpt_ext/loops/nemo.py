@@ -45,7 +45,7 @@ def of_model(content: Any, source: str) -> JobArguments:
     """
     if not isinstance(content, Mapping):
         raise ValueError("it is no object")
-    return JobArguments.of(_of_model(content), source=source, tells_all=False)
+    return JobArguments.of(_of_model(content), source=source, is_complete=False)
 
 
 def of_everything(content: Any, source: str) -> JobArguments:
@@ -66,7 +66,7 @@ def of_everything(content: Any, source: str) -> JobArguments:
     strategy = _inner(reader, root, "trainer", "strategy")
     layout = {name: strategy[name] for name in _LAYOUT if strategy.get(name) is not None and is_plain(strategy[name])}
     buffers = section_arguments("ddp", _inner(reader, root, "trainer", "strategy", "ddp"))
-    return JobArguments.of({**_of_model(plain), **layout, **buffers}, source=source, tells_all=False)
+    return JobArguments.of({**_of_model(plain), **layout, **buffers}, source=source, is_complete=False)
 
 
 def _of_model(model: Mapping[str, Any]) -> dict[str, Any]:

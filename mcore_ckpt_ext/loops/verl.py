@@ -35,4 +35,4 @@ def job_arguments(content: Any, source: str) -> JobArguments:
     """
     if not isinstance(content, Mapping) or "num_layers" not in content:
         raise ValueError("it has no field num_layers")
-    return JobArguments.of(model_arguments(content), source=source, tells_all=False)
+    return JobArguments.of(model_arguments(content), source=source, is_complete=False)

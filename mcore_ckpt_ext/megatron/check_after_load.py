@@ -44,13 +44,13 @@ class _Look:
     beside_remainders: bool
 
 
-class Witness:
+class WriteDetector:
     """Sees whether anything has been loaded into the weights since it was made: torch counts every write."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._versions = {id(p): p._version for p in _parameters(chunks)}
 
-    def has_seen_a_load(self, chunks: Sequence[Any]) -> bool:
+    def detects_load(self, chunks: Sequence[Any]) -> bool:
         """Whether a parameter has been written to."""
         return any(p._version != self._versions.get(id(p)) for p in _parameters(chunks))
 

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.views import is_before_first_step
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
-from mcore_ckpt_ext.megatron.core_save import ToBeSaved
+from mcore_ckpt_ext.megatron.core_save import PendingSave
 from mcore_ckpt_ext.megatron.decision_facts import stored_groups
 from mcore_ckpt_ext.megatron.live.arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.megatron.live.compatibility import check_adapters
@@ -54,7 +54,7 @@ from mcore_ckpt_ext.optimizers.table import encodings_named
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 from mcore_ckpt_ext.optimizers.workarounds.fully_reshardable_padding import masters_hold
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.reentrancy import Attended
+from mcore_ckpt_ext.patching.reentrancy import ReentrancyGuard
 from mcore_ckpt_ext.patching.singletons import PROCESS
 from mcore_ckpt_ext.settings import ACCEPT_LOST, READ_ONCE, VERIFY_ALL
 
@@ -70,7 +70,7 @@ def wrap_sharded_state_dict(original: Function) -> Function:
         found = original(self, *positional, **keywords)
         call = signature.bind(self, *positional, **keywords)
         if not call.arguments.get("is_loading", False) or not isinstance(found, dict):
-            PROCESS.one(ToBeSaved).note(self, found)
+            PROCESS.one(PendingSave).note(self, found)
             return found
         asked = found if isinstance(found, LoadRequest) else LoadRequest(found)
         asked.optimizer = self  # the outermost of a chain is asked last
@@ -91,7 +91,7 @@ def wrap_load(original: Function) -> Function:
         part_of_ranks = call.arguments.get("process_group") is not None
         # Whoever has Megatron compare what the ranks ask for calls this on every rank.
         is_collective = bool(requests) or call.arguments.get("validate_access_integrity", True)
-        if not is_collective or part_of_ranks or PROCESS.one(Attended).is_busy:
+        if not is_collective or part_of_ranks or PROCESS.one(ReentrancyGuard).is_busy:
             return original(*positional, **keywords)
         if not _all_ask(folder, list(requests.values())):
             return original(*positional, **keywords)

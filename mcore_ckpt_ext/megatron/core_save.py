@@ -20,13 +20,13 @@ from mcore_ckpt_ext.megatron.live.arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.reentrancy import Attended
+from mcore_ckpt_ext.patching.reentrancy import ReentrancyGuard
 from mcore_ckpt_ext.patching.singletons import PROCESS
 
 Function = Callable[..., Any]
 
 
-class ToBeSaved:
+class PendingSave:
     """The optimizer that was last asked for what is to be saved, and which answer it gave.
 
     The answer itself is saved as it is, so it bears no mark, and is not kept alive either.
@@ -58,9 +58,9 @@ def wrap_save(original: Function) -> Function:
     def save(*positional: Any, **keywords: Any) -> Any:
         call = signature.bind(*positional, **keywords).arguments
         tree, folder = call["sharded_state_dict"], str(call["checkpoint_dir"])
-        optimizer = PROCESS.one(ToBeSaved).found_in(tree)
+        optimizer = PROCESS.one(PendingSave).found_in(tree)
         is_partial = call.get("process_group") is not None
-        if is_partial or PROCESS.one(Attended).is_busy or "://" in folder or not _all_save(optimizer, folder):
+        if is_partial or PROCESS.one(ReentrancyGuard).is_busy or "://" in folder or not _all_save(optimizer, folder):
             return original(*positional, **keywords)
         text = _text(optimizer, tree.get("iteration", 0))
         if is_first_rank():  # of what lay there before, whose buffers are written over

@@ -30,7 +30,7 @@ from mcore_ckpt_ext.megatron.live.sharded_load import (
     stumbling_block,
 )
 from mcore_ckpt_ext.megatron.shared_index import index_read_once
-from mcore_ckpt_ext.patching.log import announce, states_of_nobody
+from mcore_ckpt_ext.patching.log import announce, missing_extra_states_message
 from mcore_ckpt_ext.settings import LOAD, VERIFY_ALL
 from mcore_ckpt_ext.storage.dcp_index import objects_alone
 
@@ -123,7 +123,9 @@ def _load(
 
     if missing := sum(number for *_, number in plans):
         stated = checkpoints[0].arguments.stated
-        announce(states_of_nobody(missing, were_dropped=bool(stated.get("ckpt_drop_redundant_extra_state"))))
+        announce(
+            missing_extra_states_message(missing, were_dropped=bool(stated.get("ckpt_drop_redundant_extra_state")))
+        )
 
     absent = set(map(id, empty))
     stored = [entry for entry in leaves.objects if id(entry) not in absent]

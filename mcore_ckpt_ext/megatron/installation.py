@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.patching.registry import HookRegistry, SeamStatus
+    from mcore_ckpt_ext.patching.registry import HookRegistry, PatchPointStatus
 
 __all__ = ["install", "status", "uninstall"]
 
@@ -42,7 +42,7 @@ def uninstall() -> None:
     _registry().uninstall()
 
 
-def status() -> list[SeamStatus]:
+def status() -> list[PatchPointStatus]:
     """Report for each seam whether it waits for an import, is patched, or is not patched and why.
 
     Example:

@@ -18,12 +18,12 @@ from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.job.releases import OVERRIDES_BOUNDS_OF_GROUPS
 from mcore_ckpt_ext.layout.master_check import Proof
-from mcore_ckpt_ext.megatron.check_after_load import PROVEN, Witness, prove_loaded, repair_shifted
+from mcore_ckpt_ext.megatron.check_after_load import PROVEN, WriteDetector, prove_loaded, repair_shifted
 from mcore_ckpt_ext.megatron.fast_load import reading_fast
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
-from mcore_ckpt_ext.megatron.load_decision import Look, first_look, lacks_random_states, refuse_another_kind
+from mcore_ckpt_ext.megatron.load_decision import LoadAssessment, assess_load, lacks_random_states, refuse_another_kind
 from mcore_ckpt_ext.megatron.new_tokens import (
     initialization_kept,
     keeps_initialization,
@@ -33,10 +33,10 @@ from mcore_ckpt_ext.megatron.new_tokens import (
     zeros_message,
 )
 from mcore_ckpt_ext.megatron.probe import (
-    Sight,
+    LoadProbe,
     check_all_have_the_same,
     check_all_see,
-    look_around,
+    probe_checkpoint,
     taking_what_is_whole,
     trackers_seen,
 )
@@ -50,8 +50,8 @@ from mcore_ckpt_ext.megatron.sources.megatron_fsdp import is_of_fsdp, load_into_
 from mcore_ckpt_ext.megatron.sources.torch_fsdp import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import rebound
-from mcore_ckpt_ext.patching.reentrancy import attended
+from mcore_ckpt_ext.patching.overrides import overridden
+from mcore_ckpt_ext.patching.reentrancy import reentrancy_guard
 from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, SETTINGS, STOCK, VERIFY_ALL
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 
@@ -105,7 +105,7 @@ class _Load:
 
     def done(self) -> Any:
         """Load; what the original returns."""
-        witness, sight = Witness(self._chunks), _sight(self._arguments, self._load_arg, self._directory)
+        witness, sight = WriteDetector(self._chunks), _sight(self._arguments, self._load_arg, self._directory)
         if sight.model is not None:
             result, weaker = (
                 start_from(self._scope, sight.model, self._chunks, self._optimizer, self._by_megatron),
@@ -116,17 +116,17 @@ class _Load:
                 self._arguments.finetune = True  # as Megatron says it, once it has looked
             self._new_tokens = new_tokens(sight.vocabulary_rows, self._arguments)
             whole = taking_what_is_whole(self._scope, self._directory, sight.standing)
-            with attended(), whole, index_shared(sight.index):
-                result, weaker = self._by_its_route()
+            with reentrancy_guard(), whole, index_shared(sight.index):
+                result, weaker = self._dispatch()
         # Megatron-FSDP makes its weights of its masters: there is nothing else that they could be.
         proven = False
         if self._optimizer is not None and not is_of_fsdp(self._arguments):
-            proven = prove_loaded(self._chunks, self._optimizer, witness.has_seen_a_load(self._chunks), weaker)
+            proven = prove_loaded(self._chunks, self._optimizer, witness.detects_load(self._chunks), weaker)
         if self._told:
             announce(f"{LOAD.flag}: {self._told[-1]}{f'; {PROVEN}' if proven else ''}")
         return result
 
-    def _by_its_route(self) -> tuple[Any, Proof | None]:
+    def _dispatch(self) -> tuple[Any, Proof | None]:
         """What the original returns, and the proof of the checkpoint where this package filled the optimizer."""
         scope, arguments, chunks, directory = self._scope, self._arguments, self._chunks, self._directory
         self._accept_new_tokens(self._new_tokens)
@@ -136,9 +136,9 @@ class _Load:
             return load_into_torch_fsdp(scope, directory, chunks, self._optimizer, self._by_stock), None
         advise_torch_fsdp(arguments, directory)
         if _resumes_optimizer(scope, self._optimizer):
-            look = first_look(scope, self._given, directory, has_new_tokens=bool(self._new_tokens))
+            look = assess_load(scope, self._given, directory, has_new_tokens=bool(self._new_tokens))
             if look is not None:
-                return (self._left_to_stock(look), None) if look.stock_loads else self._resumed(look)
+                return (self._load_stock(look), None) if look.stock_loads else self._resumed(look)
         elif _takes_optimizer(arguments, self._optimizer):
             refuse_another_kind(scope, self._given, directory)
             return self._by_stock(), None
@@ -180,7 +180,7 @@ class _Load:
         self._told.extend(read)
         return result
 
-    def _left_to_stock(self, look: Look) -> Any:
+    def _load_stock(self, look: LoadAssessment) -> Any:
         """The load of an optimizer that stock finds its way with; read by this package where the layout changed."""
         by_us = LOAD.chosen(self._arguments) == AUTO and look.is_moved
         with (
@@ -198,7 +198,7 @@ class _Load:
         if not lacking or self._arguments.no_load_rng:
             yield
             return
-        with rebound(vars(self._arguments), no_load_rng=True):
+        with overridden(vars(self._arguments), no_load_rng=True):
             yield
         announce(f"{_ANEW}: the checkpoint lacks some of those that this job requests")
 
@@ -216,7 +216,7 @@ class _Load:
         with self._without_random_states(lacking):
             return load_weights_alone(self._scope, self._directory, self._chunks, self._by_stock)
 
-    def _resumed(self, look: Look) -> tuple[Any, Proof]:
+    def _resumed(self, look: LoadAssessment) -> tuple[Any, Proof]:
         """Weights by Megatron, whoever reads them; the optimizer by this package, planned before and filled after."""
         arguments, once = self._arguments, READ_ONCE.chosen(self._arguments)
         own_bounds = takes_own_bounds(vars(arguments), megatron_version())
@@ -248,7 +248,7 @@ class _Load:
         less = {"no_load_optim": True, "no_load_rng": fresh or arguments.no_load_rng, **_strictness(arguments)}
         fed_or_stock = look.is_fed or LOAD.chosen(arguments) == STOCK
         with (
-            rebound(vars(arguments), **less),
+            overridden(vars(arguments), **less),
             feed,
             nullcontext() if fed_or_stock else reading_fast(prepared.checkpoint, once),
             initialization_kept(self._chunks, new),
@@ -279,7 +279,7 @@ class _Load:
         self._scheduler.step(increment=0)
 
 
-def _sight(arguments: Any, load_arg: str, directory: str | None) -> Sight:
+def _sight(arguments: Any, load_arg: str, directory: str | None) -> LoadProbe:
     """What the first rank sees, on every rank.
 
     Raises:
@@ -288,14 +288,14 @@ def _sight(arguments: Any, load_arg: str, directory: str | None) -> Sight:
     """
     is_fast = LOAD.chosen(arguments) == FAST
 
-    def look() -> tuple[Sight | None, tuple[bool, ...], dict[str, str]]:
-        seen = look_around(arguments, load_arg, directory, shares_index=is_fast) if is_first_rank() else None
+    def look() -> tuple[LoadProbe | None, tuple[bool, ...], dict[str, str]]:
+        seen = probe_checkpoint(arguments, load_arg, directory, shares_index=is_fast) if is_first_rank() else None
         return seen, trackers_seen(arguments, load_arg), {one.name: str(one.chosen(arguments)) for one in SETTINGS}
 
     looks = agreed("looking at what is to be loaded", look)
     check_all_see([found for _, found, _ in looks], arguments, load_arg)
     check_all_have_the_same([settings for *_, settings in looks])
-    return looks[0][0] or Sight()
+    return looks[0][0] or LoadProbe()
 
 
 def _scope(original: Function) -> MutableMapping[str, Any]:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, attempt, is_first_rank
-from mcore_ckpt_ext.errors import ModelMismatchError, printable
+from mcore_ckpt_ext.errors import ModelMismatchError, escaped
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
@@ -29,7 +29,7 @@ from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import folder_to_feed
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, shows_names
-from mcore_ckpt_ext.patching.log import own_logger, speaks_for_the_job
+from mcore_ckpt_ext.patching.log import is_logging_rank, own_logger
 from mcore_ckpt_ext.settings import EXPLAIN
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_name
 
@@ -37,7 +37,7 @@ _PHASE = "looking at the checkpoint"
 
 
 @dataclass(frozen=True)
-class Look:
+class LoadAssessment:
     """What a first look at a checkpoint says.
 
     Attributes:
@@ -71,9 +71,9 @@ class Look:
         return any(one.name == FULLY_RESHARDABLE for one in encodings_named(self.decision.optimizer_format))
 
 
-def first_look(
+def assess_load(
     scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, *, has_new_tokens: bool
-) -> Look | None:
+) -> LoadAssessment | None:
     """Look at what a load would take; collective.
 
     Args:
@@ -112,13 +112,13 @@ def with_order_compared(
 
 def explain(decision: LoadDecision, folder: Path) -> None:
     """Print a decision where MCORE_CKPT_EXT_EXPLAIN requests it, each time that it is made."""
-    if EXPLAIN.value and speaks_for_the_job():
-        own_logger().info("%s: %s", printable(str(folder)), decision)
+    if EXPLAIN.value and is_logging_rank():
+        own_logger().info("%s: %s", escaped(str(folder)), decision)
 
 
 def _look_of_all(
     scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, has_new_tokens: bool
-) -> Look | None:
+) -> LoadAssessment | None:
     """The first rank's look; collective."""
     arguments = scope["get_args"]()
     folder = agreed(_PHASE, lambda: folder_to_feed(directory, arguments))[0]
@@ -154,18 +154,20 @@ def packs_otherwise(folder: Path, chunks: Callable[[], Sequence[Any]], optimizer
     return bool(known) and any(agreed(_PHASE, differs))
 
 
-def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any, has_new_tokens: bool) -> Look | None:
+def _look_at_what_is_fed(
+    folder: Path, call: Mapping[str, Any], arguments: Any, has_new_tokens: bool
+) -> LoadAssessment | None:
     if folder.name == "release":
         return None
     chain, version = Chain.of(call["optimizer"]), megatron_version()
     facts = facts_of_fed(folder, chain, arguments, version, has_new_tokens=has_new_tokens)
     decision = replace(decide(facts), omits_random_states=are_too_few(facts.written, facts.running))
-    return Look(folder, decision, is_fed=True)
+    return LoadAssessment(folder, decision, is_fed=True)
 
 
 def _look_with_megatron(
     scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, has_new_tokens: bool
-) -> Look | None:
+) -> LoadAssessment | None:
     """Look at the common state with Megatron's own reader, which knows of steps, trackers and non-persistent saves."""
     arguments = scope["get_args"]()
     common, name, release, kind = _common_state(scope, call, directory)
@@ -178,7 +180,7 @@ def _look_with_megatron(
     if decision is None:
         return None
     lacking = are_too_few(facts.written, facts.running) or lacks_random_states(folder, arguments, facts.written)
-    return Look(folder, replace(decision, omits_random_states=lacking))
+    return LoadAssessment(folder, replace(decision, omits_random_states=lacking))
 
 
 def _common_state(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Any:

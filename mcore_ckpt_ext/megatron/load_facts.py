@@ -24,7 +24,7 @@ class Loop(Enum):
 
 
 NO_CHAIN = Chain((), (), ())
-UNSTATED = JobArguments.of({}, tells_all=False)
+UNSTATED = JobArguments.of({}, is_complete=False)
 
 
 def _no_groups() -> Sequence[Group]:

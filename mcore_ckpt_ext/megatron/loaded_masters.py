@@ -9,7 +9,7 @@ from typing import Any
 from mcore_ckpt_ext.collectives import gather
 from mcore_ckpt_ext.megatron.live.master_check import sample_matches
 from mcore_ckpt_ext.megatron.live.model import LiveParameter
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import homes_of
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import optimizer_adapters_of
 from mcore_ckpt_ext.model_space.slices import Region
 
 
@@ -52,7 +52,7 @@ class MasterEvidence:
             for name, parameter in chunk.named_parameters()
         }
         evidence = cls()
-        for shard in (shard for home in homes_of(optimizer) for shard in home.shards(names)):
+        for shard in (shard for home in optimizer_adapters_of(optimizer) for shard in home.shards(names)):
             proof = shard.home.proof(shard)
             matches = None if proof is None else sample_matches(shard, shard.home.master(shard), proof)
             if matches is not None:

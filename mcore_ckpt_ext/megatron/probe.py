@@ -13,9 +13,9 @@ from mcore_ckpt_ext.megatron.new_tokens import stored_vocabulary_rows
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.shared_index import index_of, is_moved
 from mcore_ckpt_ext.megatron.sources.huggingface import model_folder
-from mcore_ckpt_ext.operations.iteration_health import Standing, standing_of
+from mcore_ckpt_ext.operations.iteration_health import IterationHealth, iteration_health_of
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import rebound
+from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.settings import FALLBACK
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
 from mcore_ckpt_ext.storage.dcp_index import Lent, lent
@@ -25,7 +25,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Sight:
+class LoadProbe:
     """What the first rank sees before a resume; a look by every rank would cost a big job's file system dearly.
 
     Attributes:
@@ -36,12 +36,12 @@ class Sight:
     """
 
     model: Path | None = None
-    standing: Standing | None = None
+    standing: IterationHealth | None = None
     index: Lent | None = None
     vocabulary_rows: int | None = None
 
 
-def look_around(arguments: Any, load_arg: str, directory: str | None, *, shares_index: bool) -> Sight:
+def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, shares_index: bool) -> LoadProbe:
     """Look, as the first rank.
 
     Args:
@@ -51,10 +51,10 @@ def look_around(arguments: Any, load_arg: str, directory: str | None, *, shares_
         shares_index: also where the parallel layout is the one that was saved, so that Megatron may load everything.
     """
     if (model := model_folder(arguments, load_arg)) is not None:
-        return Sight(model)
+        return LoadProbe(model)
     step = getattr(arguments, "ckpt_step", None)
     if not directory or not Path(str(directory)).is_dir():
-        return Sight()
+        return LoadProbe()
     index = index_of(directory, step, arguments)
     with lent(index):
         standing = _standing(arguments, directory)
@@ -64,7 +64,7 @@ def look_around(arguments: Any, load_arg: str, directory: str | None, *, shares_
         index = index_of(directory, standing.newest_whole, arguments) if FALLBACK.chosen(arguments) else None
     keeps = index is not None and (shares_index or is_moved(index, arguments))
     rows = _vocabulary_rows(folder_named(directory, arguments) if index is None else index.folder, index, arguments)
-    return Sight(standing=standing, index=index if keeps else None, vocabulary_rows=rows)
+    return LoadProbe(standing=standing, index=index if keeps else None, vocabulary_rows=rows)
 
 
 def _vocabulary_rows(folder: Path | None, index: Lent | None, arguments: Any) -> int | None:
@@ -139,7 +139,7 @@ def _named(arguments: Any, load_arg: str) -> list[Any]:
 
 @contextmanager
 def taking_what_is_whole(
-    scope: MutableMapping[str, Any], directory: str | None, standing: Standing | None
+    scope: MutableMapping[str, Any], directory: str | None, standing: IterationHealth | None
 ) -> Iterator[None]:
     """Have the load within this scope take the newest whole iteration, if the one it wants is not whole.
 
@@ -169,19 +169,19 @@ def taking_what_is_whole(
     what = "; ".join(standing.problems[:_SHOWN])
     announce(f"{standing.wanted} is not complete ({what}); resuming from iteration {standing.newest_whole} instead")
     chosen = standing.newest_whole
-    named = rebound(scope, read_metadata=lambda *_, **__: (chosen, False))
-    with named, rebound(vars(arguments), ckpt_step=chosen):
+    named = overridden(scope, read_metadata=lambda *_, **__: (chosen, False))
+    with named, overridden(vars(arguments), ckpt_step=chosen):
         yield
 
 
-def _standing(arguments: Any, directory: str) -> Standing | None:
+def _standing(arguments: Any, directory: str) -> IterationHealth | None:
     other_kind = getattr(arguments, "non_persistent_ckpt_type", None)
     if other_kind or "://" in str(directory) or not hasattr(arguments, "ckpt_step"):
         return None
-    return standing_of(Path(str(directory)), arguments.ckpt_step or None)
+    return iteration_health_of(Path(str(directory)), arguments.ckpt_step or None)
 
 
-def check_whole(standing: Standing | None, directory: str) -> None:
+def check_whole(standing: IterationHealth | None, directory: str) -> None:
     """Refuse a checkpoint that is not whole where the run has another one that is.
 
     Args:
@@ -195,7 +195,7 @@ def check_whole(standing: Standing | None, directory: str) -> None:
         raise _refusal(standing, standing.newest_whole, directory)
 
 
-def _refusal(standing: Standing, number: int, directory: str) -> ResumeRefusedError:
+def _refusal(standing: IterationHealth, number: int, directory: str) -> ResumeRefusedError:
     found = "; ".join(standing.problems[:_SHOWN])
     if len(standing.problems) > _SHOWN:
         found += f"; and {len(standing.problems) - _SHOWN} more (mcore-ckpt verify)"

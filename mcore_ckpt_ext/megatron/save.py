@@ -30,8 +30,8 @@ from mcore_ckpt_ext.megatron.saving.save import Save
 from mcore_ckpt_ext.megatron.saving.strategies import MegatronWriters, ResiliencyWriters
 from mcore_ckpt_ext.megatron.saving.validation import judged, problems_on_disk, stored_bytes
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import rebound
-from mcore_ckpt_ext.patching.reentrancy import attended
+from mcore_ckpt_ext.patching.overrides import overridden
+from mcore_ckpt_ext.patching.reentrancy import reentrancy_guard
 from mcore_ckpt_ext.patching.singletons import PROCESS
 from mcore_ckpt_ext.settings import CONTINUE, ON_SAVE_FAILURE
 
@@ -51,9 +51,9 @@ def wrap_save_checkpoint(original: Function) -> Function:
         save = _save_of(scope, call.arguments)
 
         def stock(redirected: bool) -> Any:
-            elsewhere = rebound(scope, get_checkpoint_tracker_filename=lambda *_, **__: str(save.scratch))
+            elsewhere = overridden(scope, get_checkpoint_tracker_filename=lambda *_, **__: str(save.scratch))
             try:
-                with attended(), elsewhere if redirected else nullcontext():
+                with reentrancy_guard(), elsewhere if redirected else nullcontext():
                     return original(*positional, **keywords)
             finally:
                 save.record.share()

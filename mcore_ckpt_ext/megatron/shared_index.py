@@ -22,7 +22,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout.parallel import placement_changes
-from mcore_ckpt_ext.patching.overrides import rebound
+from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, iteration_name
 from mcore_ckpt_ext.storage.dcp_index import (
@@ -125,7 +125,7 @@ def _common_state_by_objects() -> Iterator[None]:
     with ExitStack() as scope:
         for module in (sys.modules[name] for name in names if name in sys.modules):
             if (load := vars(module).get(_COMMON)) is not None:
-                scope.enter_context(rebound(vars(module), **{_COMMON: _alone(load)}))
+                scope.enter_context(overridden(vars(module), **{_COMMON: _alone(load)}))
         yield
 
 

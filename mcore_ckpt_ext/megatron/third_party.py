@@ -19,7 +19,7 @@ from collections.abc import Callable, Container, MutableMapping
 from typing import Any
 
 from mcore_ckpt_ext.megatron.core_load import serves
-from mcore_ckpt_ext.patching.overrides import rebound
+from mcore_ckpt_ext.patching.overrides import overridden
 
 Function = Callable[..., Any]
 
@@ -47,7 +47,7 @@ def wrap_bridge_load(original: Function) -> Function:
         optimizer = signature.bind(*positional, **keywords).arguments["optimizer"]
         if not serves(optimizer):
             return original(*positional, **keywords)
-        with rebound(scope, DistributedOptimizer=_AnyFormat):
+        with overridden(scope, DistributedOptimizer=_AnyFormat):
             return original(*positional, **keywords)
 
     return load_checkpoint_from_path
@@ -63,7 +63,7 @@ def wrap_swift_load(original: Function) -> Function:
         call.apply_defaults()
         if not serves(call.arguments["optimizer"]):
             return original(*positional, **keywords)
-        with rebound(vars(call.arguments["args"]), use_distributed_optimizer=False):
+        with overridden(vars(call.arguments["args"]), use_distributed_optimizer=False):
             return original(*positional, **keywords)
 
     return load_mcore_checkpoint

@@ -216,7 +216,7 @@ def under_spec(name: str, spec: LayerSpec) -> str:
     return name
 
 
-def spelled_as_in(known: Container[str], name: str) -> str:
+def renamed_as_in(known: Container[str], name: str) -> str:
     """A model-space name or a sharded key as a checkpoint has it that another layer spec may have written.
 
     The two specs differ in what they call the norms of experts and of latent attention, and no layer has both.

@@ -14,23 +14,23 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.fp16_overflow import check_fits
-from mcore_ckpt_ext.operations.reading import Remembering
+from mcore_ckpt_ext.operations.reading import CachedSource
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, derivation_of, make_plan, plans_of
-from mcore_ckpt_ext.planning.write_plan import Block, Placed, Quantised, Record
+from mcore_ckpt_ext.planning.write_plan import Block, Quantised, Record, WriteItem
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.crc32 import Piece
 from mcore_ckpt_ext.storage.scaled import block_scales, encode
 from mcore_ckpt_ext.transfer import Transfer, read_wanted
 
 
-class Filler:
+class BlockReader:
     """Reads the content of blocks, and proves the masters in them."""
 
     def __init__(self, checkpoint: CheckpointView, accept_lost: bool) -> None:
         self.proven = 0
-        self._proof, self._rounds_weights = checkpoint.proof, checkpoint.rounds_weights
-        self._source = Remembering(checkpoint)
+        self._proof, self._rounds_weights = checkpoint.proof, checkpoint.weights_derived_from_masters
+        self._source = CachedSource(checkpoint)
         self._checksums = Checksums(checkpoint.reader)
         # The records are shared between threads already.
         self._transfer = Transfer(checkpoint.reader, workers=1, checksums=self._checksums)
@@ -99,7 +99,7 @@ class Filler:
         begins = {id(room): placed.start * room.element_size() for placed, room in rooms}
         return [(begins[id(room)] + start, begins[id(room)] + stop, crc) for room, (start, stop, crc) in known]
 
-    def _read_placed(self, placed: Placed, room: torch.Tensor) -> None:
+    def _read_placed(self, placed: WriteItem, room: torch.Tensor) -> None:
         self._read([(placed.wanted, room)])
 
     def _read(self, parts: Sequence[tuple[WantedSlice, torch.Tensor]]) -> list[tuple[torch.Tensor, Piece]]:
@@ -128,7 +128,7 @@ class Filler:
                 room.copy_(values)
         return [(parts[target][1], piece) for target, piece in pieces if exact[target] is parts[target][1]]
 
-    def _read_arranged(self, placed: Placed, room: torch.Tensor) -> None:
+    def _read_arranged(self, placed: WriteItem, room: torch.Tensor) -> None:
         """Read the rows or columns that hold a part of a matrix, and put its elements into the record's order."""
         if placed.arranged is None:
             return

@@ -10,13 +10,13 @@ from math import prod
 import torch
 
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, interpreting
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, reraise_as_unreadable
 from mcore_ckpt_ext.families.images_known import kind_of
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.images import with_images
 from mcore_ckpt_ext.formats.hugging_face.model import LOCAL
-from mcore_ckpt_ext.formats.unread_state import Unread
+from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import spelled_as
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
@@ -24,15 +24,15 @@ from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, word_embeddings_in
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.content import index_of
-from mcore_ckpt_ext.operations.coverage import check_stored_once, refuse_contradictions
+from mcore_ckpt_ext.operations.coverage import check_stored_once, raise_first_contradiction
 from mcore_ckpt_ext.operations.difference_map import DifferenceMap, MapBuilder, Tally
-from mcore_ckpt_ext.operations.metadata_diff import Fact, facts_beside
+from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference, facts_beside
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
-from mcore_ckpt_ext.operations.reading import AsStored, Remembering, Rooms, blocks, threads
+from mcore_ckpt_ext.operations.reading import CachedSource, Rooms, UnshiftedSource, blocks, threads
 from mcore_ckpt_ext.operations.replicas import differing_copies
 from mcore_ckpt_ext.operations.resumed_settings import Setting, settings_compared
 from mcore_ckpt_ext.operations.sources import open_both
-from mcore_ckpt_ext.planning.array_location import Rearranged
+from mcore_ckpt_ext.planning.array_location import TransposeCodec
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 SCHEMA = 4
@@ -117,9 +117,9 @@ class Comparison:
     settings_equal: bool | None
     kinds: tuple[KindComparison, ...]
     settings: tuple[Setting, ...]
-    facts: tuple[Fact, ...]
-    unread_a: tuple[Unread, ...] = ()
-    unread_b: tuple[Unread, ...] = ()
+    facts: tuple[MetadataDifference, ...]
+    unread_a: tuple[UnreadState, ...] = ()
+    unread_b: tuple[UnreadState, ...] = ()
     differing_copies_a: tuple[str, ...] = ()
     differing_copies_b: tuple[str, ...] = ()
 
@@ -162,7 +162,7 @@ def compare(
         >>> found.equal, [(kind.kind, kind.compared) for kind in found.kinds]
         (True, [('weight', 27), ('fp32_param', 27), ('exp_avg', 27), ('exp_avg_sq', 27)])
     """
-    with interpreting(f"{a} or {b}"):
+    with reraise_as_unreadable(f"{a} or {b}"):
         sides = _sides(a, b, family, facts, weights)
         compared = _comparison(sides, kinds, workers, progress, pictures)
         settings = settings_compared(sides[0].checkpoint, sides[1].checkpoint)
@@ -185,7 +185,7 @@ def _comparison(
     chosen = [kind for kind in known if (kind in kinds if kinds is not None else _counts(kind, sides))]
     for side in sides:
         held = [kind for kind in chosen if kind in side.kinds]
-        refuse_contradictions(side.checkpoint, check_stored_once(side.checkpoint, held))
+        raise_first_contradiction(side.checkpoint, check_stored_once(side.checkpoint, held))
     of_b = {kind: set(sides[1].names(kind)) for kind in chosen}
     shared = [(kind, name) for kind in chosen for name in sides[0].names(kind) if name in of_b[kind]]
     counter = ByteCounter(sum(sides[0].nbytes(kind, name) for kind, name in shared), progress)
@@ -216,14 +216,14 @@ def _comparison(
     )
 
 
-def _facts(sides: tuple[_Side, _Side]) -> Iterator[Fact]:
+def _facts(sides: tuple[_Side, _Side]) -> Iterator[MetadataDifference]:
     a, b = sides
     rounded = [side.shifted() for side in sides]
     if any(rounded):
         told = (f"{count} norms, when 1 is subtracted" if count else "nothing" for count in rounded)
-        yield Fact("rounded before", *told)
+        yield MetadataDifference("rounded before", *told)
     if a.rows or b.rows:
-        yield Fact("vocabulary compared", a.vocabulary, b.vocabulary)
+        yield MetadataDifference("vocabulary compared", a.vocabulary, b.vocabulary)
     yield from facts_beside(a.checkpoint, b.checkpoint)
 
 
@@ -231,7 +231,7 @@ def _differing_copies(side: _Side, kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(differing_copies(side.checkpoint, [kind for kind in kinds if kind in side.kinds]))
 
 
-def _unread(side: _Side, kinds: Sequence[str] | None, sides: tuple[_Side, _Side]) -> tuple[Unread, ...]:
+def _unread(side: _Side, kinds: Sequence[str] | None, sides: tuple[_Side, _Side]) -> tuple[UnreadState, ...]:
     """What of one checkpoint nobody looks at, and should: of the chosen kinds, and of more than weights."""
     if any(one.checkpoint.format_reader.is_model_folder for one in sides):
         return ()
@@ -267,7 +267,7 @@ class _Side:
     def __init__(self, checkpoint: CheckpointView, rows: int | None, as_stored: bool) -> None:
         self.checkpoint = checkpoint
         self.rows = rows
-        self.source = Remembering(AsStored(checkpoint) if as_stored else checkpoint)
+        self.source = CachedSource(UnshiftedSource(checkpoint) if as_stored else checkpoint)
         self.transfer = Transfer(checkpoint.reader, workers=1)
         self._rooms = Rooms()
         self.kinds = checkpoint.kinds()
@@ -299,7 +299,7 @@ class _Side:
     def shifted(self) -> int:
         """How many weights are stored as numbers that model space has less 1; in a coarse dtype they are rounded."""
         extents = ([one.extent for one in self.source.stored(WEIGHT, name)] for name in self.names(WEIGHT))
-        return sum(any(isinstance(extent, Rearranged) and extent.shift for extent in found) for found in extents)
+        return sum(any(isinstance(extent, TransposeCodec) and extent.shift for extent in found) for found in extents)
 
     def read(self, kind: str, wanted: Slice) -> torch.Tensor:
         return read_slice(self.source, self.transfer, kind, wanted, allocate=self._rooms.of(kind))

@@ -41,14 +41,14 @@ _WITHOUT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class LocatedCheckpoint:
     """The iteration folder to look at, or None, and what its surroundings showed."""
 
     folder: Path | None
     findings: tuple[Finding, ...]
 
 
-def locate(path: Path) -> Located:
+def locate(path: Path) -> LocatedCheckpoint:
     """The iteration folder that a path means.
 
     Raises:
@@ -61,9 +61,9 @@ def locate(path: Path) -> Located:
     path = inner_folder(path)
     found = format_of(path)
     if _is_iteration(path, found):
-        return Located(path, tuple(_ahead_of_tracker(path)))
+        return LocatedCheckpoint(path, tuple(_ahead_of_tracker(path)))
     if found is not None and found.can_be_verified(path):
-        return Located(path, ())
+        return LocatedCheckpoint(path, ())
     if found is not None:
         raise UnsupportedCheckpointError(
             "a Hugging Face folder has no checksums to verify", where=str(path),
@@ -73,13 +73,13 @@ def locate(path: Path) -> Located:
     if not iterations:
         raise no_checkpoint(path)
     what = "missing, although there are iterations: no save has finished, since Megatron writes it last"
-    return Located(iterations[max(iterations)], (error(COMPLETE, str(path / TRACKER_FILE), what),))
+    return LocatedCheckpoint(iterations[max(iterations)], (error(COMPLETE, str(path / TRACKER_FILE), what),))
 
 
-def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> Located:
+def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> LocatedCheckpoint:
     where, named, folder = str(tracker.path), tracker.iteration, tracker.folder
     if folder is None:
-        return Located(None, (error(COMPLETE, where, f"it names no iteration: {tracker.text!r}"),))
+        return LocatedCheckpoint(None, (error(COMPLETE, where, f"it names no iteration: {tracker.text!r}"),))
     newer = [entry.name for number, entry in sorted(iterations.items()) if named is not None and number > named]
     findings = []
     if newer:
@@ -88,8 +88,8 @@ def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> Located:
     if not folder.is_dir():
         others = some([entry.name for entry in iterations.values()]) or "no other iteration"
         findings.append(error(COMPLETE, where, f"it names {folder.name}, which is not there; there is {others}"))
-        return Located(None, tuple(findings))
-    return Located(folder, tuple(findings))
+        return LocatedCheckpoint(None, tuple(findings))
+    return LocatedCheckpoint(folder, tuple(findings))
 
 
 def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:

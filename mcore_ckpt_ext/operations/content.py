@@ -14,7 +14,7 @@ from mcore_ckpt_ext.layout.master_check import Mismatch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.findings import COPIES, PROOF, VALUES, Finding, error, warning
-from mcore_ckpt_ext.operations.reading import Remembering, Rooms, blocks
+from mcore_ckpt_ext.operations.reading import CachedSource, Rooms, blocks
 from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
@@ -64,13 +64,13 @@ class ContentCheck:
         self._checkpoint = checkpoint
         # The blocks are shared between threads by whoever calls.
         self._transfer = Transfer(checkpoint.reader, workers=1, checksums=checksums)
-        self._sources = {WEIGHT: Remembering(checkpoint.weights)}
+        self._sources = {WEIGHT: CachedSource(checkpoint.weights)}
         self._rooms = Rooms()
         self._unreadable = unreadable
         self._optimizer = checkpoint.optimizer if state else None
         self._shifted = set(self._optimizer.shifted) if self._optimizer else set()
         if self._optimizer is not None:
-            self._sources |= dict.fromkeys(self._optimizer.kinds, Remembering(self._optimizer))
+            self._sources |= dict.fromkeys(self._optimizer.kinds, CachedSource(self._optimizer))
 
     def check(self, name: str) -> ParameterReport:
         """Everything about one parameter.
@@ -109,7 +109,7 @@ class ContentCheck:
                 report.elements += block.numel()
                 report.bytes_read += block.nbytes
             if FP32_PARAM in values and WEIGHT in values:
-                if self._checkpoint.follow_from_weights(name):
+                if self._checkpoint.masters_are_derived(name):
                     report.joined += wanted.numel
                     continue
                 mismatch = proof.first_mismatch(values[FP32_PARAM], values[WEIGHT])

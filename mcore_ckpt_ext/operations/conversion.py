@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import DestinationError, ProofError, interpreting
+from mcore_ckpt_ext.errors import DestinationError, ProofError, reraise_as_unreadable
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.laid_out import LaidOut
-from mcore_ckpt_ext.formats.unread_state import Unread
+from mcore_ckpt_ext.formats.laid_out import OutputPlan
+from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.weight_shards import check_gates_stand
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.operations.block_reader import Filler
-from mcore_ckpt_ext.operations.coverage import check_stored_once, refuse_contradictions
+from mcore_ckpt_ext.operations.block_reader import BlockReader
+from mcore_ckpt_ext.operations.coverage import check_stored_once, raise_first_contradiction
 from mcore_ckpt_ext.operations.destination import checked_destination
 from mcore_ckpt_ext.operations.execution import LocalOutput, RemoteOutput
 from mcore_ckpt_ext.operations.group_settings import check_group_of_each, check_settings
@@ -34,7 +34,7 @@ from mcore_ckpt_ext.operations.replicas import differing_copies, in_words
 from mcore_ckpt_ext.operations.source_state import check_unchanged, state_before, state_of
 from mcore_ckpt_ext.operations.sources import open_source
 from mcore_ckpt_ext.operations.unsupported_state import settle
-from mcore_ckpt_ext.operations.workers import Alone, Team
+from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 from mcore_ckpt_ext.optimizers import tied_copies as left_by_offload
 from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.planning.write_plan import Output
@@ -78,7 +78,7 @@ class Report:
     seconds: float
     notes: Sequence[str]
     lost: Mapping[str, int] = field(default_factory=dict)
-    unread: Sequence[Unread] = ()
+    unread: Sequence[UnreadState] = ()
     how: str = "round to their weights"
 
 
@@ -139,7 +139,7 @@ def convert(
         'fully_reshardable'
     """
     begun = time.monotonic()
-    team = team or Alone()
+    team = team or SingleProcess()
     of_family = family_named(family) if family else None
     seen = state_before(as_path(source))
     with accepting(accept_keys):
@@ -147,7 +147,7 @@ def convert(
     read = checkpoint.merger.sources if checkpoint.merger else [checkpoint]
     folders = [*(one.folder for one in read), *([as_path(weights)] if weights is not None else [])]
     before = [seen[folder] if folder in seen else state_of(folder) for folder in folders]
-    with interpreting(checkpoint.folder):
+    with reraise_as_unreadable(checkpoint.folder):
         for one in read:
             check_gates_stand(one.arguments, str(one.folder))
         checkpoint, unread = settle(checkpoint, target, drop)
@@ -156,23 +156,23 @@ def convert(
     read_from = [*folders, as_path(source), *([as_path(merge)] if merge is not None else [])]
     read_from += map(as_path, target.reads)
     place = checked_destination(destination, read_from, laid_out.folder)
-    with interpreting(checkpoint.folder):
+    with reraise_as_unreadable(checkpoint.folder):
         lost = _checked_losses(checkpoint, accept_lost) if laid_out.reads_optimizer else {}
         reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer_format is not None
         kinds = checkpoint.carried_kinds() if reads_optimizer else (WEIGHT,)
-        refuse_contradictions(checkpoint, check_stored_once(checkpoint, kinds))
+        raise_first_contradiction(checkpoint, check_stored_once(checkpoint, kinds))
         groups = checkpoint.param_groups() if reads_optimizer else []
         checks = (check_settings, check_group_of_each) if reads_optimizer else ()
         told = [found for check in checks for found in check(checkpoint, groups)]
-        refuse_contradictions(checkpoint, (found for found in told if found.severity == "error"))
+        raise_first_contradiction(checkpoint, (found for found in told if found.severity == "error"))
         if reads_optimizer and not dry_run:
             _check_digests(checkpoint, team)
     largest = BLOCK_BYTES if _turns(checkpoint, output) else _CACHED_BYTES
     block_bytes = max(1 << 16, min(largest, memory_limit // (workers * _BLOCKS_AT_ONCE)))
-    filler = Filler(checkpoint, accept_lost)
+    filler = BlockReader(checkpoint, accept_lost)
     differing: list[str] = []
     if not dry_run:
-        with interpreting(checkpoint.folder):
+        with reraise_as_unreadable(checkpoint.folder):
             differing = _differing_copies(checkpoint, laid_out.reads_optimizer, team)
         # Inodes and devices are not the same on all machines that share the work, nor after a restart.
         states = [[entry[:3] for entry in state] for state in before]
@@ -288,7 +288,7 @@ def _check_digests(checkpoint: CheckpointView, team: Team) -> None:
     team.all(own)
 
 
-def _check_readable(folder: Path, source: CheckpointView, laid_out: LaidOut) -> None:
+def _check_readable(folder: Path, source: CheckpointView, laid_out: OutputPlan) -> None:
     """Open what was written, as a reader will, and compare what it says about itself with the source."""
     written = (laid_out.reads_back or open_checkpoint)(folder)
     for kind in laid_out.kinds:

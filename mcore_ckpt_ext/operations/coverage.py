@@ -167,7 +167,7 @@ def check_stored_once(checkpoint: CheckpointView, kinds: Iterable[str]) -> Itera
                 yield from check_tensor(tensor, kind, parts)
 
 
-def refuse_contradictions(checkpoint: CheckpointView, findings: Iterable[Finding]) -> None:
+def raise_first_contradiction(checkpoint: CheckpointView, findings: Iterable[Finding]) -> None:
     """Refuse a checkpoint in which something was found.
 
     Raises:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.planning.write_plan import Placed
+from mcore_ckpt_ext.planning.write_plan import WriteItem
 
 
-def check_fits(placed: Placed, rounded: torch.Tensor, read: Callable[[Placed, torch.Tensor], None]) -> None:
+def check_fits(placed: WriteItem, rounded: torch.Tensor, read: Callable[[WriteItem, torch.Tensor], None]) -> None:
     """Refuse finite values that became infinite.
 
     Args:

@@ -41,7 +41,7 @@ def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any
         wrong = {f"it is a {type(scheduler).__name__}": True} if not isinstance(scheduler, Mapping) else _odd(scheduler)
         steps = scheduler.get("num_steps", 0) if isinstance(scheduler, Mapping) else 0
         yield from _told("scheduler", wrong if isinstance(steps, _NUMBERS) else {f"num_steps is {shown(steps)}": True})
-    elif checkpoint.arguments.tells_all:
+    elif checkpoint.arguments.is_complete:
         what = "missing: a resume with the optimizer needs one, and is refused"
         yield warning(COMPLETE, "scheduler", what)
 

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import interpreting
+from mcore_ckpt_ext.errors import reraise_as_unreadable
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.unread_state import OTHER
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -140,7 +140,7 @@ def inspect(
         >>> [(who.who, who.versions) for who in found.resumptions][-1]
         ('Megatron with mcore_ckpt_ext', '0.16 to 0.19')
     """
-    with collector_paused(), interpreting(path):
+    with collector_paused(), reraise_as_unreadable(path):
         return _inspection(open_checkpoint(path, facts=facts, weights=weights), buffers)
 
 

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.storage.index_entries import METADATA_FILE
 
 
 @dataclass(frozen=True)
-class Standing:
+class IterationHealth:
     """The state of the checkpoint that a resume would take.
 
     Attributes:
@@ -33,7 +33,7 @@ class Standing:
     has_tracker: bool = True
 
 
-def standing_of(run: Path, step: int | None = None) -> Standing | None:
+def iteration_health_of(run: Path, step: int | None = None) -> IterationHealth | None:
     """Look at what a resume from a run folder would take.
 
     Args:
@@ -51,14 +51,14 @@ def standing_of(run: Path, step: int | None = None) -> Standing | None:
     wanted = tracker.iteration if step is None and tracker else step
     if wanted is None:
         problem = f"{run / TRACKER_FILE} names no iteration, it holds {tracker.text if tracker else ''!r}"
-        return Standing("what the tracker names", (problem,), _newest_whole(iterations), (), has_tracker=False)
+        return IterationHealth("what the tracker names", (problem,), _newest_whole(iterations), (), has_tracker=False)
     folder = iterations.get(wanted, run / iteration_name(wanted))
     if _is_of_another_format(folder):
         return None
     problems = problems_of(folder)
     later = tuple(number for number, newer in iterations.items() if number > wanted and problems_of(newer))
     others = {number: path for number, path in iterations.items() if number != wanted and plain_backend(path) is None}
-    return Standing(f"iteration {wanted}", problems, _newest_whole(others) if problems else None, later)
+    return IterationHealth(f"iteration {wanted}", problems, _newest_whole(others) if problems else None, later)
 
 
 def _is_of_another_format(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
-from mcore_ckpt_ext.errors import UsageError, interpreting
+from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -16,7 +16,7 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, Recomputation
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
-from mcore_ckpt_ext.layout_choice.search import PINS, Found, Search, Wish, batch_of, search
+from mcore_ckpt_ext.layout_choice.search import PINS, FoundLayout, Search, SearchRequest, batch_of, search
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.optimizers.table import stock_can_load
@@ -140,13 +140,13 @@ def plan(
     """
     if gpus < 1 or gpus_per_node < 1:
         raise UsageError("the number of GPUs must be 1 or more", found=f"{min(gpus, gpus_per_node)}")
-    with interpreting(path):
+    with reraise_as_unreadable(path):
         checkpoint = open_checkpoint(path, facts=facts)
         job = checkpoint.arguments.changed(**stated) if stated else checkpoint.arguments
         version = version_number(megatron_version)
         old = ParallelLayout.from_arguments(job)
         table, buffers = table_of(checkpoint, job), buffers_of(job)
-        wish = Wish(
+        wish = SearchRequest(
             gpus, gpus_per_node, version, gpu_memory, recomputation=_recomputation(job, recomputation),
             pins=_sizes_of(pins or {}),
         )  # fmt: skip
@@ -176,8 +176,8 @@ def plan(
 
 
 def _as_before(
-    job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Wish, buffers: Buffers
-) -> tuple[Wish, str]:
+    job: JobArguments, table: ModelTable, old: ParallelLayout, wish: SearchRequest, buffers: Buffers
+) -> tuple[SearchRequest, str]:
     """The memory that the old layout needs: its job ran."""
     pins = {name: getattr(old, name) for name in PINS.values()}
     before = search(job, table, old, replace(wish, gpus=old.world, pins=pins), buffers).found
@@ -219,7 +219,7 @@ def _sizes_of(pins: Mapping[str, int]) -> dict[str, int]:
 
 
 def _planned(
-    one: Found,
+    one: FoundLayout,
     checkpoint: CheckpointView,
     job: JobArguments,
     old: ParallelLayout,
@@ -256,7 +256,7 @@ def _planned(
     )
 
 
-def arguments_of(one: Found) -> dict[str, Any]:
+def arguments_of(one: FoundLayout) -> dict[str, Any]:
     """Megatron's arguments of a layout, as they are after parsing."""
     choice, layout = one.choice, one.choice.layout
     return {
@@ -272,7 +272,7 @@ def arguments_of(one: Found) -> dict[str, Any]:
     }
 
 
-def flags_of(one: Found) -> list[str]:
+def flags_of(one: FoundLayout) -> list[str]:
     """The job's flags for a layout, as Megatron spells them."""
     choice, layout = one.choice, one.choice.layout
     flags = [
@@ -304,7 +304,7 @@ def flags_of(one: Found) -> list[str]:
     return flags
 
 
-def _notes_of(one: Found, job: JobArguments, keeps_random_state: bool) -> list[str]:
+def _notes_of(one: FoundLayout, job: JobArguments, keeps_random_state: bool) -> list[str]:
     choice = one.choice
     micro, whole = batch_of(job)
     notes = []

@@ -23,7 +23,7 @@ _DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class MetadataDifference:
     """Something beside the tensors, told and not judged."""
 
     what: str
@@ -31,39 +31,39 @@ class Fact:
     b: str
 
 
-def facts_beside(a: CheckpointView, b: CheckpointView) -> Iterator[Fact]:
+def facts_beside(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
     """What there is to tell of two checkpoints."""
-    yield Fact("format", _format(a), _format(b))
-    yield Fact("layout", str(a.layout), str(b.layout))
-    yield Fact("iteration", str(a.iteration), str(b.iteration))
+    yield MetadataDifference("format", _format(a), _format(b))
+    yield MetadataDifference("layout", str(a.layout), str(b.layout))
+    yield MetadataDifference("iteration", str(a.iteration), str(b.iteration))
     for key in ("step", "lr"):
-        yield Fact(key, _group_values(a, key), _group_values(b, key))
+        yield MetadataDifference(key, _group_values(a, key), _group_values(b, key))
     for key in ("weight_decay", "betas", "eps", "max_lr", "min_lr"):
         settings = _settings(a, key), _settings(b, key)
         if "none" not in settings and settings[0] != settings[1]:
-            yield Fact(key, *settings)
+            yield MetadataDifference(key, *settings)
     for what, key in (("scheduled samples", "num_steps"), ("consumed samples", "consumed_train_samples")):
         counts = _counted(a, key), _counted(b, key)
         if "none" not in counts and counts[0] != counts[1]:
-            yield Fact(what, *counts)
+            yield MetadataDifference(what, *counts)
     yield from _models(a, b)
     left_out = _left_out(a), _left_out(b)
     if any(left_out):
-        yield Fact("not compared", *(told or "nothing" for told in left_out))
+        yield MetadataDifference("not compared", *(told or "nothing" for told in left_out))
     scaling = _scaling(a), _scaling(b)
     multiplied = _multiplied(a), _multiplied(b)
     if any(multiplied):
-        yield Fact("adapters multiplied by", *(told or "none" for told in multiplied))
+        yield MetadataDifference("adapters multiplied by", *(told or "none" for told in multiplied))
     if any(scaling):
-        yield Fact("fp8 scales, histories", *(told or "none" for told in scaling))
+        yield MetadataDifference("fp8 scales, histories", *(told or "none" for told in scaling))
 
 
-def _models(a: CheckpointView, b: CheckpointView) -> Iterator[Fact]:
+def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
     """What the two compute differently with the same tensors, as far as both say how they do."""
     with suppress(UnsupportedCheckpointError):  # a checkpoint need not say how large its model is
         models = complete(a.arguments), complete(b.arguments)
         for name, values in differing(*models).items():
-            yield Fact(name, *map(shown, values))
+            yield MetadataDifference(name, *map(shown, values))
 
 
 def _left_out(checkpoint: CheckpointView) -> str:

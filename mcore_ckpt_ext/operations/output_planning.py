@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.formats.laid_out import LaidOut
+from mcore_ckpt_ext.formats.laid_out import OutputPlan
 from mcore_ckpt_ext.formats.registry import format_written
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.target import Target
@@ -13,7 +13,7 @@ from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 
-def lay_out(checkpoint: CheckpointView, target: Target, family: Family | None) -> LaidOut:
+def lay_out(checkpoint: CheckpointView, target: Target, family: Family | None) -> OutputPlan:
     """Lay out the files of a conversion.
 
     Raises:

@@ -13,14 +13,14 @@ import torch
 
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
-from mcore_ckpt_ext.planning.array_location import Rearranged
+from mcore_ckpt_ext.planning.array_location import TransposeCodec
 from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, derivation_of, slices_in
 
 # A block of each kind, of each of two threads, stays in a processor's last cache until it has been looked at.
 BLOCK_ELEMENTS = 1 << 20
 
 
-class Remembering:
+class CachedSource:
     """A source that is asked each question once."""
 
     def __init__(self, source: Source) -> None:
@@ -37,7 +37,7 @@ class Remembering:
         return derivation_of(self._source, kind, name)
 
 
-class AsStored:
+class UnshiftedSource:
     """A source whose numbers are read as they are stored, not less what its model space has them less."""
 
     def __init__(self, source: Source) -> None:
@@ -59,7 +59,7 @@ class AsStored:
 
 def _without_shifts(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
     return [
-        replace(one, extent=replace(one.extent, shift=0.0)) if isinstance(one.extent, Rearranged) else one
+        replace(one, extent=replace(one.extent, shift=0.0)) if isinstance(one.extent, TransposeCodec) else one
         for one in slices
     ]
 

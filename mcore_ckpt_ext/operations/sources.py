@@ -89,8 +89,8 @@ def open_both(
         for path, lies_elsewhere in zip(paths, peft, strict=True)
     ]
     if facts != NOTHING or weights is not None:
-        described = [checkpoint.arguments.tells_all for checkpoint in opened]
-        of_side = [NOTHING if tells_all and not all(described) else facts for tells_all in described]
+        described = [checkpoint.arguments.is_complete for checkpoint in opened]
+        of_side = [NOTHING if is_complete and not all(described) else facts for is_complete in described]
         has_own = [bool(checkpoint.names(WEIGHT)) for checkpoint in opened]
         needed = [not own or (all(has_own) and not any(peft)) for own in has_own]
         lent = [weights if one else None for one in map(any, zip(peft, needed, strict=True))]

@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, readable, some
 from mcore_ckpt_ext.formats.canonical.options import Canonical
-from mcore_ckpt_ext.formats.unread_state import OTHER, Unread
+from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.operations.coverage import check_kinds, refuse_contradictions
+from mcore_ckpt_ext.operations.coverage import check_kinds, raise_first_contradiction
 from mcore_ckpt_ext.targets import Target
 
 OPTIMIZER = "optimizer"
@@ -23,7 +23,9 @@ _MERGED = "it belongs to the model before merging"
 _DROPPED = "dropped, as you asked"
 
 
-def settle(checkpoint: CheckpointView, target: Target, drop: Collection[str]) -> tuple[CheckpointView, list[Unread]]:
+def settle(
+    checkpoint: CheckpointView, target: Target, drop: Collection[str]
+) -> tuple[CheckpointView, list[UnreadState]]:
     """The checkpoint without what is to be dropped, and what the conversion does not carry.
 
     Args:
@@ -61,17 +63,17 @@ def settle(checkpoint: CheckpointView, target: Target, drop: Collection[str]) ->
             f"for the weights alone, --drop {OPTIMIZER}",
         )
     if checkpoint.optimizer_format is not None:
-        refuse_contradictions(checkpoint, check_kinds(checkpoint))
+        raise_first_contradiction(checkpoint, check_kinds(checkpoint))
         _check_can_be_held(checkpoint, target)
     return checkpoint, unread
 
 
-def listed(items: Iterable[Unread]) -> str:
+def listed(items: Iterable[UnreadState]) -> str:
     """The keys with their sizes, the first few of them."""
     return some([f"{item.key} ({readable(item.nbytes)})" for item in items])
 
 
-def _check_drop(checkpoint: CheckpointView, unread: Collection[Unread], drop: Collection[str]) -> None:
+def _check_drop(checkpoint: CheckpointView, unread: Collection[UnreadState], drop: Collection[str]) -> None:
     there = dict.fromkeys(item.kind for item in unread if item.of_optimizer)
     if checkpoint.optimizer_format or there:
         there[OPTIMIZER] = None
@@ -113,13 +115,13 @@ def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
     )
 
 
-def _stored_optimizer(checkpoint: CheckpointView, why: str) -> list[Unread]:
+def _stored_optimizer(checkpoint: CheckpointView, why: str) -> list[UnreadState]:
     """The whole optimizer, kind by kind."""
     sizes: dict[str, int] = {}
     for part in checkpoint.format_reader.stored_parts():
         if part.kind not in (WEIGHT, OTHER):
             sizes[part.kind] = sizes.get(part.kind, 0) + part.nbytes
-    return [Unread(f"optimizer state {kind}", kind, nbytes, why) for kind, nbytes in sizes.items()]
+    return [UnreadState(f"optimizer state {kind}", kind, nbytes, why) for kind, nbytes in sizes.items()]
 
 
 def _spelt(drop: Iterable[str]) -> str:

@@ -15,8 +15,8 @@ from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsafePickleError,
     UnsupportedCheckpointError,
-    interpreting,
     readable,
+    reraise_as_unreadable,
     some,
 )
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -131,7 +131,7 @@ class _Run:
     def verify_or_note(self) -> None:
         """Run all steps; metadata that makes no sense is a finding."""
         try:
-            with interpreting(self.folder):
+            with reraise_as_unreadable(self.folder):
                 self.verify()
         except UnreadableCheckpointError as problem:
             self.findings.append(error(COMPLETE, str(self.folder), str(problem)))
@@ -243,7 +243,7 @@ class _Run:
 
     def _check_arrays(self, checkpoint: CheckpointView) -> None:
         """Optimizer state by metadata alone; which parameter lies where in flat buffers takes a look at elements."""
-        with _Noting(self, COVERED):
+        with _FindingOnRefusal(self, COVERED):
             if checkpoint.optimizer_format is None or not opens_by_metadata(checkpoint.optimizer_format):
                 return
             optimizer = checkpoint.optimizer
@@ -278,7 +278,7 @@ class _Run:
             if not checkpoint.format_reader.is_model_folder:
                 self._without_optimizer()
             return False
-        with _Noting(self, PROOF):
+        with _FindingOnRefusal(self, PROOF):
             check_step(checkpoint)
             groups = checkpoint.param_groups()
             once(map(portable_group, groups))
@@ -303,7 +303,7 @@ class _Run:
             return False
         before, looked_at = len(self.findings), len(self.checks)
         for group in optimizer.groups.values():
-            with _Noting(self, PROOF, str(group)):
+            with _FindingOnRefusal(self, PROOF, str(group)):
                 if reason := optimizer.packing_of(group).disbelieved:
                     what = f"ignored for {group}: {reason}"
                     self.findings.append(warning(PROOF, str(self.folder / SIDECAR_FILE), what))
@@ -342,7 +342,7 @@ class _Run:
         if joined:
             known = " and ".join(checkpoint.optimizer.witnesses())
             what = f"{joined:,} masters joined from weights and remainders, placed by {known}"
-            if checkpoint.rounds_weights:
+            if checkpoint.weights_derived_from_masters:
                 what = f"{joined:,} masters, stored in place of the weights, which are their roundings"
             self.checks.append(Check(PROOF, what))
         if copied := sum(report.copied for report in reports):
@@ -374,7 +374,7 @@ def _has_bare_numbers(checkpoint: CheckpointView) -> bool:
     return any(isinstance(one.extent, RawArray) and one.extent.crc is None for one in stored)
 
 
-class _Noting:
+class _FindingOnRefusal:
     """Turns a refusal to read the optimizer into a finding."""
 
     def __init__(self, run: _Run, check: str, where: str = "") -> None:

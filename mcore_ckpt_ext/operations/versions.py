@@ -74,7 +74,7 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
 def _written_for(checkpoint: CheckpointView) -> str:
     """The version that a conversion was written for; empty where it is none."""
     found = checkpoint.arguments.stated.get(WRITTEN_FOR)
-    return str(found or (checkpoint.common.get(WRITTEN_FOR) if not checkpoint.arguments.tells_all else "") or "")
+    return str(found or (checkpoint.common.get(WRITTEN_FOR) if not checkpoint.arguments.is_complete else "") or "")
 
 
 def _is_of_bridge(checkpoint: CheckpointView) -> bool:
@@ -89,7 +89,7 @@ def _by_loop(checkpoint: CheckpointView, version: str) -> str:
 def _bounds(checkpoint: CheckpointView) -> Iterator[Bound]:
     yield from checkpoint.format_reader.evidence()
     arguments = checkpoint.arguments
-    if not arguments.tells_all:
+    if not arguments.is_complete:
         return
     first, last = releases_by_arguments(arguments)
     if first:
@@ -112,7 +112,7 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
         return [*_of_torch_fsdp(writer, loading)]
     if loading.flag:
         return [*_of_fsdp(checkpoint, writer, loading)]
-    if not checkpoint.arguments.tells_all:
+    if not checkpoint.arguments.is_complete:
         return [*_of_another_loop(checkpoint)]
     readable = loading.releases(min(writer.first, NEWEST))
     own = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"

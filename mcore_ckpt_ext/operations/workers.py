@@ -31,7 +31,7 @@ class Team(Protocol):
         """The sum of a number over all processes."""
 
 
-class Alone:
+class SingleProcess:
     """One process."""
 
     rank, size = 0, 1

@@ -12,7 +12,7 @@ import torch
 
 from mcore_ckpt_ext.errors import ProofError, some
 from mcore_ckpt_ext.layout.additive_checksum import added, digest_of, written
-from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement, misfit
+from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement, mismatch_reason
 from mcore_ckpt_ext.layout.packing_candidates import Proposal
 from mcore_ckpt_ext.model_space.slices import Region, Slice, numel_of
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
@@ -23,7 +23,7 @@ _BLOCK = 1 << 22
 # Elements that decide between two packings: the smallest parameters first, so that many take part.
 _ENOUGH = 1 << 20
 
-Placed = tuple[OptimizerGroup, BucketKey, Placement]
+WriteItem = tuple[OptimizerGroup, BucketKey, Placement]
 
 
 def differing(buffers: Buffers, kinds: Collection[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -64,7 +64,7 @@ def are_of_another_save(
     for (child, index), group in buffers.groups.items():
         of_group = recorded.get((child, index), {})
         packings = [packing for proposal in proposals if (packing := proposal.packing_of(group)) is not None]
-        for placed in (_smallest(group, packing) for packing in packings if misfit(packing, group) is None):
+        for placed in (_smallest(group, packing) for packing in packings if mismatch_reason(packing, group) is None):
             for item in placed:
                 digest = of_group.get(item[2].name, {}).get(PARAM_REMAINDER)
                 found = None if digest is None else _stored(buffers, item, PARAM_REMAINDER)
@@ -76,7 +76,7 @@ def are_of_another_save(
     return others > 1
 
 
-def _smallest(group: OptimizerGroup, packing: Packing) -> Iterator[Placed]:
+def _smallest(group: OptimizerGroup, packing: Packing) -> Iterator[WriteItem]:
     """The smallest parameters of a packing, so many that their elements decide."""
     placed = sorted(
         ((group, key, placement) for key, placements in packing.items() for placement in placements),
@@ -111,7 +111,7 @@ def check_digests(buffers: Buffers, where: str, share: tuple[int, int] = (0, 1))
         )
 
 
-def _problems(buffers: Buffers, placed: Placed, kinds: Collection[str] | None) -> Iterator[str]:
+def _problems(buffers: Buffers, placed: WriteItem, kinds: Collection[str] | None) -> Iterator[str]:
     group, key, placement = placed
     recorded = buffers.digests.get((group.child, group.index))
     if recorded is None:
@@ -124,7 +124,7 @@ def _problems(buffers: Buffers, placed: Placed, kinds: Collection[str] | None) -
             yield f"{kind} of {placement.name} at {placement.start} of {key}, {group}: digest {found}, {of_kinds[kind]}"
 
 
-def _stored(buffers: Buffers, placed: Placed, kind: str) -> str | None:
+def _stored(buffers: Buffers, placed: WriteItem, kind: str) -> str | None:
     group, key, placement = placed
     array = buffers.arrays[group.child, group.index].get((key, kind))
     if array is None:

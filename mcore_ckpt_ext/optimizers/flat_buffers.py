@@ -280,7 +280,7 @@ class FlatBuffers(OptimizerState):
         layout = self.models.layout
         first_chunk_apart = bool(self.models.arguments.overlap_param_gather_with_optimizer_step)
         stages = range(layout.virtual_pipeline)
-        if self.models.experts_apart and child == self._last_child:
+        if self.models.has_expert_optimizer and child == self._last_child:
             rest, tensor = divmod(index, layout.expert_tensor)
             if EXPERT_RANKS_RUN_SLOWEST.is_shown_by(self.models.arguments):
                 expert, pipeline = divmod(rest, layout.pipeline)

@@ -16,7 +16,7 @@ NAME = "mcore_ckpt_ext"
 PREFIX = f"[{NAME}] "
 
 
-class Said(set[str]):
+class LoggedLines(set[str]):
     """The lines said in this process: Megatron parses its arguments more than once, and once is enough for the user."""
 
 
@@ -46,7 +46,7 @@ def own_logger() -> logging.Logger:
     return logger
 
 
-def speaks_for_the_job() -> bool:
+def is_logging_rank() -> bool:
     """Tell whether this process speaks for the job: rank 0, or no rank at all.
 
     Read from the variable that torchrun sets, since the hooks speak before torch.distributed starts.
@@ -56,15 +56,15 @@ def speaks_for_the_job() -> bool:
 
 def announce(line: str, *, every_rank: bool = False) -> None:
     """Tell the user one line: on rank 0 only, unless it is a line of one rank's own, and once in a process."""
-    from mcore_ckpt_ext.errors import printable
+    from mcore_ckpt_ext.errors import escaped
 
-    text, said = printable(" ".join(line.split())), PROCESS.one(Said)
-    if (every_rank or speaks_for_the_job()) and text not in said:
+    text, said = escaped(" ".join(line.split())), PROCESS.one(LoggedLines)
+    if (every_rank or is_logging_rank()) and text not in said:
         said.add(text)
         own_logger().info("%s", text)
 
 
-def states_of_nobody(count: int, *, were_dropped: bool = False) -> str:
+def missing_extra_states_message(count: int, *, were_dropped: bool = False) -> str:
     """The line about extra states of this model's modules that a checkpoint does not have.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @contextmanager
-def rebound(namespace: MutableMapping[str, Any], **values: Any) -> Iterator[None]:
+def overridden(namespace: MutableMapping[str, Any], **values: Any) -> Iterator[None]:
     """Give existing names other values, and restore what they had.
 
     Args:

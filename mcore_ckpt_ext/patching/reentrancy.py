@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from mcore_ckpt_ext.patching.singletons import PROCESS
 
 
-class Attended:
+class ReentrancyGuard:
     """Whether it is, now."""
 
     is_busy = False
 
 
 @contextmanager
-def attended() -> Iterator[None]:
+def reentrancy_guard() -> Iterator[None]:
     """Within this scope, the seams of any loop leave everything to whoever has called."""
-    state = PROCESS.one(Attended)
+    state = PROCESS.one(ReentrancyGuard)
     before, state.is_busy = state.is_busy, True
     try:
         yield

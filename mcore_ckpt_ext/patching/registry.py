@@ -16,13 +16,13 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 from mcore_ckpt_ext.patching.import_hook import PostImportFinder
-from mcore_ckpt_ext.patching.log import own_logger, speaks_for_the_job
+from mcore_ckpt_ext.patching.log import is_logging_rank, own_logger
 
 Function = Callable[..., Any]
 State = Literal["waiting for import", "patched", "not patched"]
 
 
-class Seam(NamedTuple):
+class PatchPoint(NamedTuple):
     """One function of a framework that this package wraps.
 
     A named tuple, since every ``import torch`` pays for this class, and a dataclass takes ten times as long to make.
@@ -49,7 +49,7 @@ class Seam(NamedTuple):
         return f"{self.module}.{self.attribute}"
 
 
-class SeamStatus(NamedTuple):
+class PatchPointStatus(NamedTuple):
     """The state of one seam; ``version`` is the framework's, ``reason`` says why a seam is not patched."""
 
     seam: str
@@ -58,7 +58,7 @@ class SeamStatus(NamedTuple):
     reason: str | None = None
 
 
-class SeamMismatchError(Exception):
+class PatchPointMismatchError(Exception):
     """The framework does not look the way the seam expects."""
 
 
@@ -69,7 +69,7 @@ class _Patch:
     else put on top of it, or a reference that nobody can find, goes on working after an uninstall.
     """
 
-    def __init__(self, seam: Seam, original: Function, replacement: Function) -> None:
+    def __init__(self, seam: PatchPoint, original: Function, replacement: Function) -> None:
         self._class, _, self.attribute = seam.attribute.rpartition(".")
         self.original = original
         self.active = True
@@ -115,13 +115,13 @@ class HookRegistry:
     cannot deadlock with the import system's own locks.
     """
 
-    def __init__(self, seams: Sequence[Seam]) -> None:
+    def __init__(self, seams: Sequence[PatchPoint]) -> None:
         self._seams = tuple(seams)
         self._finder = PostImportFinder({seam.module for seam in self._seams}, self._after_import)
         self._lock = threading.RLock()
         self._installed = False
-        self._patches: dict[Seam, list[tuple[ModuleType, _Patch]]] = {}
-        self._reasons: dict[Seam, str] = {}
+        self._patches: dict[PatchPoint, list[tuple[ModuleType, _Patch]]] = {}
+        self._reasons: dict[PatchPoint, str] = {}
 
     def install(self) -> None:
         """Wrap the seams of modules that are imported, and watch for the others; a second call is harmless."""
@@ -145,7 +145,7 @@ class HookRegistry:
             self._patches.clear()
             self._reasons.clear()
 
-    def status(self) -> list[SeamStatus]:
+    def status(self) -> list[PatchPointStatus]:
         """Report the state of each seam, in the order of the seams."""
         with self._lock:
             return [self._status(seam) for seam in self._seams]
@@ -155,19 +155,19 @@ class HookRegistry:
             if seam.module == name:
                 self._patch(seam, module)
 
-    def _patch(self, seam: Seam, module: ModuleType) -> None:
+    def _patch(self, seam: PatchPoint, module: ModuleType) -> None:
         """Wrap one seam; whatever goes wrong is noted, and the framework stays as it is."""
         try:
             original = _checked_target(seam, module)
             if not self._is_ours(seam, original):
                 replacement = _factory(seam)(original)
                 if not callable(replacement):
-                    raise SeamMismatchError(f"{seam.wrapper} returned {replacement!r}, which is not callable")
+                    raise PatchPointMismatchError(f"{seam.wrapper} returned {replacement!r}, which is not callable")
                 self._commit(seam, module, _Patch(seam, original, replacement))
         except Exception as error:  # noqa: BLE001 - a failing hook must not break the framework's import
             self._refuse(seam, error)
 
-    def _commit(self, seam: Seam, module: ModuleType, patch: _Patch) -> None:
+    def _commit(self, seam: PatchPoint, module: ModuleType, patch: _Patch) -> None:
         with self._lock:
             # Between the look and the lock, another thread may have uninstalled, or patched already.
             if self._installed and _function(seam, module) is patch.original:
@@ -175,36 +175,36 @@ class HookRegistry:
                 self._patches.setdefault(seam, []).append((module, patch))
                 self._reasons.pop(seam, None)
 
-    def _refuse(self, seam: Seam, error: Exception) -> None:
-        reason = str(error) if isinstance(error, SeamMismatchError) else f"{type(error).__name__}: {error}"
+    def _refuse(self, seam: PatchPoint, error: Exception) -> None:
+        reason = str(error) if isinstance(error, PatchPointMismatchError) else f"{type(error).__name__}: {error}"
         with self._lock:
             told = self._reasons.get(seam) == reason
             self._reasons[seam] = reason
-        if speaks_for_the_job() and not told:
+        if is_logging_rank() and not told:
             own_logger().warning("%s is left as it is: %s", seam, reason)
 
-    def _is_ours(self, seam: Seam, function: Function) -> bool:
+    def _is_ours(self, seam: PatchPoint, function: Function) -> bool:
         with self._lock:
             return any(patch.dispatch is function for _, patch in self._patches.get(seam, ()))
 
-    def _status(self, seam: Seam) -> SeamStatus:
+    def _status(self, seam: PatchPoint) -> PatchPointStatus:
         version = _version(seam)
         if seam in self._reasons:
-            return SeamStatus(str(seam), "not patched", version, self._reasons[seam])
+            return PatchPointStatus(str(seam), "not patched", version, self._reasons[seam])
         if seam in self._patches:
-            return SeamStatus(str(seam), "patched", version, self._on_top(seam))
+            return PatchPointStatus(str(seam), "patched", version, self._on_top(seam))
         if not self._installed:
-            return SeamStatus(str(seam), "not patched", version, "the hooks are not installed")
+            return PatchPointStatus(str(seam), "not patched", version, "the hooks are not installed")
         if seam.module in sys.modules:
-            return SeamStatus(
+            return PatchPointStatus(
                 str(seam),
                 "not patched",
                 version,
                 "it was imported before the hooks were installed, or is being imported",
             )
-        return SeamStatus(str(seam), "waiting for import", version)
+        return PatchPointStatus(str(seam), "waiting for import", version)
 
-    def _on_top(self, seam: Seam) -> str | None:
+    def _on_top(self, seam: PatchPoint) -> str | None:
         """Say whose function stands where ours was put, if ours no longer does."""
         module, patch = self._patches[seam][-1]
         current = _function(seam, module)
@@ -214,42 +214,42 @@ class HookRegistry:
         return f"wrapped by another package: {place}"
 
 
-def _add_replaced_types(error: BaseException, seam: Seam) -> None:
+def _add_replaced_types(error: BaseException, seam: PatchPoint) -> None:
     from mcore_ckpt_ext.patching.replaced_errors import add_replaced_types
 
     add_replaced_types(error, seam.raises)
 
 
-def _function(seam: Seam, module: ModuleType) -> Any:
+def _function(seam: PatchPoint, module: ModuleType) -> Any:
     """What stands at a seam's place; None where there is nothing, or what a class only inherits."""
     owner, _, name = seam.attribute.rpartition(".")
     return vars(getattr(module, owner, object)).get(name) if owner else getattr(module, name, None)
 
 
-def _checked_target(seam: Seam, module: ModuleType) -> Function:
+def _checked_target(seam: PatchPoint, module: ModuleType) -> Function:
     """Return the function to wrap, or raise SeamMismatchError where it is not what the seam expects."""
     target = _function(seam, module)
     if not callable(target):
-        raise SeamMismatchError(f"{seam.module} has no function {seam.attribute}")
+        raise PatchPointMismatchError(f"{seam.module} has no function {seam.attribute}")
     try:
         names = iter(inspect.signature(target).parameters)
     except ValueError as error:
-        raise SeamMismatchError(f"its parameters cannot be read: {error}") from error
+        raise PatchPointMismatchError(f"its parameters cannot be read: {error}") from error
     # `in` consumes the iterator up to the name it finds, so this asks for the names in their order.
     if not all(name in names for name in seam.parameters):
         found = ", ".join(inspect.signature(target).parameters)
-        raise SeamMismatchError(f"expected the parameters ({', '.join(seam.parameters)}), found ({found})")
+        raise PatchPointMismatchError(f"expected the parameters ({', '.join(seam.parameters)}), found ({found})")
     function: Function = target
     return function
 
 
-def _factory(seam: Seam) -> Function:
+def _factory(seam: PatchPoint) -> Function:
     module_name, _, function_name = seam.wrapper.partition(":")
     factory: Function = getattr(import_module(module_name), function_name)
     return factory
 
 
-def _version(seam: Seam) -> str | None:
+def _version(seam: PatchPoint) -> str | None:
     module = sys.modules.get(seam.version_module or "")
     version = getattr(module, "__version__", None)
     return None if version is None else str(version)

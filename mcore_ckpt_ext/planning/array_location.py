@@ -49,7 +49,7 @@ class RawArray(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ScaleCodec:
     """A quantised matrix, whose elements are counted as those of the numbers that its codes stand for.
 
     Attributes:
@@ -95,7 +95,7 @@ PlainExtent = ArchivedTensor | ArchivedRecord | RawArray
 
 
 @dataclass(frozen=True, slots=True)
-class Rearranged:
+class TransposeCodec:
     """A matrix that lies in an array otherwise than its elements are counted, which is row by row.
 
     Attributes:
@@ -108,7 +108,7 @@ class Rearranged:
         shift: what the numbers of the matrix are more than those of the array; rounded once.
     """
 
-    array: PlainExtent | Scaled
+    array: PlainExtent | ScaleCodec
     first: int
     rows: int
     columns: int
@@ -142,4 +142,4 @@ class Rearranged:
         return self.rows * self.columns
 
 
-Extent = PlainExtent | Scaled | Rearranged
+Extent = PlainExtent | ScaleCodec | TransposeCodec

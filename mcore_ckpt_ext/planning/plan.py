@@ -113,7 +113,7 @@ class ElementByElement:
 
 
 @runtime_checkable
-class Deriving(Protocol):
+class DerivedSource(Protocol):
     """A source in which some tensors are derived from others, not stored."""
 
     def derivation(self, kind: str, name: str) -> Derivation | None:
@@ -121,7 +121,7 @@ class Deriving(Protocol):
 
 
 @runtime_checkable
-class Selecting(Protocol):
+class IndexedSource(Protocol):
     """A source that finds by itself which of its slices may hold elements of a region; an array may have thousands."""
 
     def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
@@ -165,7 +165,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class ZeroFill:
     """Elements `[start, stop)` of the destination with index `target` become zero."""
 
     target: int
@@ -179,7 +179,7 @@ class Plan:
 
     wanted: Sequence[WantedSlice]
     copies: list[Copy]
-    fills: list[Fill] = field(default_factory=list)
+    fills: list[ZeroFill] = field(default_factory=list)
 
     @property
     def bytes_read(self) -> int:
@@ -205,12 +205,12 @@ def derivation_of(source: Source, kind: str, name: str) -> Derivation | None:
 _offers: Callable[[Any, Any], bool] = cache(issubclass)
 
 
-def _is_deriving(source: object) -> TypeGuard[Deriving]:
-    return _offers(type(source), Deriving)
+def _is_deriving(source: object) -> TypeGuard[DerivedSource]:
+    return _offers(type(source), DerivedSource)
 
 
-def _is_selecting(source: object) -> TypeGuard[Selecting]:
-    return _offers(type(source), Selecting)
+def _is_selecting(source: object) -> TypeGuard[IndexedSource]:
+    return _offers(type(source), IndexedSource)
 
 
 def slices_in(source: Source, kind: str, region: Region) -> Sequence[StoredSlice]:
@@ -243,7 +243,7 @@ def make_plan(wanted: Sequence[WantedSlice], source: Source, accept_lost: bool =
         ModelMismatchError: the source lacks a tensor, has it in another shape, or lacks part of it.
     """
     copies: list[Copy] = []
-    fills: list[Fill] = []
+    fills: list[ZeroFill] = []
     overlaps = Overlaps()
     for index, want in enumerate(wanted):
         for region, start, stop, begin in want.slice.pieces():
@@ -262,7 +262,7 @@ def make_plan(wanted: Sequence[WantedSlice], source: Source, accept_lost: bool =
 
 def _plan_piece(
     index: int, want: WantedSlice, target: Piece, tensor: LogicalTensor, source: Source, accept_lost: bool,
-    overlaps: Overlaps, copies: list[Copy], fills: list[Fill],
+    overlaps: Overlaps, copies: list[Copy], fills: list[ZeroFill],
 ) -> None:  # fmt: skip
     name = target.region.name
     extents: list[Extent] = []
@@ -284,7 +284,7 @@ def _plan_piece(
                 where=f"{want.kind} {name}",
                 helps="the checkpoint is incomplete: resume from another iteration",
             )
-        fills.append(Fill(index, at, at + high - low))
+        fills.append(ZeroFill(index, at, at + high - low))
 
 
 def _checked_tensor(want: WantedSlice, name: str, source: Source) -> LogicalTensor:

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
+class WriteLayout:
     """How a record holds a matrix of `rows` rows otherwise than row by row.
 
     `transposed`: it holds the transpose. `interleaved`: that many parts of equal height take turns, row by row; of such
@@ -67,7 +67,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class WriteItem:
     """A wanted slice whose first element is element `start` of its record.
 
     `arranged`: the slice's regions are whole rows of one matrix that the record holds otherwise; the slice's `start`
@@ -76,7 +76,7 @@ class Placed:
 
     start: int
     wanted: WantedSlice
-    arranged: Arrangement | None = None
+    arranged: WriteLayout | None = None
 
     @property
     def stop(self) -> int:
@@ -99,7 +99,7 @@ class Quantised:
     """
 
     name: str
-    content: tuple[Placed, ...]
+    content: tuple[WriteItem, ...]
     rows: int
     columns: int
     height: int
@@ -131,7 +131,7 @@ class Record:
     offset: int
     dtype: str
     numel: int
-    content: tuple[Placed, ...]
+    content: tuple[WriteItem, ...]
     checksums: tuple[int, ...] = ()
     quantised: Quantised | None = None
     checksum_texts: tuple[int, ...] = ()
@@ -161,10 +161,10 @@ class Block:
 
     start: int
     stop: int
-    content: tuple[Placed, ...]
+    content: tuple[WriteItem, ...]
 
 
-def _parts(content: Sequence[Placed], first: int, start: int, stop: int) -> Iterator[Placed]:
+def _parts(content: Sequence[WriteItem], first: int, start: int, stop: int) -> Iterator[WriteItem]:
     """The parts of `content`, which is sorted, that lie in `[start, stop)`; none before index `first` does."""
     for index in range(first, len(content)):
         placed = content[index]
@@ -173,7 +173,7 @@ def _parts(content: Sequence[Placed], first: int, start: int, stop: int) -> Iter
         low, high = max(start, placed.start), min(stop, placed.stop)
         begin = placed.wanted.slice.start + low - placed.start
         part = Slice(placed.wanted.slice.regions, begin, begin + high - low)
-        yield Placed(low - start, replace(placed.wanted, slice=part), placed.arranged)
+        yield WriteItem(low - start, replace(placed.wanted, slice=part), placed.arranged)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ class DataParallelRanks:
         grid = RankGrid(layout, bool(self._job.arguments.use_tp_pp_dp_mapping))
         tensor, context, data, pipeline = grid.coordinates(rank)
         found = [(ModelRank(pipeline, tensor), data * layout.context + context)]
-        if self._job.models.experts_apart:
+        if self._job.models.has_expert_optimizer:
             within = (data * layout.context + context) * layout.tensor + tensor
             rest, part = divmod(within, layout.expert_tensor)
             number, expert = divmod(rest, layout.expert)
@@ -80,7 +80,9 @@ class DataParallelRanks:
     @cached_property
     def _order(self) -> ParameterOrder | None:
         try:
-            found = order_for(self._checkpoint, self._job.arguments, self._job.models.experts_apart, self._version)
+            found = order_for(
+                self._checkpoint, self._job.arguments, self._job.models.has_expert_optimizer, self._version
+            )
         except UnsupportedCheckpointError:
             return None
         return found

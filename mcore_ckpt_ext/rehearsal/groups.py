@@ -12,7 +12,7 @@ _BOUNDS_OF_RATES = {"max_lr": "lr", "min_lr": "min_lr"}
 
 
 def simulated_groups(
-    stored: Sequence[Group], written: JobArguments, running: JobArguments, *, experts_apart: bool
+    stored: Sequence[Group], written: JobArguments, running: JobArguments, *, has_expert_optimizer: bool
 ) -> list[list[dict[str, Any]]]:
     """The groups of each optimizer, without a step, which a fresh optimizer has not made.
 
@@ -20,11 +20,11 @@ def simulated_groups(
         stored: all groups of the checkpoint, repetitions allowed.
         written: the arguments of the job that wrote it.
         running: those of the job that resumes.
-        experts_apart: experts have an optimizer of their own in the latter.
+        has_expert_optimizer: experts have an optimizer of their own in the latter.
     """
     return [
         list(_distinct(stored, written, running, of_experts=of_experts).values())
-        for of_experts in ([False, True] if experts_apart else [False])
+        for of_experts in ([False, True] if has_expert_optimizer else [False])
     ]
 
 

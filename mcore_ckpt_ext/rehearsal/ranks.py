@@ -16,7 +16,7 @@ from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeig
 from mcore_ckpt_ext.layout.local_parameters import gated_in_towers, shard_grid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import known_orders, registration_order
-from mcore_ckpt_ext.megatron.live.job import RankView
+from mcore_ckpt_ext.megatron.live.job import RankSummary
 from mcore_ckpt_ext.megatron.live.model import LiveParameter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
 from mcore_ckpt_ext.model_space.anatomy import in_vocabulary
@@ -92,7 +92,7 @@ class SimulatedJob:
             )
             weights[name] = StoredWeight(tensor, grid)
         self._tensors = tensors
-        self.models = LocalModels(weights, arguments, self.layout, experts_apart=self.layout.expert > 1)
+        self.models = LocalModels(weights, arguments, self.layout, has_expert_optimizer=self.layout.expert > 1)
         if self.models.chunks is None:
             raise UnsupportedCheckpointError(
                 "a rehearsal does not know which layers each pipeline rank of this layout has",
@@ -107,9 +107,9 @@ class SimulatedJob:
             )
 
     @cached_property
-    def view(self) -> RankView:
+    def view(self) -> RankSummary:
         """What all ranks together tell of the model, but for what is trained."""
-        return RankView(list(self._tensors), [], self._registered(), frozenset({_KIND}))
+        return RankSummary(list(self._tensors), [], self._registered(), frozenset({_KIND}))
 
     def _registered(self) -> list[list[str]]:
         """The parameters of every chunk in the order in which the layer spec that the arguments name registers them.
@@ -178,7 +178,7 @@ class SimulatedJob:
     def _places(self, pipeline: int) -> Iterator[ModelRank]:
         for tensor in range(self.layout.tensor):
             yield ModelRank(pipeline, tensor)
-        if self.models.experts_apart:
+        if self.models.has_expert_optimizer:
             for expert in range(self.layout.expert):
                 for tensor in range(self.layout.expert_tensor):
                     yield ModelRank(pipeline, tensor, expert)

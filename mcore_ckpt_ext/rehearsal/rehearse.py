@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, interpreting, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, reraise_as_unreadable, some
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
@@ -24,7 +24,7 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import kind_named
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
 from mcore_ckpt_ext.megatron.live.planning import LIVE_MODEL, check_job, open_with_orders
 from mcore_ckpt_ext.megatron.new_tokens import new_tokens, refusal
-from mcore_ckpt_ext.megatron.probe import check_whole, look_around
+from mcore_ckpt_ext.megatron.probe import check_whole, probe_checkpoint
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank, on_every_rank
@@ -75,7 +75,7 @@ def rehearse(
         raise UsageError("the number of GPUs is not 1 or more", found=f"{gpus}")
     check_changes(changes or {})
     version = version_number(megatron_version)
-    with interpreting(path), collector_paused(), ExitStack() as sharing:
+    with reraise_as_unreadable(path), collector_paused(), ExitStack() as sharing:
         plain = Rehearsal(SCHEMA, str(path), gpus, "not known", _in_words(sizes), str(version))
         try:
             sharing.enter_context(lent(_look_around(as_path(path))))
@@ -135,7 +135,7 @@ class _Rehearsing:
             by_rank(PLANNING, ranks, lambda rank: verify_checksums(checkpoint, rank, ranks))
         on_every_rank(PLANNING, ranks, lambda: check_lost(checkpoint))
         # A rank recovers the packing of those buffers alone that it needs: of all, where there is one stage.
-        needs_all = self._job.layout.pipeline == 1 and not simulated.models.experts_apart
+        needs_all = self._job.layout.pipeline == 1 and not simulated.models.has_expert_optimizer
         on_every_rank(PLANNING, ranks, lambda: simulated.trained, is_verbatim=needs_all)
         shares = Shares(
             simulated, checkpoint, on_every_rank(PLANNING, ranks, lambda: self._groups(checkpoint)),
@@ -150,7 +150,7 @@ class _Rehearsing:
             self._plain, will_succeed=True, parameters=len(figures.names), parts=figures.parts,
             elements=figures.elements, weights=figures.weights, bytes_read=figures.bytes_read,
             proven=figures.proven, proof=_proof(checkpoint), is_full_proof=full,
-            witnesses=_witnesses(checkpoint), given=tuple(self._given(checkpoint, simulated)),
+            witnesses=_extra_parameter_orders(checkpoint), given=tuple(self._given(checkpoint, simulated)),
         )  # fmt: skip
 
     def _look(self) -> None:
@@ -181,7 +181,7 @@ class _Rehearsing:
 
     def _groups(self, checkpoint: CheckpointView) -> list[list[dict[str, Any]]]:
         apart, running = self._job.layout.expert > 1, self._job.arguments
-        return simulated_groups(checkpoint.param_groups(), self._written, running, experts_apart=apart)
+        return simulated_groups(checkpoint.param_groups(), self._written, running, has_expert_optimizer=apart)
 
     def _given(self, checkpoint: CheckpointView, simulated: SimulatedJob) -> Iterator[str]:
         if self._plain.loaded_by is None:
@@ -213,7 +213,7 @@ def _look_around(path: Path) -> Lent | None:
     run = str(path if step is None else path.parent)
     arguments = Namespace(load=run, ckpt_step=step)
     looking = "looking at what is to be loaded"
-    sight = on_every_rank(looking, 1, lambda: look_around(arguments, "load", run, shares_index=True))
+    sight = on_every_rank(looking, 1, lambda: probe_checkpoint(arguments, "load", run, shares_index=True))
     on_every_rank(looking, 1, lambda: check_whole(sight.standing, run))
     return sight.index
 
@@ -223,7 +223,7 @@ def _is_adam(running: JobArguments) -> bool:
     return kind_named(running.stated) in (None, "adam")
 
 
-def _witnesses(checkpoint: CheckpointView) -> tuple[str, ...]:
+def _extra_parameter_orders(checkpoint: CheckpointView) -> tuple[str, ...]:
     """Where it is known from which parameter lies where; of a model that is not live, the order is its layer spec's."""
     own = {LIVE_MODEL: "the order of the layer spec"}
     return tuple(own.get(label, label) for label in checkpoint.optimizer.witnesses())

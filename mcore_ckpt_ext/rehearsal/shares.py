@@ -99,7 +99,7 @@ class Shares:
         problem: CheckpointError | None = None
         for held in self._stages():
             for one in held:
-                if self._checkpoint.follow_from_weights(one.shard.name):
+                if self._checkpoint.masters_are_derived(one.shard.name):
                     continue
                 try:
                     for piece in _pieces(one.shard, full=full):

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.errors import UsageError, shortened
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_table import PaddedRows
-from mcore_ckpt_ext.layout_choice.search import PINS, Wish, search
+from mcore_ckpt_ext.layout_choice.search import PINS, SearchRequest, search
 from mcore_ckpt_ext.operations.layout_plan import arguments_of, buffers_of, flags_of
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.versions import Version
@@ -108,7 +108,7 @@ def target_job(
     """
     old = ParallelLayout.from_arguments(written)
     table, buffers = table_of(checkpoint, written), buffers_of(written)
-    result = search(written, table, old, Wish(gpus, gpus, version, pins=sizes), buffers)
+    result = search(written, table, old, SearchRequest(gpus, gpus, version, pins=sizes), buffers)
     if not result.found:
         _, layout, reason = min(result.nearest.values(), key=lambda one: one[0])
         return TargetJob(written, layout, "", reason)

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.planning.array_location import ArchivedRecord, ArchivedTenso
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.files import FolderReader, cut_short
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder
-from mcore_ckpt_ext.storage.tensor_location import Payload, Stencil
+from mcore_ckpt_ext.storage.tensor_location import ArchiveTemplate, TensorLocation
 from mcore_ckpt_ext.storage.tensor_reference import Float8Reference, StorageReference, TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
@@ -21,7 +21,7 @@ _OPEN_ARCHIVES = 32
 _STENCILS_OF_A_SIZE, _SIZES = 4, 1024
 
 
-class Payloads:
+class TensorLocations:
     """The payloads of one checkpoint folder; safe to use from several threads.
 
     Args:
@@ -32,12 +32,12 @@ class Payloads:
 
     def __init__(self, reader: FolderReader, checksums: Checksums | None = None) -> None:
         self._reader, self._checksums = reader, checksums
-        self._payloads: dict[tuple[str, int, str], Payload] = {}
+        self._payloads: dict[tuple[str, int, str], TensorLocation] = {}
         self._archives: OrderedDict[tuple[str, int], TorchArchive] = OrderedDict()
-        self._stencils: dict[tuple[int, str], list[Stencil]] = {}
+        self._stencils: dict[tuple[int, str], list[ArchiveTemplate]] = {}
         self._lock = threading.Lock()
 
-    def locate(self, extent: PlainExtent) -> Payload:
+    def locate(self, extent: PlainExtent) -> TensorLocation:
         """Where the elements of a stored array lie.
 
         Raises:
@@ -55,7 +55,7 @@ class Payloads:
                 self._show(extent, known, self._checksums)
         return known
 
-    def _show(self, extent: PlainExtent, payload: Payload, checksums: Checksums) -> None:
+    def _show(self, extent: PlainExtent, payload: TensorLocation, checksums: Checksums) -> None:
         """Have checksums compared."""
         if isinstance(extent, RawArray):
             checksums.look_at_array(payload, extent)
@@ -83,7 +83,7 @@ class Payloads:
                 self._archives.popitem(last=False)
         return found
 
-    def _look_up(self, extent: PlainExtent) -> Payload:
+    def _look_up(self, extent: PlainExtent) -> TensorLocation:
         if isinstance(extent, RawArray):
             return self._raw(extent)
         if isinstance(extent, ArchivedTensor):
@@ -93,13 +93,13 @@ class Payloads:
         tensor = TensorReference(storage, 0, (extent.numel,), (1,))
         return _of_its_size(archive.payload(tensor), extent, archive)
 
-    def _raw(self, extent: RawArray) -> Payload:
+    def _raw(self, extent: RawArray) -> TensorLocation:
         size = self._reader.size(extent.file)
         if size < extent.offset + extent.length:
             raise cut_short(self._reader.folder / extent.file, size, extent.offset + extent.length)
-        return Payload(extent.file, extent.offset, getattr(torch, extent.dtype), (extent.numel,))
+        return TensorLocation(extent.file, extent.offset, getattr(torch, extent.dtype), (extent.numel,))
 
-    def _in_archive_of_its_own(self, extent: ArchivedTensor) -> Payload:
+    def _in_archive_of_its_own(self, extent: ArchivedTensor) -> TensorLocation:
         archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
         tensor = archive.load()
         if isinstance(tensor, Float8Reference):
@@ -114,7 +114,7 @@ class Payloads:
                 alike.append(stencil)
         return payload
 
-    def _by_stencil(self, extent: ArchivedTensor) -> Payload | None:
+    def _by_stencil(self, extent: ArchivedTensor) -> TensorLocation | None:
         """The payload of an archive that is like one that has been looked into."""
         for stencil in self._stencils.get((extent.length, extent.dtype), ()):
             found = stencil.payload(self._reader, extent.file, extent.offset)
@@ -123,7 +123,7 @@ class Payloads:
         return None
 
 
-def _of_its_shape(payload: Payload, extent: ArchivedTensor, archive: TorchArchive) -> Payload:
+def _of_its_shape(payload: TensorLocation, extent: ArchivedTensor, archive: TorchArchive) -> TensorLocation:
     """A tensor is read as it lies: a transposed one has as many elements, in another order."""
     if payload.shape != extent.shape or payload.gives != getattr(torch, extent.dtype):
         raise _another_tensor(
@@ -132,7 +132,7 @@ def _of_its_shape(payload: Payload, extent: ArchivedTensor, archive: TorchArchiv
     return payload
 
 
-def _of_its_size(payload: Payload, extent: ArchivedRecord, archive: TorchArchive) -> Payload:
+def _of_its_size(payload: TensorLocation, extent: ArchivedRecord, archive: TorchArchive) -> TensorLocation:
     if payload.numel != extent.numel or payload.gives != getattr(torch, extent.dtype):
         raise _another_tensor(
             f"{payload.numel} elements of {payload.gives}", f"{extent.numel} elements of {extent.dtype}", archive

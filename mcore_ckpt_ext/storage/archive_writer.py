@@ -30,7 +30,7 @@ _CRC_IN_DIRECTORY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class DraftedTensor:
+class PlannedTensor:
     """A declared tensor: its `tag`, the first byte of its elements, and the bytes that hold their CRC-32."""
 
     tag: object
@@ -41,15 +41,15 @@ class DraftedTensor:
 
 
 @dataclass(frozen=True)
-class ArchiveDraft:
+class ArchivePlan:
     """An archive of `length` bytes; offsets count from its beginning."""
 
     length: int
     literals: tuple[tuple[int, bytes], ...]
-    tensors: tuple[DraftedTensor, ...]
+    tensors: tuple[PlannedTensor, ...]
 
 
-def draft_archive(tree: Any, writer: str | None = None) -> ArchiveDraft:
+def plan_archive(tree: Any, writer: str | None = None) -> ArchivePlan:
     """Draft the archive of a tree; small tensors are written with it, declared ones later.
 
     Args:
@@ -67,7 +67,7 @@ def draft_archive(tree: Any, writer: str | None = None) -> ArchiveDraft:
     return _Zip().draft(members)
 
 
-def draft_tensor(declared: DeclaredTensor) -> ArchiveDraft:
+def plan_tensor(declared: DeclaredTensor) -> ArchivePlan:
     """Draft the archive of nothing but a tensor: all but its tag is the same for all of one dtype and shape."""
     alike = _alike(declared.dtype, declared.shape)
     (tensor,) = alike.tensors
@@ -75,8 +75,8 @@ def draft_tensor(declared: DeclaredTensor) -> ArchiveDraft:
 
 
 @lru_cache(maxsize=4096)
-def _alike(dtype: torch.dtype, shape: tuple[int, ...]) -> ArchiveDraft:
-    return draft_archive(DeclaredTensor(dtype, shape, None))
+def _alike(dtype: torch.dtype, shape: tuple[int, ...]) -> ArchivePlan:
+    return plan_archive(DeclaredTensor(dtype, shape, None))
 
 
 class _Zip:
@@ -86,16 +86,16 @@ class _Zip:
         self._directory: list[bytes] = []
         self._declared: list[tuple[DeclaredTensor, int, int, int]] = []
 
-    def draft(self, members: Sequence[tuple[str, bytes | Leaf]]) -> ArchiveDraft:
+    def draft(self, members: Sequence[tuple[str, bytes | Leaf]]) -> ArchivePlan:
         for name, content in members:
             self._add(f"archive/{name}".encode(), content)
         directory, crc_at = self._central_directory()
         tensors = tuple(
-            DraftedTensor(leaf.tag, leaf.dtype, _numel(leaf), data_at, (local_crc, crc_at[entry]))
+            PlannedTensor(leaf.tag, leaf.dtype, _numel(leaf), data_at, (local_crc, crc_at[entry]))
             for leaf, data_at, local_crc, entry in self._declared
         )
         self._literals.append((self._position, directory))
-        return ArchiveDraft(self._position + len(directory), tuple(self._literals), tensors)
+        return ArchivePlan(self._position + len(directory), tuple(self._literals), tensors)
 
     def _add(self, name: bytes, content: bytes | Leaf) -> None:
         data = None if isinstance(content, DeclaredTensor) else _bytes(content)

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.planning.array_location import Extent, RawArray, Rearranged, Scaled
+from mcore_ckpt_ext.planning.array_location import Extent, RawArray, ScaleCodec, TransposeCodec
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage.crc32 import Piece, appended, crc32
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.tensor_location import Payload
+from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 # Of a matrix, packed at once: half of a processor's own cache.
@@ -29,9 +29,9 @@ Place = tuple[str, int, int]
 """Of an archive, or of bare elements: the file, the first byte there, and the length."""
 
 
-def is_plain(copy: Copy, payload: Payload) -> bool:
+def is_plain(copy: Copy, payload: TensorLocation) -> bool:
     """Whether the elements are stored as they are counted."""
-    return payload.scaled is None and not isinstance(copy.extent, (Rearranged, Scaled))
+    return payload.scaled is None and not isinstance(copy.extent, (TransposeCodec, ScaleCodec))
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Checksums:
         self._waiting: dict[tuple[str, int], _Record] = {}
         self._lock = threading.Lock()
 
-    def look(self, payload: Payload, archive: TorchArchive, names: Sequence[str]) -> None:
+    def look(self, payload: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
         """Take notice of records of an archive, one of which holds a payload.
 
         Raises:
@@ -118,7 +118,7 @@ class Checksums:
         if not waiting:
             self._note_right(place)
 
-    def look_at_array(self, payload: Payload, array: RawArray) -> None:
+    def look_at_array(self, payload: TensorLocation, array: RawArray) -> None:
         """Take notice of bare elements, which are the payload, if their checksum is known.
 
         Raises:
@@ -141,11 +141,11 @@ class Checksums:
             if record is not None:
                 self.right_records.setdefault(record[0], set()).add(record[1])
 
-    def _wait_for(self, payload: Payload, record: _Record) -> None:
+    def _wait_for(self, payload: TensorLocation, record: _Record) -> None:
         with self._lock:
             self._waiting[payload.file, payload.offset] = record
 
-    def passed(self, payload: Payload, position: int, data: memoryview) -> int:
+    def passed(self, payload: TensorLocation, position: int, data: memoryview) -> int:
         """The CRC-32 of bytes from `position` of a payload on, as they have just been read.
 
         Raises:
@@ -155,7 +155,7 @@ class Checksums:
         self._note_piece(payload, position, len(data), crc)
         return crc
 
-    def _note_piece(self, payload: Payload, position: int, length: int, crc: int) -> None:
+    def _note_piece(self, payload: TensorLocation, position: int, length: int, crc: int) -> None:
         """Take the CRC-32 of bytes that have passed; errors as of `passed`."""
         with self._lock:
             record = self._waiting.get((payload.file, payload.offset))
@@ -171,7 +171,7 @@ class Checksums:
         self._note_right(record.place, record.archive)
 
     def of_plan(
-        self, plan: Plan, destinations: Sequence[torch.Tensor], locate: Callable[[Extent], Payload]
+        self, plan: Plan, destinations: Sequence[torch.Tensor], locate: Callable[[Extent], TensorLocation]
     ) -> list[tuple[int, Piece]]:
         """Take what a plan has just read in large pieces as passed.
 
@@ -221,18 +221,18 @@ class Confirmed(Checksums):
     What is not in `right` is to be checked by whoever asks, and may be damaged, or read in pieces that are too small.
     """
 
-    def look(self, payload: Payload, archive: TorchArchive, names: Sequence[str]) -> None:
+    def look(self, payload: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
         """Take notice of records of an archive."""
         with suppress(UnreadableCheckpointError):
             super().look(payload, archive, names)
 
-    def look_at_array(self, payload: Payload, array: RawArray) -> None:
+    def look_at_array(self, payload: TensorLocation, array: RawArray) -> None:
         """Take notice of bare elements."""
         with suppress(UnreadableCheckpointError):
             super().look_at_array(payload, array)
 
     def of_plan(
-        self, plan: Plan, destinations: Sequence[torch.Tensor], locate: Callable[[Extent], Payload]
+        self, plan: Plan, destinations: Sequence[torch.Tensor], locate: Callable[[Extent], TensorLocation]
     ) -> list[tuple[int, Piece]]:
         """Take what a plan has just read as passed."""
         with suppress(UnreadableCheckpointError):

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.errors import (
     CheckpointError,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
-    remedy,
+    io_hint,
     shortened,
     shown,
 )
@@ -207,7 +207,7 @@ def _file(folder: Path) -> bytes:
             "the checkpoint's index cannot be read",
             found=error.strerror,
             where=str(folder / METADATA_FILE),
-            helps=remedy(error),
+            helps=io_hint(error),
         ) from error
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, io_hint
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import checked_name
@@ -168,7 +168,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise UnreadableCheckpointError(
             "the digests of the checkpoint's files cannot be read", found=error.strerror, where=str(path),
-            helps=remedy(error),
+            helps=io_hint(error),
         ) from error  # fmt: skip
     except ValueError as error:
         raise UnreadableCheckpointError(

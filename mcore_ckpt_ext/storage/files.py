@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
-from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, remedy
+from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, io_hint
 from mcore_ckpt_ext.storage.checked_files import open_file
 from mcore_ckpt_ext.storage.crc32 import crc32
 
@@ -175,7 +175,7 @@ class FolderReader:
                 "a file of the checkpoint cannot be opened",
                 found=error.strerror,
                 where=str(self.folder / path),
-                helps=remedy(error),
+                helps=io_hint(error),
             ) from error
 
 

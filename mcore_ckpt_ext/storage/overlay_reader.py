@@ -9,7 +9,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.storage.files import FolderReader
 
 
-class TwoFolders(FolderReader):
+class OverlayReader(FolderReader):
     """Reads the files of one folder by their names in it, and those of another by `name_of`."""
 
     def __init__(self, own: FolderReader, other: FolderReader) -> None:

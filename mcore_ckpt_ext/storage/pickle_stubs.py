@@ -20,21 +20,21 @@ _HARMLESS = {
 _SYSTEM_MODULES = {"__builtin__", "posix", "nt", "os2", "commands", "__main__"}
 
 
-class Sealed(type):
+class PickleStub(type):
     """The metaclass of what a pickle finds by name: it outlives the pickle, which may not set its attributes."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise AttributeError(f"a pickle sets {name} of {cls.__name__}")
 
 
-class Stateless(metaclass=Sealed):
+class Stateless(metaclass=PickleStub):
     """An object that a pickle may refer to, but whose state it may not set."""
 
     def __setstate__(self, state: object) -> None:
         raise TypeError(f"a pickle sets the state of a {type(self).__name__}")
 
 
-class Record(metaclass=Sealed):
+class Record(metaclass=PickleStub):
     """An object known only by its attributes; it stands for every class of torch's checkpoint metadata."""
 
     def __init__(self, *arguments: object) -> None:
@@ -84,7 +84,7 @@ def record_class(name: str) -> type[Record]:
     return _RECORD_CLASSES.get(name) or type(name, (Record,), {})
 
 
-class Placeholder(metaclass=Sealed):
+class Placeholder(metaclass=PickleStub):
     """An instance of a class that is not loaded: it keeps what the pickle said about it, and does nothing.
 
     `pickling.dumps` writes it back as it was read.

@@ -23,9 +23,9 @@ from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, shortened,
 from mcore_ckpt_ext.storage.budget import Budget, elements_of
 from mcore_ckpt_ext.storage.pickle_cost import weigh
 from mcore_ckpt_ext.storage.pickle_stubs import (
+    PickleStub,
     Placeholder,
     Record,
-    Sealed,
     Stateless,
     inert_class,
     origin_of,
@@ -51,7 +51,7 @@ class _Function(Stateless):
         return self._call(*arguments)
 
 
-class _Namespace(metaclass=Sealed):
+class _Namespace(metaclass=PickleStub):
     """Stands for the class `argparse.Namespace`: a pickle gets genuine instances of it, but never the class itself."""
 
     def __new__(cls, **content: object) -> argparse.Namespace:  # type: ignore[misc]

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy, shortened, shown, with_article
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, io_hint, shortened, shown, with_indefinite_article
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.planning.write_plan import OutputFile
@@ -206,7 +206,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError("no object")
     except OSError as error:
         raise UnreadableCheckpointError(
-            "a file of the checkpoint cannot be read", found=error.strerror, where=str(path), helps=remedy(error)
+            "a file of the checkpoint cannot be read", found=error.strerror, where=str(path), helps=io_hint(error)
         ) from error
     except ValueError as error:
         raise UnreadableCheckpointError(
@@ -226,7 +226,7 @@ def check_index(stated: Mapping[str, str], found: Mapping[str, str], index: Path
     if missing or surplus:
         raise UnreadableCheckpointError(
             "the index and the files disagree about the tensors",
-            found=", ".join([*(f"no {name}" for name in missing[:4]), *map(with_article, surplus[:4])]),
+            found=", ".join([*(f"no {name}" for name in missing[:4]), *map(with_indefinite_article, surplus[:4])]),
             where=str(index),
             helps=helps,
         )

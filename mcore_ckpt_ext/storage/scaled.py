@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.planning.array_location import Scaled
+from mcore_ckpt_ext.planning.array_location import ScaleCodec
 
 # E2M1: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0).
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -24,7 +24,7 @@ ReadCodes = Callable[[int, int], torch.Tensor]
 """Reads codes, or scales: the first one, and how many."""
 
 
-def decode(extent: Scaled, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def decode(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     """Numbers of a quantised matrix, in the order of its rows.
 
     Args:
@@ -50,7 +50,7 @@ def decode(extent: Scaled, first: int, count: int, codes: ReadCodes, scales: Rea
     return found
 
 
-def _in_one_row(extent: Scaled, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def _in_one_row(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     height, width = extent.block
     row, left = divmod(first, extent.columns)
     band = row // height * _across(extent)
@@ -59,7 +59,7 @@ def _in_one_row(extent: Scaled, first: int, count: int, codes: ReadCodes, scales
     return _read(extent, first, count, codes) * of_blocks[torch.arange(left, left + count) // width - begin]
 
 
-def _whole_rows(extent: Scaled, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def _whole_rows(extent: ScaleCodec, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     """Numbers are multiplied where they lie, band by band: each further pass over them costs as much as reading."""
     (height, width), columns, across = extent.block, extent.columns, _across(extent)
     first, last = row // height, -(-(row + rows) // height)
@@ -74,11 +74,11 @@ def _whole_rows(extent: Scaled, row: int, rows: int, codes: ReadCodes, scales: R
     return found.view(-1)
 
 
-def _across(extent: Scaled) -> int:
+def _across(extent: ScaleCodec) -> int:
     return -(-extent.columns // extent.block[1])
 
 
-def _read(extent: Scaled, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
+def _read(extent: ScaleCodec, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
     """Numbers in memory of their own, not yet scaled."""
     if extent.packed:
         return _unpacked(first, count, codes)
@@ -95,7 +95,7 @@ def _numbers_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(1 << 8, dtype=torch.uint8).view(dtype).float()
 
 
-def _values(extent: Scaled, scales: torch.Tensor) -> torch.Tensor:
+def _values(extent: ScaleCodec, scales: torch.Tensor) -> torch.Tensor:
     found = torch.exp2(scales.float() - _EXPONENT_BIAS) if extent.packed else scales.float()
     if not torch.isfinite(found).all():
         raise UnreadableCheckpointError(

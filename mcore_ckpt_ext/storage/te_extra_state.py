@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.storage.archive_writer import draft_archive
+from mcore_ckpt_ext.storage.archive_writer import plan_archive
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.pickle_allowlist import Name, pickle_in
 from mcore_ckpt_ext.storage.pickle_cost import weigh
@@ -284,7 +284,7 @@ class _Pickler(TreePickler):
 
 def archive_of(tree: Any) -> bytes:
     """A torch archive of a tree, in the same bytes each time."""
-    draft = draft_archive(tree)
+    draft = plan_archive(tree)
     content = bytearray(draft.length)
     for position, data in draft.literals:
         content[position : position + len(data)] = data

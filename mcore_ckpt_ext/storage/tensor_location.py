@@ -11,7 +11,7 @@ from mcore_ckpt_ext.storage.files import FolderReader
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
+class TensorLocation:
     """Where a tensor's elements lie: byte `offset` of `file`, `numel` elements of `dtype`, row-major in `shape`.
 
     Attributes:
@@ -46,7 +46,7 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
-class Stencil:
+class ArchiveTemplate:
     """What the archives of all tensors of one shape and dtype have in common: all but elements and checksums.
 
     Attributes:
@@ -65,11 +65,11 @@ class Stencil:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def payload(self, reader: FolderReader, file: str, offset: int) -> Payload | None:
+    def payload(self, reader: FolderReader, file: str, offset: int) -> TensorLocation | None:
         """Where the elements of the archive at that place lie; None where it is not such a one."""
         if reader.read(file, offset, len(self.front)) != self.front:
             return None
         directory = reader.read(file, offset + self.length - len(self.directory), len(self.directory))
         if any(directory[part] != self.directory[part] for part in self.kept):
             return None
-        return Payload(file, offset + len(self.front), self.dtype, self.shape)
+        return TensorLocation(file, offset + len(self.front), self.dtype, self.shape)

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.expansion import check_expansion
 from mcore_ckpt_ext.storage.files import FolderReader, Window, cut_short
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
-from mcore_ckpt_ext.storage.tensor_location import Payload, Stencil
+from mcore_ckpt_ext.storage.tensor_location import ArchiveTemplate, TensorLocation
 from mcore_ckpt_ext.storage.tensor_reference import Float8Reference, TensorReference
 from mcore_ckpt_ext.storage.zip_directory import Member, plain_directory
 
@@ -138,7 +138,7 @@ class TorchArchive:
                 helps="load and save it again on such a machine with torch.serialization.set_default_load_endianness",
             )
 
-    def payload(self, tensor: TensorReference) -> Payload:
+    def payload(self, tensor: TensorReference) -> TensorLocation:
         """Where the elements of a tensor of this archive lie.
 
         Raises:
@@ -146,7 +146,7 @@ class TorchArchive:
         """
         start, info = self._record(f"data/{tensor.storage.key}")
         dtype = tensor.storage.dtype
-        found = Payload(self._file, self._offset + start + tensor.offset * dtype.itemsize, dtype, tensor.shape)
+        found = TensorLocation(self._file, self._offset + start + tensor.offset * dtype.itemsize, dtype, tensor.shape)
         end = (tensor.offset + found.numel) * dtype.itemsize
         if not tensor.is_contiguous or tensor.offset < 0 or min(tensor.shape, default=0) < 0 or end > info.file_size:
             raise UnreadableCheckpointError(
@@ -157,7 +157,7 @@ class TorchArchive:
             )
         return found
 
-    def scaled_payload(self, tensor: Float8Reference) -> Payload:
+    def scaled_payload(self, tensor: Float8Reference) -> TensorLocation:
         """Where the numbers of an fp8 tensor of this archive lie.
 
         Raises:
@@ -168,7 +168,7 @@ class TorchArchive:
             raise UnreadableCheckpointError("an fp8 tensor whose scale is not a number", where=self.where)
         return replace(self.payload(tensor.data), dtype=tensor.fp8_dtype, scaled=(float(scale), tensor.dtype))
 
-    def stencil(self, tensor: TensorReference, payload: Payload) -> Stencil | None:
+    def stencil(self, tensor: TensorReference, payload: TensorLocation) -> ArchiveTemplate | None:
         """What other archives have in common with this one, of nothing but a tensor, if they are of one like it.
 
         Returns:
@@ -182,7 +182,7 @@ class TorchArchive:
         directory = self._ends[-1][1][begin:]
         marks = [0, *(place - begin for place in self._directory.checksums), len(directory)]
         kept = [slice(a + 4 * bool(number), b) for number, (a, b) in enumerate(pairwise(marks))]
-        return Stencil(self._length, front[:start], directory, kept, payload.dtype, payload.shape)
+        return ArchiveTemplate(self._length, front[:start], directory, kept, payload.dtype, payload.shape)
 
     def with_values(self, tree: Any) -> Any:
         """A small object of this archive, as `load` gives it, with its tensors read: a gradient scaler's scale.
@@ -216,7 +216,7 @@ class TorchArchive:
 
         return values(tree)
 
-    def _values(self, place: Payload, budget: Budget) -> torch.Tensor:
+    def _values(self, place: TensorLocation, budget: Budget) -> torch.Tensor:
         nbytes = place.numel * place.dtype.itemsize
         budget.spend(_STEPS_TO_KEEP * nbytes, "copies of its tensors")
         data = self._reader.read(place.file, place.offset, nbytes)
@@ -225,7 +225,7 @@ class TorchArchive:
         return torch.frombuffer(bytearray(data), dtype=place.dtype).reshape(place.shape)
 
     def writer(self) -> str | None:
-        """Who claims to have written it (`draft_archive`)."""
+        """Who claims to have written it (`plan_archive`)."""
         if WRITER_MEMBER not in self._members:
             return None
         start, info = self._record(WRITER_MEMBER)

@@ -167,7 +167,10 @@ def families() -> str:
         layouts = dict.fromkeys(
             layout for shown in SHOWN.values() if shown.model_type in types for layout in shown.layouts + shown.engine
         )
-        why = next((shown.why for shown in SHOWN.values() if shown.model_type in types), "") or found[0].only_bridge
+        why = (
+            next((shown.why for shown in SHOWN.values() if shown.model_type in types), "")
+            or found[0].bridge_only_reason
+        )
         equivalents = [f"as `{COMPUTES_AS[one]}`" for one in types & COMPUTES_AS.keys()]
         equivalents += [OF_OWN_CODE[one] for one in types & OF_OWN_CODE.keys()]
         tested = ", ".join([*layouts, *equivalents]) or f"not compared: {why}"
@@ -184,7 +187,7 @@ def _has_parameters(*marks: str) -> Callable[[Family], bool]:
 
 # The first group that a family belongs to is its own.
 _FAMILY_GROUPS: tuple[tuple[str, Callable[[Family], bool]], ...] = (
-    ("Trained by Megatron-Bridge only", lambda family: bool(family.only_bridge)),
+    ("Trained by Megatron-Bridge only", lambda family: bool(family.bridge_only_reason)),
     ("Linear attention and Mamba", _has_parameters(".in_proj")),
     ("Latent attention", _has_parameters("_kv_down", "_kv_up")),
     ("Mixture of experts", _has_parameters(".experts")),

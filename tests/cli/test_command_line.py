@@ -14,7 +14,7 @@ import pytest
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import COMMANDS, main
-from mcore_ckpt_ext.cli.output import line, printable
+from mcore_ckpt_ext.cli.output import escaped, line
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position
@@ -243,7 +243,7 @@ def test_a_defect_of_ours_does_not_pass_for_a_verdict(
 
 def test_names_of_strangers_do_not_command_the_terminal() -> None:
     hostile = "\x1b[2Jname\r\x07‮evil\ud800"
-    assert printable(hostile) == r"\x1b[2Jname\r\x07\u202eevil\ud800"
+    assert escaped(hostile) == r"\x1b[2Jname\r\x07\u202eevil\ud800"
 
 
 def test_results_can_be_read_where_the_terminal_knows_only_ascii(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.output import json_text
-from mcore_ckpt_ext.errors import CheckpointError, remedy
+from mcore_ckpt_ext.errors import CheckpointError, io_hint
 from mcore_ckpt_ext.storage.json_tree import encode
 from mcore_ckpt_ext.storage.publish import cannot_write
 from tests.harness.checkpoints import fixture_named
@@ -210,8 +210,8 @@ class TestRights:
         assert "Traceback" not in told
 
     def test_what_helps(self) -> None:
-        assert "chmod" in remedy(PermissionError(13, "Permission denied"))
-        assert "interrupted" in remedy(FileNotFoundError(2, "No such file"))
+        assert "chmod" in io_hint(PermissionError(13, "Permission denied"))
+        assert "interrupted" in io_hint(FileNotFoundError(2, "No such file"))
         assert "free some space" in str(cannot_write(Path("x"), OSError(28, "No space left on device")))
         for number, text in ((13, "Permission denied"), (30, "Read-only file system")):
             refused = str(cannot_write(Path("x"), OSError(number, text)))

@@ -13,10 +13,10 @@ import pytest
 
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page
-from mcore_ckpt_ext.formats.unread_state import Unread
+from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.operations.comparison import Comparison, KindComparison, TensorDifference
 from mcore_ckpt_ext.operations.inspection import Inspection, StoredTensor, inspect
-from mcore_ckpt_ext.operations.metadata_diff import Fact
+from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
 from tests.harness.checkpoints import fixture_named
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -172,9 +172,19 @@ def test_the_page_of_a_comparison(browser: str, tmp_path: Path, capsys: pytest.C
 def test_names_of_strangers_stay_names_in_a_comparison(browser: str, tmp_path: Path) -> None:
     tensor = TensorDifference("weight", HOSTILE, ((1,), (1,)), ("float32", "float32"), 1, 1, problem=HOSTILE)
     kind = KindComparison("weight", 1, 1, (HOSTILE,), (HOSTILE,), (tensor,))
-    unread = Unread(HOSTILE, HOSTILE, 1)
+    unread = UnreadState(HOSTILE, HOSTILE, 1)
     found = Comparison(
-        2, HOSTILE, HOSTILE, False, False, None, (kind,), (), (Fact(HOSTILE, HOSTILE, "b"),), (unread,), (unread,)
+        2,
+        HOSTILE,
+        HOSTILE,
+        False,
+        False,
+        None,
+        (kind,),
+        (),
+        (MetadataDifference(HOSTILE, HOSTILE, "b"),),
+        (unread,),
+        (unread,),
     )
     assert_it_stays_text(browser, tmp_path / "page.html", comparison_page(found), times=8)
 

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.formats import registry
 from mcore_ckpt_ext.formats.canonical import writer
 from mcore_ckpt_ext.formats.canonical.reader import CanonicalCheckpoint
 from mcore_ckpt_ext.formats.format import Format, OpenOptions
-from mcore_ckpt_ext.formats.laid_out import LaidOut, small_file, with_files
+from mcore_ckpt_ext.formats.laid_out import OutputPlan, small_file, with_files
 from mcore_ckpt_ext.formats.registry import FORMATS, format_of, is_adapter_folder
 from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -119,7 +119,7 @@ class OwnFormat(Format[Own]):
     def open(self, folder: Path, options: OpenOptions) -> OwnCheckpoint:
         return OwnCheckpoint(folder, options.witnesses)
 
-    def lay_out(self, checkpoint: CheckpointView, target: Own, family: Family | None) -> LaidOut:
+    def lay_out(self, checkpoint: CheckpointView, target: Own, family: Family | None) -> OutputPlan:
         found = writer.lay_out(checkpoint)
         return replace(found, output=with_files(found.output, small_file(MARK, b"{}")))
 

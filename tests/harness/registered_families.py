@@ -12,7 +12,7 @@ CODE = '''"""Parrots: Llama with biases, norms of queries and keys under names o
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.settings import Needs, Same
+from mcore_ckpt_ext.families.settings import Mapped, Requires
 
 
 class Parrot(Family):
@@ -26,8 +26,8 @@ class Parrot(Family):
     )
     settings = (
         *llama_like(),
-        Same("parrot_eps", "layernorm_epsilon", 1e-5),
-        Needs({"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True}),
+        Mapped("parrot_eps", "layernorm_epsilon", 1e-5),
+        Requires({"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True}),
     )
 '''
 _OF_QWEN = ("rms_norm_eps", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types")

@@ -24,7 +24,7 @@ def test_each_function_is_expressed(name: str, key: str) -> None:
     exact = family.arguments({**config, key: "gelu"})
     assert not exact.bias_gelu_fusion
     assert family.config(exact)[key] == "gelu"
-    assert family.misfits(exact) == []
+    assert family.mismatches(exact) == []
     with pytest.raises(UnsupportedCheckpointError, match=key):
         family.arguments({**config, key: "relu"})
 

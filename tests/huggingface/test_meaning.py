@@ -75,13 +75,13 @@ def test_arguments_of_the_development_head_are_known() -> None:
 def test_no_family_passes_over_an_argument(name: str) -> None:
     """Whatever counts and is not at its neutral value is expressed: nothing is silent but what a setting speaks of."""
     family, arguments = family_of(name), arguments_of(name)
-    assert family.misfits(arguments) == []
+    assert family.mismatches(arguments) == []
     expressed = SIZES.union(*(setting.expresses for setting in family.settings))
     for argument, neutral in NEUTRAL.items():
         if argument not in expressed:
             other = "other" if neutral is None or isinstance(neutral, str) else not neutral
             with_it = complete(JobArguments.of({**arguments.stated(), argument: _valued(argument, other)}))
-            assert any(reason.startswith(f"{argument} is ") for reason in family.misfits(with_it)), argument
+            assert any(reason.startswith(f"{argument} is ") for reason in family.mismatches(with_it)), argument
 
 
 def _valued(argument: str, other: Any) -> Any:
@@ -122,7 +122,7 @@ def _valued(argument: str, other: Any) -> Any:
     ],
 )
 def test_what_a_family_has_no_key_for_is_refused(name: str, changes: dict[str, Any], told: str) -> None:
-    reasons = family_of(name).misfits(arguments_of(name, **changes))
+    reasons = family_of(name).mismatches(arguments_of(name, **changes))
     assert [reason for reason in reasons if reason.startswith(f"{told} ")], reasons
 
 
@@ -139,7 +139,7 @@ def test_what_a_family_has_no_key_for_is_refused(name: str, changes: dict[str, A
     ],
 )
 def test_what_has_no_effect_is_not(name: str, changes: dict[str, Any]) -> None:
-    assert family_of(name).misfits(arguments_of(name, **changes)) == []
+    assert family_of(name).mismatches(arguments_of(name, **changes)) == []
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_what_transformers_would_take_for_something_else_is_said(
 ) -> None:
     """Each was another model than the job's, or none that transformers loads."""
     family, arguments = family_of(name), arguments_of(name, **changes)
-    assert family.misfits(arguments) == unwritten(family, arguments) == []
+    assert family.mismatches(arguments) == unwritten(family, arguments) == []
     found = AutoConfig.for_model(**family.config(arguments)).to_dict()
     if "rope_parameters" in said:
         said = {**said, "rope_parameters": {**said["rope_parameters"], "rope_theta": 150000.0}}
@@ -272,7 +272,7 @@ def test_published_configurations_are_read_and_come_back(name: str) -> None:
     config = PUBLISHED[name]
     family = family_named(config["model_type"])
     arguments = family.arguments(config)
-    assert family.misfits(arguments) == []
+    assert family.mismatches(arguments) == []
     back = {**family.kept(config), **family.config(arguments)}
     of_the_file = {key: config[key] for key in OF_THE_FILE if key in config}
     differing = {key for key in config if key not in of_the_file and back.get(key) != config[key]}
@@ -335,7 +335,7 @@ def test_activations_of_other_loops(function: str, gated: bool, found: dict[str,
     }
     arguments = arguments_of("gpt2")
     changed = replace(arguments, job=arguments.job.changed(**stated))
-    assert bool(family_of("gpt2").misfits(changed)) == ("activation_func" in stated)
+    assert bool(family_of("gpt2").mismatches(changed)) == ("activation_func" in stated)
 
 
 def test_a_base_of_positions_that_nothing_tells() -> None:
@@ -343,14 +343,14 @@ def test_a_base_of_positions_that_nothing_tells() -> None:
     job = arguments_of("llama").job
     stated = {name: value for name, value in job.stated.items() if name != "rotary_base"}
     with pytest.raises(UnsupportedCheckpointError, match="--argument rotary_base"):
-        complete(JobArguments.of(stated, tells_all=False))
+        complete(JobArguments.of(stated, is_complete=False))
 
 
 @pytest.mark.parametrize("flag", ["export_qk_l2_norm", "export_moe_apply_probs_on_input"])
 def test_flags_of_modelopt_that_count(flag: str) -> None:
     arguments = arguments_of("llama")
     changed = replace(arguments, job=arguments.job.changed(**{flag: True}))
-    assert any(flag in misfit for misfit in family_of("llama").misfits(changed))
+    assert any(flag in mismatch_reason for mismatch_reason in family_of("llama").mismatches(changed))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

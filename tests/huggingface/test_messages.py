@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_article
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_indefinite_article
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_of_config
 from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -53,7 +53,7 @@ def test_a_tokenizer_that_is_not_there(
 
 def test_articles_are_those_that_are_spoken() -> None:
     nouns = ("Ernie45", "OLMoE", "GPT2", "Llama", "lm_head.weight", "MiMo", "output_layer.weight", "mtp.layers")
-    assert [with_article(noun).split()[0] for noun in nouns] == ["an", "an", "a", "a", "an", "a", "an", "an"]
+    assert [with_indefinite_article(noun).split()[0] for noun in nouns] == ["an", "an", "a", "a", "an", "a", "an", "an"]
 
 
 def test_layers_that_a_folder_speaks_of_and_does_not_hold_are_told(models: dict[str, Path], tmp_path: Path) -> None:

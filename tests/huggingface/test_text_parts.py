@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_named() -> None:
     images, vision = IMAGES["qwen3_vl"], {"hidden_act": "gelu_pytorch_tanh", "num_heads": 2}
     names = {ours.replace("*", "0"): (6,) for ours in (rule.ours for rule in images.rules)}
     del names["vision_model.decoder.deepstack_merger_list.0.patch_norm.bias"]
-    assert images.misfits({}, names)[0] == "no vision_model.decoder.deepstack_merger_list.0.patch_norm.bias"
+    assert images.mismatches({}, names)[0] == "no vision_model.decoder.deepstack_merger_list.0.patch_norm.bias"
     whole = {"vision_config": vision, "text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}}
     assert images.provider_fields(whole)["mrope_section"] == [1, 1, 2]
     for key, value in (("hidden_act", "silu"), ("rope_parameters", {"rope_theta": 5.0})):

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.families.arguments import MODEL_ARGUMENTS, complete
 from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.families.recognition import FAMILIES
-from mcore_ckpt_ext.families.settings import Fixed, Same, Sets
+from mcore_ckpt_ext.families.settings import Constant, Implies, Mapped
 from mcore_ckpt_ext.job.arguments.kinds import REQUIRED
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -145,11 +145,11 @@ def test_every_argument_that_a_table_names_is_one() -> None:
     known = FIELDS | MODEL_ARGUMENTS.keys()
     for family in FAMILIES:
         for setting in family.settings:
-            if isinstance(setting, Same):
+            if isinstance(setting, Mapped):
                 assert setting.argument in known
-            elif isinstance(setting, Fixed):
+            elif isinstance(setting, Constant):
                 assert set(setting.needed) <= known
-            elif isinstance(setting, Sets):
+            elif isinstance(setting, Implies):
                 assert set(setting.values) <= known
     assert training_flags(complete(JobArguments.of({**SIZES, "num_experts": 4, "multi_latent_attention": True})))
 

@@ -29,7 +29,7 @@ from mcore_ckpt_ext.layout_choice.model_table import (
     place_after_layers,
 )
 from mcore_ckpt_ext.layout_choice.rules import Choice, violations
-from mcore_ckpt_ext.layout_choice.search import Wish, search
+from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
 from mcore_ckpt_ext.layout_choice.stage_split import applied_split
 from mcore_ckpt_ext.model_space.anatomy import in_vocabulary
 from mcore_ckpt_ext.model_space.names import parse, split_layer
@@ -261,7 +261,7 @@ def test_what_is_listed(
     cases, choices = [], []
     for name, (job, table) in models.items():
         for gpus in (8, 12, 24):
-            wish = Wish(gpus, 8, release[0])
+            wish = SearchRequest(gpus, 8, release[0])
             old = replace(plain_layout(), data=gpus, world=gpus)
             found = search(job, table, old, wish, Buffers(4)).found
             for one in dice.sample(found, min(5, len(found))):

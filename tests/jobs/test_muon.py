@@ -196,14 +196,14 @@ def assert_resumed(saved: Job, resumed: Job, moments: set[str]) -> None:
     assert differing(expected, found) == []
     assert training_state(saved.at_save) == training_state(resumed.at_load)
     settings, others = parameter_settings(saved.at_save), parameter_settings(resumed.at_load)
-    assert {name: without_place(own) for name, own in settings.items()} == {
-        name: without_place(own) for name, own in others.items()
+    assert {name: unmapped_tensors(own) for name, own in settings.items()} == {
+        name: unmapped_tensors(own) for name, own in others.items()
     }
     following = {number: loss for number, loss in saved.losses.items() if number in resumed.losses}
     assert following and min(following) == SAVED + 1
     assert {number: resumed.losses[number] for number in following} == pytest.approx(following, rel=NEAR)
 
 
-def without_place(settings: dict[str, object]) -> dict[str, object]:
+def unmapped_tensors(settings: dict[str, object]) -> dict[str, object]:
     """Experts are ordinary parameters where there is one expert-parallel rank."""
     return {key: value for key, value in settings.items() if key != "is_expert_parallel"}

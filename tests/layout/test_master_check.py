@@ -271,7 +271,7 @@ def test_masters_are_proven_whether_they_were_looked_at_or_not(wrong: int | None
     if wrong is not None:
         master[wrong] += 1.0
     checkpoint: Any = SimpleNamespace(
-        proof=BY_ROUNDING, transfer=None, folder="here", follow_from_weights=lambda name: False,
+        proof=BY_ROUNDING, transfer=None, folder="here", masters_are_derived=lambda name: False,
         arguments=JobArguments.of({}), logical_tensor=lambda kind, name: None,
     )  # fmt: skip
     prover = live_check.Prover({shard: master}, checkpoint)

@@ -37,7 +37,7 @@ ADAM = {**IDENTITY, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 def stated(**arguments: Any) -> JobArguments:
-    return JobArguments.of(arguments, tells_all=False)
+    return JobArguments.of(arguments, is_complete=False)
 
 
 def whole(inner: Any) -> Chain:

@@ -27,7 +27,7 @@ from mcore_ckpt_ext.model_space.names import (
     parse,
     parse_own,
     part_names,
-    spelled_as_in,
+    renamed_as_in,
     split_layer,
     split_parameters,
     stacked_axes,
@@ -159,9 +159,9 @@ def test_parts_of_a_gated_delta_net_follow_each_other_in_the_order_of_memory() -
 )  # fmt: skip
 def test_norms_have_the_name_that_the_checkpoint_has(fused: str, separate: str) -> None:
     for one, other in ((fused, separate), (separate, fused)):
-        assert spelled_as_in({one}, other) == one
-        assert spelled_as_in({one, other}, other) == other
-        assert spelled_as_in({}, other) == other
+        assert renamed_as_in({one}, other) == one
+        assert renamed_as_in({one, other}, other) == other
+        assert renamed_as_in({}, other) == other
 
 
 LLAVA = ["language_model.decoder.layers.0.mlp.linear_fc1.weight", "vision_model.decoder.layers.0.mlp.linear_fc1.weight"]

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Recomputation, activation_bytes, memory_of
 from mcore_ckpt_ext.layout_choice.model_table import Holding, ModelTable, PaddedRows, Parameter, StageHolding
 from mcore_ckpt_ext.layout_choice.rules import Choice, violations
-from mcore_ckpt_ext.layout_choice.search import PINS, Wish, search
+from mcore_ckpt_ext.layout_choice.search import PINS, SearchRequest, search
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, layout_string, stage_splits
 from mcore_ckpt_ext.operations.layout_plan import buffers_of, plan
 from mcore_ckpt_ext.operations.parameter_table import table_of
@@ -264,7 +264,7 @@ def test_stages_of_hybrid_models(pattern: str, expected: set[tuple[int, int]]) -
     table = ModelTable([], 8, copies=0, padded_rows=PaddedRows(1, 1, 1))
     old = ParallelLayout.from_arguments(job)
     pins = {"tensor": 1, "context": 1}
-    found = search(job, table, old, Wish(8, 8, NEWEST, pins=pins), Buffers(4)).found
+    found = search(job, table, old, SearchRequest(8, 8, NEWEST, pins=pins), Buffers(4)).found
     layouts = {(one.choice.layout.pipeline, one.choice.layout.virtual_pipeline) for one in found}
     assert layouts == expected - {(1, 2)}  # one rank has no virtual stages
 
@@ -336,7 +336,7 @@ def test_sixty_one_layers_over_sixteen_stages() -> None:
     job, table = deepseek_v3()
     old = replace(ParallelLayout.from_arguments(job), pipeline=16, expert=64, data=128, world=2048)
     pins = {"pipeline": 16, "tensor": 1, "context": 1, "virtual_pipeline": 1, "expert": 64, "expert_tensor": 1}
-    (found,) = search(job, table, old, Wish(2048, 8, NEWEST, pins=pins), Buffers(4)).found
+    (found,) = search(job, table, old, SearchRequest(2048, 8, NEWEST, pins=pins), Buffers(4)).found
     assert found.choice.split is not None
     assert dict(found.choice.split.arguments)["decoder_last_pipeline_num_layers"] == 1
     assert found.choice.split.largest == 4
@@ -347,7 +347,7 @@ def test_nineteen_hundred_gpus_in_seconds() -> None:
     """A search over every layout of a large model builds few combinations that some rule excludes."""
     job, table = deepseek_v3()
     old = replace(ParallelLayout.from_arguments(job), pipeline=16, expert=64, data=128, world=2048)
-    result = search(job, table, old, Wish(1920, 8, NEWEST), Buffers(4))
+    result = search(job, table, old, SearchRequest(1920, 8, NEWEST), Buffers(4))
     assert len(result.found) == 27390
     assert sum(result.excluded.values()) < len(result.found)
     assert set(result.excluded) == {"attention heads", "experts", "expert world size", "sequence length"}

@@ -16,7 +16,7 @@ from mcore_ckpt_ext import Canonical, HuggingFace, Legacy, TorchDist
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.torch_dist.inference import layout_shown, model_shown
+from mcore_ckpt_ext.formats.torch_dist.inference import infer_layout, infer_model_config
 from mcore_ckpt_ext.loops.bridge import harmless
 from mcore_ckpt_ext.loops.facts import Facts
 from mcore_ckpt_ext.operations.comparison import compare
@@ -106,11 +106,11 @@ def test_what_the_index_shows_is_so(name: str, with_grid: bool) -> None:
     assert index is not None
     stated = checkpoint.arguments.stated
     grid = checkpoint.random_state_grid() if with_grid else None
-    shown = layout_shown(index, grid, {"context_parallel_size": stated["context_parallel_size"]})
+    shown = infer_layout(index, grid, {"context_parallel_size": stated["context_parallel_size"]})
     assert shown == {size: stated[size] for size in shown}
     if with_grid or checkpoint.optimizer_format == "dp_reshardable":
         assert {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= shown.keys()
-    of_model = model_shown(index.arrays, checkpoint.names("weight"))
+    of_model = infer_model_config(index.arrays, checkpoint.names("weight"))
     assert of_model == {size: stated[size] for size in of_model}
 
 

@@ -27,11 +27,11 @@ from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights, WrappedWeig
 from mcore_ckpt_ext.model_space.names import parse
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.operations.reading import AsStored, Remembering
+from mcore_ckpt_ext.operations.reading import CachedSource, UnshiftedSource
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.table import Composition
 from mcore_ckpt_ext.optimizers.wrapper import WrappedState
-from mcore_ckpt_ext.planning.plan import Deriving, Selecting, Source
+from mcore_ckpt_ext.planning.plan import DerivedSource, IndexedSource, Source
 from tests.harness.checkpoints import CORRUPTED, FIXTURES, fixture_named
 from tests.harness.peft import adapter, peft_folder
 
@@ -45,7 +45,7 @@ MERGED = NO_OPTIMIZER | {
 # Under other names: a permutation of these is not the same model, and not what a conversion writes.
 NAMED = [name for name in FIXTURES if name not in CORRUPTED]
 # What a class of these sets on its instances.
-INSTANCE = {Remembering: ("stored", "logical_tensor"), AsStored: ("logical_tensor",)}
+INSTANCE = {CachedSource: ("stored", "logical_tensor"), UnshiftedSource: ("logical_tensor",)}
 LLAMA_LIKE = ("p02", "p42", "p48")
 
 
@@ -178,11 +178,11 @@ def test_names_are_all_that_changes(name: str) -> None:
 @pytest.mark.parametrize(
     ("wrapper", "protocols"),
     [
-        (WrappedWeights, (Weights, Deriving, Selecting)),
-        (RenamedSource, (Source, Deriving, Selecting)),
-        (Remembering, (Source, Deriving, Selecting)),
-        (AsStored, (Source, Deriving, Selecting)),
-        *((wrapper, (OptimizerState, Deriving)) for wrapper in (WrappedState, Composition, RenamedState)),
+        (WrappedWeights, (Weights, DerivedSource, IndexedSource)),
+        (RenamedSource, (Source, DerivedSource, IndexedSource)),
+        (CachedSource, (Source, DerivedSource, IndexedSource)),
+        (UnshiftedSource, (Source, DerivedSource, IndexedSource)),
+        *((wrapper, (OptimizerState, DerivedSource)) for wrapper in (WrappedState, Composition, RenamedState)),
     ],
     ids=lambda one: one.__name__ if isinstance(one, type) else "",
 )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from mcore_ckpt_ext.patching.import_hook import PostImportFinder
-from mcore_ckpt_ext.patching.registry import HookRegistry, Seam
+from mcore_ckpt_ext.patching.registry import HookRegistry, PatchPoint
 
 STOCK = ("stock", "m")
 OURS = ("ours", "stock", "m")
@@ -30,7 +30,7 @@ def _registry(framework, **differences):
         "parameters": ("optimizer", "strict"),
         "version_module": framework.name,
     }
-    made = HookRegistry([Seam(**{**wanted, **differences})])
+    made = HookRegistry([PatchPoint(**{**wanted, **differences})])
     before = list(sys.meta_path)
     yield made
     made.uninstall()

@@ -9,7 +9,7 @@ import pytest
 from megatron_on_cpu import launch
 
 from mcore_ckpt_ext.operations.comparison import compare
-from mcore_ckpt_ext.operations.iteration_health import problems_of, standing_of
+from mcore_ckpt_ext.operations.iteration_health import iteration_health_of, problems_of
 from tests.harness.cases import Case, Outcomes, load_all
 from tests.harness.jobs import LAST
 from tests.harness.layouts import Layout
@@ -66,7 +66,7 @@ def test_resuming_finds_a_whole_checkpoint(
     """What was said to be complete before the kill is there, or something newer; all that passes for whole is right."""
     run, result = killed[number]
     assert result.returncode != launch.TIMED_OUT
-    standing = standing_of(run)
+    standing = iteration_health_of(run)
     assert standing is not None
     assert standing.problems == ()
     assert tracked(run) >= max(durable_lines(result.output))

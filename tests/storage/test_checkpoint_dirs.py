@@ -10,7 +10,7 @@ import pytest
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.operations.completeness import locate
-from mcore_ckpt_ext.operations.iteration_health import standing_of
+from mcore_ckpt_ext.operations.iteration_health import iteration_health_of
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_folders, read_tracker
 from tests.harness.checkpoints import fixture_named
 
@@ -35,7 +35,7 @@ def test_a_tracker_that_names_nothing_is_told_by_every_reader(tmp_path: Path, te
     assert len(str(caught.value)) < 400
     (finding,) = locate(tmp_path).findings
     assert "names no iteration" in finding.what
-    standing = standing_of(tmp_path)
+    standing = iteration_health_of(tmp_path)
     assert standing is not None
     assert "names no iteration" in standing.problems[0]
     assert not Disk().is_tracked(tmp_path / "iter_0000004", tmp_path / TRACKER_FILE)
@@ -44,7 +44,7 @@ def test_a_tracker_that_names_nothing_is_told_by_every_reader(tmp_path: Path, te
 def test_no_tracker_is_not_a_tracker_that_names_nothing(tmp_path: Path) -> None:
     assert read_tracker(tmp_path / TRACKER_FILE) is None
     assert iteration_folder(tmp_path) == tmp_path
-    assert standing_of(tmp_path / "missing") is None
+    assert iteration_health_of(tmp_path / "missing") is None
 
 
 def test_iterations_are_listed_newest_first(tmp_path: Path) -> None:
@@ -58,19 +58,19 @@ def test_a_newer_iteration_in_a_format_that_is_not_read_is_not_broken(tmp_path: 
     whole, newer = fixture_named("p42").copy_to(tmp_path / "run"), fixture_named("p50")
     shutil.copytree(newer.iteration, whole.run / "iter_0000008")
     (whole.run / TRACKER_FILE).write_text("8")
-    assert standing_of(whole.run) is None
+    assert iteration_health_of(whole.run) is None
     (whole.run / TRACKER_FILE).write_text("4")
-    older = standing_of(whole.run)
+    older = iteration_health_of(whole.run)
     assert older is not None
     assert (older.problems, older.unfinished) == ((), ())
-    assert standing_of(whole.run, step=8) is None
+    assert iteration_health_of(whole.run, step=8) is None
 
 
 def test_it_is_never_what_a_fallback_takes(tmp_path: Path) -> None:
     broken, other = fixture_named("p42").copy_to(tmp_path / "run"), fixture_named("p50")
     shutil.copytree(other.iteration, broken.run / "iter_0000002")
     (broken.iteration / "metadata.json").unlink()
-    standing = standing_of(broken.run)
+    standing = iteration_health_of(broken.run)
     assert standing is not None
     assert "metadata.json" in standing.problems[0]
     assert standing.newest_whole is None

@@ -21,11 +21,11 @@ from mcore_ckpt_ext.operations import verification
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
-from mcore_ckpt_ext.storage.archive_template import Payloads
+from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.checksums import Checksums, Confirmed, Place
 from mcore_ckpt_ext.storage.crc32 import appended, checksum, crc32
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.tensor_location import Payload
+from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.transfer import Transfer
 from tests.harness.checkpoints import fixture_named
@@ -84,10 +84,10 @@ class Stored:
     def place(self) -> Place:
         return self.extent.file, self.extent.offset, self.extent.length
 
-    def looked_at(self, kind: type[Checksums] = Checksums) -> tuple[Checksums, Payload]:
+    def looked_at(self, kind: type[Checksums] = Checksums) -> tuple[Checksums, TensorLocation]:
         reader = FolderReader(self.path.parent)
         checksums = kind(reader)
-        return checksums, Payloads(reader, checksums).locate(self.extent)
+        return checksums, TensorLocations(reader, checksums).locate(self.extent)
 
     def damage(self) -> None:
         flip(self.path, self.path.read_bytes().index(self.data) + 4000)
@@ -99,7 +99,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
     return Stored(tmp_path)
 
 
-def passing(checksums: Checksums, payload: Payload, data: bytes, borders: list[int]) -> None:
+def passing(checksums: Checksums, payload: TensorLocation, data: bytes, borders: list[int]) -> None:
     pieces = list(zip(borders, borders[1:], strict=False))
     for start, stop in pieces[::2] + pieces[1::2]:
         assert checksums.passed(payload, start, memoryview(data)[start:stop]) == zlib.crc32(data[start:stop])
@@ -188,7 +188,7 @@ def test_damage_is_not_right_and_refuses_nothing(worth: int, stored: Stored, mon
     stored.damage()
     reader = FolderReader(stored.path.parent)
     checksums = Confirmed(reader)
-    payloads = Payloads(reader, checksums)
+    payloads = TensorLocations(reader, checksums)
     plan = Plan(
         [], [Copy(stored.extent, 0, Runs(*(numpy.array([number]) for number in (0, 0, NUMEL, 1, NUMEL, NUMEL))))]
     )

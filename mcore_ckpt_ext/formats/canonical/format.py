@@ -12,7 +12,7 @@ from mcore_ckpt_ext.formats.format import Format, OpenOptions
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
-    from mcore_ckpt_ext.formats.laid_out import LaidOut
+    from mcore_ckpt_ext.formats.laid_out import OutputPlan
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
 
@@ -44,7 +44,7 @@ class CanonicalFormat(Format[Canonical]):
         return CanonicalCheckpoint(folder, options.witnesses)
 
     @override
-    def lay_out(self, checkpoint: CheckpointView, target: Canonical, family: Family | None) -> LaidOut:
+    def lay_out(self, checkpoint: CheckpointView, target: Canonical, family: Family | None) -> OutputPlan:
         from mcore_ckpt_ext.formats.canonical.writer import lay_out
 
         return lay_out(checkpoint)

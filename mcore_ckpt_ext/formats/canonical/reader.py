@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown, some
 from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS, OTHER, Unread, in_common_state, joined
+from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS, OTHER, UnreadState, in_common_state, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import ShardedKey, name_at
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -96,7 +96,7 @@ class CanonicalCheckpoint(FormatReader):
 
     @property
     @override
-    def experts_apart(self) -> bool:
+    def has_expert_optimizer(self) -> bool:
         return bool(self._about["experts_apart"])
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
@@ -138,10 +138,10 @@ class CanonicalCheckpoint(FormatReader):
         check_keys(places)
         return dict(zip(places, (decode(state) for _, state in self._about["random_states"]), strict=True))
 
-    def unread(self, *, objects: bool = True) -> list[Unread]:
+    def unread(self, *, objects: bool = True) -> list[UnreadState]:
         """Nothing of the arrays, each of which has its kind and name; but files that the index does not know."""
         paths = (path for path in sorted(self.folder.glob("*.safetensors")) if path.name not in self._arrays.files)
-        strays = [Unread(path.name, OTHER, path.stat().st_size) for path in paths]
+        strays = [UnreadState(path.name, OTHER, path.stat().st_size) for path in paths]
         return joined([*in_common_state(self.common, COMMON_KEYS), *strays])
 
     def archives(self) -> Iterator[tuple[str, int, int]]:

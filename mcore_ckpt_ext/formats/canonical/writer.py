@@ -16,23 +16,23 @@ from mcore_ckpt_ext.formats.canonical.reader import (
     VERSION,
 )
 from mcore_ckpt_ext.formats.description import ARGUMENTS
-from mcore_ckpt_ext.formats.laid_out import LaidOut, noting
+from mcore_ckpt_ext.formats.laid_out import OutputPlan, noting
 from mcore_ckpt_ext.formats.portable_state import known_arguments
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
-from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Placed, Record
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Record, WriteItem
 from mcore_ckpt_ext.storage.json_tree import encode
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_file
 
 FILE_BYTES = 4 << 30
 
 
-def lay_out(checkpoint: CheckpointView) -> LaidOut:
+def lay_out(checkpoint: CheckpointView) -> OutputPlan:
     """Lay out a folder."""
     notices = [*checkpoint.notices(), *about_order(checkpoint)]
-    return LaidOut(noting(_output(checkpoint), notices), "", checkpoint.carried_kinds())
+    return OutputPlan(noting(_output(checkpoint), notices), "", checkpoint.carried_kinds())
 
 
 def _output(checkpoint: CheckpointView) -> Output:
@@ -60,7 +60,7 @@ def _output(checkpoint: CheckpointView) -> Output:
         place_of = {key: first_checksum + CHECKSUM_BYTES * at for at, key in enumerate(sorted(a.key for a in arrays))}
         for (kind, tensor), array, start in zip(batch, arrays, starts, strict=True):
             part = Slice.whole((Region.whole(tensor.name, tensor.shape),))
-            wanted = (Placed(0, WantedSlice(kind, part, {tensor.name: tensor})),)
+            wanted = (WriteItem(0, WantedSlice(kind, part, {tensor.name: tensor})),)
             checksum = (place_of[array.key],)
             records.append(Record(file.name, start, tensor.dtype, part.numel, wanted, checksum))
         weight_map |= {array.key: file.name for array in arrays}
@@ -87,7 +87,7 @@ def _about(checkpoint: CheckpointView) -> dict[str, Any]:
             "optimizer_format": checkpoint.optimizer_format,
             "layout": str(checkpoint.layout),
         },
-        "experts_apart": checkpoint.experts_apart,
+        "experts_apart": checkpoint.has_expert_optimizer,
         "sharded_keys": {name: [key, list(index)] for name, (key, index) in checkpoint.sharded_keys().items()},
         "param_groups": encode(checkpoint.param_groups() if checkpoint.optimizer_format else []),
         "chain": encode(checkpoint.chain() if checkpoint.optimizer_format else []),

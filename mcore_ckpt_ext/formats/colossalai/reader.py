@@ -24,7 +24,7 @@ from mcore_ckpt_ext.formats.hugging_face.folder import INDICES, is_huggingface
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
-from mcore_ckpt_ext.formats.unread_state import UNKNOWN, Unread, joined
+from mcore_ckpt_ext.formats.unread_state import UNKNOWN, UnreadState, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -169,11 +169,11 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         return found
 
     @override
-    def unread(self, *, objects: bool = True) -> list[Unread]:
+    def unread(self, *, objects: bool = True) -> list[UnreadState]:
         """The optimizer's states, each under its number and kind."""
         shards = self.optimizer_shards
-        states = [Unread(f"{one.kind} of parameter {one.parameter}", one.kind, one.nbytes, _WHY) for one in shards]
-        groups = [Unread(self._group_file, UNKNOWN, self.reader.size(self._group_file), _WHY)] if shards else []
+        states = [UnreadState(f"{one.kind} of parameter {one.parameter}", one.kind, one.nbytes, _WHY) for one in shards]
+        groups = [UnreadState(self._group_file, UNKNOWN, self.reader.size(self._group_file), _WHY)] if shards else []
         return [*super().unread(objects=objects), *joined([*states, *groups])]
 
     @override

@@ -66,7 +66,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
             self._check_order(key)
             if not key.startswith(_STATE):
                 arrays |= self._weight_and_master(array)
-        self.rounds_weights = any(key.startswith(_MASTER) for key in arrays)
+        self.weights_derived_from_masters = any(key.startswith(_MASTER) for key in arrays)
         self._check_layers(arrays)
         ownerless = [key for key in arrays if key.startswith(_STATE) and key.split(".", 3)[3] not in arrays]
         if ownerless:

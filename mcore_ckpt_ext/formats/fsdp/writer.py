@@ -17,7 +17,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.fsdp.names import GROUPS, HALVES, MODEL, STATE, ModuleNames
 from mcore_ckpt_ext.formats.fsdp.options import FsdpDtensor
-from mcore_ckpt_ext.formats.laid_out import LaidOut, check_iteration, iteration
+from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration
 from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
 from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
 from mcore_ckpt_ext.formats.target import version_number
@@ -57,7 +57,7 @@ class FsdpArray:
 class FsdpTarget:
     """Lays out one iteration folder.
 
-    `experts_apart`: experts have parameter groups of their own, as in jobs with several expert-parallel ranks. `names`:
+    `has_expert_optimizer`: experts have parameter groups of their own, as with several expert-parallel ranks. `names`:
     those of the job that will read it, where they are not the source's.
     """
 
@@ -65,7 +65,7 @@ class FsdpTarget:
         self,
         checkpoint: CheckpointView,
         version: tuple[int, int],
-        experts_apart: bool,
+        has_expert_optimizer: bool,
         names: ModuleNames | None = None,
     ) -> None:
         """Raises: UnsupportedCheckpointError, where that version, or Megatron-FSDP, has no such job."""
@@ -76,7 +76,7 @@ class FsdpTarget:
             )  # fmt: skip
         self._checkpoint = checkpoint
         self._arguments = checkpoint.arguments
-        self._experts_apart = experts_apart
+        self._experts_apart = has_expert_optimizer
         self._modules = names or ModuleNames(self._arguments)
         self._state = PortableState.of(checkpoint, known_arguments(self._arguments), version)
         self._optimizer = checkpoint.optimizer if checkpoint.optimizer_format else None
@@ -194,7 +194,7 @@ def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-def lay_out(checkpoint: CheckpointView, target: FsdpDtensor) -> LaidOut:
+def lay_out(checkpoint: CheckpointView, target: FsdpDtensor) -> OutputPlan:
     """Lay out a run folder with one iteration.
 
     Raises:
@@ -202,6 +202,6 @@ def lay_out(checkpoint: CheckpointView, target: FsdpDtensor) -> LaidOut:
     """
     check_iteration(checkpoint, target)
     expert = target.expert_model_parallel_size
-    experts_apart = checkpoint.experts_apart if expert is None else expert > 1
-    written = FsdpTarget(checkpoint, version_number(target.megatron_version), experts_apart)
+    has_expert_optimizer = checkpoint.has_expert_optimizer if expert is None else expert > 1
+    written = FsdpTarget(checkpoint, version_number(target.megatron_version), has_expert_optimizer)
     return iteration(checkpoint, target, written.output())

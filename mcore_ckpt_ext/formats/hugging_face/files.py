@@ -13,8 +13,8 @@ import torch
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.model_space.names import module_and_leaf
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.planning.write_plan import Arrangement, OutputFile, Placed, Quantised, Record
-from mcore_ckpt_ext.storage.archive_writer import draft_archive
+from mcore_ckpt_ext.planning.write_plan import OutputFile, Quantised, Record, WriteItem, WriteLayout
+from mcore_ckpt_ext.storage.archive_writer import plan_archive
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, lay_out_checked_file
 
@@ -24,7 +24,7 @@ class WrittenTensor:
     """A tensor to be written; `quantised`: as what it holds of a matrix."""
 
     declared: Declared
-    content: tuple[Placed, ...]
+    content: tuple[WriteItem, ...]
     quantised: Quantised | None = None
 
 
@@ -42,7 +42,7 @@ def not_quantised(tensors: Sequence[WrittenTensor]) -> list[str]:
     ]  # fmt: skip
 
 
-def arrangement_of(tensor: HuggingFaceTensor, part: Slice) -> Arrangement | None:
+def arrangement_of(tensor: HuggingFaceTensor, part: Slice) -> WriteLayout | None:
     """How a tensor's elements are arranged other than in Megatron; None where they are not.
 
     Args:
@@ -52,7 +52,7 @@ def arrangement_of(tensor: HuggingFaceTensor, part: Slice) -> Arrangement | None
     if not tensor.transposed and tensor.interleaved == 1 and not tensor.shift:
         return None
     rows = sum(region.sizes[0] for region in part.regions)
-    return Arrangement(rows, tensor.transposed, tensor.interleaved, tensor.shift)
+    return WriteLayout(rows, tensor.transposed, tensor.interleaved, tensor.shift)
 
 
 def shards_of(tensors: Sequence[WrittenTensor], limit: int) -> Iterator[list[WrittenTensor]]:
@@ -87,7 +87,7 @@ def pickled_file(name: str, shard: Sequence[WrittenTensor]) -> tuple[OutputFile,
         (tensor.declared.key, DeclaredTensor(getattr(torch, tensor.declared.dtype), tensor.declared.shape, tensor))
         for tensor in shard
     )
-    archive = draft_archive(state, WRITER)
+    archive = plan_archive(state, WRITER)
     records = []
     for archived in archive.tensors:
         tensor = cast("WrittenTensor", archived.tag)

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
-    from mcore_ckpt_ext.formats.laid_out import LaidOut
+    from mcore_ckpt_ext.formats.laid_out import OutputPlan
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
 
@@ -54,7 +54,7 @@ class HuggingFaceFormat(Format[HuggingFace]):
         return (folder / FILE_NAME).exists()
 
     @override
-    def lay_out(self, checkpoint: CheckpointView, target: HuggingFace, family: Family | None) -> LaidOut:
+    def lay_out(self, checkpoint: CheckpointView, target: HuggingFace, family: Family | None) -> OutputPlan:
         from mcore_ckpt_ext.formats.hugging_face.writer import lay_out
 
         return lay_out(checkpoint, target, family)

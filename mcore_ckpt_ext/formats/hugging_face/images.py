@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some, with_article
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some, with_indefinite_article
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import neutral_keys
@@ -55,8 +55,8 @@ class WithImages(HuggingFaceCheckpoint):
         self.left_out = [name for name in self.left_out if name not in named]
         shapes = {ours: self._kind.in_megatron(ours, self._images[name].shape)
                   for name, ours in named.items() if ours is not None}  # fmt: skip
-        wrong = [with_article(name) for name, ours in named.items() if ours is None]
-        wrong += self._kind.misfits(self.whole_config, shapes)
+        wrong = [with_indefinite_article(name) for name, ours in named.items() if ours is None]
+        wrong += self._kind.mismatches(self.whole_config, shapes)
         if wrong:
             raise UnsupportedCheckpointError(
                 "config.json does not describe the tensors of the vision tower", found=some(wrong, _SHOWN),
@@ -151,7 +151,7 @@ def seeing_tensors(checkpoint: CheckpointView, beside: Mapping[str, Any]) -> lis
         )  # fmt: skip
     images, names = IMAGES[whole.kind], checkpoint.names(WEIGHT)
     shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in names if name not in whole.text}
-    _refuse([*images.misfits(beside, shapes), *_unlike(vision, checkpoint)], checkpoint)
+    _refuse([*images.mismatches(beside, shapes), *_unlike(vision, checkpoint)], checkpoint)
     return [images.tensor(name, shape, vision) for name, shape in shapes.items()]
 
 

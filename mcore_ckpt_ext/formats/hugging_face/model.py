@@ -11,7 +11,12 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UnsupportedCheckpointError, with_article
+from mcore_ckpt_ext.errors import (
+    CheckpointError,
+    ModelMismatchError,
+    UnsupportedCheckpointError,
+    with_indefinite_article,
+)
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.config_keys import NeutralKeys, neutral_keys
 from mcore_ckpt_ext.families.contradictions import contradictions
@@ -63,16 +68,16 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
     family = family or family_of_config(config, str(folder / CONFIG))
     if family.needs_engine and transformer_impl == LOCAL:
         raise UnsupportedCheckpointError(
-            f"Megatron builds {with_article(family.name)} only with Transformer Engine's layers",
+            f"Megatron builds {with_indefinite_article(family.name)} only with Transformer Engine's layers",
             found=f"--transformer-impl {LOCAL}", where=str(folder), helps="leave the option out",
         )  # fmt: skip
     neutral = neutral_keys(config, str(whole.get("model_type")), whole)
     arguments = family.arguments(config, neutral)
     arguments = arguments.changed(transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
-    if misfits := family.misfits(arguments):
+    if mismatches := family.mismatches(arguments):
         raise UnsupportedCheckpointError(
-            f"config.json describes {with_article(family.name)} that Megatron would compute differently",
-            found="; ".join(misfits), where=str(folder / CONFIG),
+            f"config.json describes {with_indefinite_article(family.name)} that Megatron would compute differently",
+            found="; ".join(mismatches), where=str(folder / CONFIG),
             helps="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
         )  # fmt: skip
     return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "", whole, neutral)
@@ -94,7 +99,7 @@ def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folde
             found=f"{rows} rows, of which {rows - tokens} are padding", where=str(folder),
             helps="pass a Megatron checkpoint with the weights of that step: --weights RUN",
         )  # fmt: skip
-    if found := contradictions(family, model, trained) if trained.tells_all else []:
+    if found := contradictions(family, model, trained) if trained.is_complete else []:
         return ModelMismatchError(
             "the job of the optimizer trained another model than config.json describes, though the weights may fit",
             found="; ".join(found), where=str(folder / CONFIG),

@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor
-from mcore_ckpt_ext.planning.array_location import Scaled
+from mcore_ckpt_ext.planning.array_location import ScaleCodec
 
 _DTYPES = ("bfloat16", "float32", "float16")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -124,14 +124,14 @@ def _decoded(
     shape = codes.shape
     if pairing.packed:  # (..., rows, blocks in a row, bytes in a block), whose scales are (..., rows, blocks in a row)
         shape = (*shape[:-2], prod(shape[-2:]) * _CODES_IN_BYTE)
-    if isinstance(codes.extent, Scaled) or isinstance(scales.extent, Scaled):
+    if isinstance(codes.extent, ScaleCodec) or isinstance(scales.extent, ScaleCodec):
         raise TypeError("these are numbers already")
     rows, columns = prod(shape[:-1]), shape[-1]
     for block in _blocks(pairing, shape):
         grid = (-(-rows // block[0]), -(-columns // block[1]))
         fits = prod(scales.shape) == prod(grid) and (pairing.block is None or scales.shape[-1:] == grid[1:])
         if fits and not codes.first and not scales.first:
-            extent = Scaled(codes.extent, scales.extent, rows, columns, block, dtype, pairing.packed)
+            extent = ScaleCodec(codes.extent, scales.extent, rows, columns, block, dtype, pairing.packed)
             # As transformers has it, which transposes what it unpacks (`convert_moe_packed_tensors`).
             return StoredTensor(
                 (*shape[:-2], shape[-1], shape[-2]) if pairing.packed else shape, extent, 0, pairing.packed

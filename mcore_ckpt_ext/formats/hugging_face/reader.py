@@ -17,14 +17,14 @@ from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
     some,
-    with_article,
+    with_indefinite_article,
 )
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
-from mcore_ckpt_ext.families.full_width_qk_norm import WithWideNorms
+from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.images_known import IMAGES
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
@@ -37,7 +37,7 @@ from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.planning.array_location import RawArray, Scaled
+from mcore_ckpt_ext.planning.array_location import RawArray, ScaleCodec
 from mcore_ckpt_ext.storage.budget import Budget
 
 NAME = "hf"
@@ -112,7 +112,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
     def read_again(self, kind: type[HuggingFaceCheckpoint], mtp: bool = True) -> HuggingFaceCheckpoint:
         """The same folder, read by another class, or without MTP layers."""
         return kind(
-            self.folder, self._witnesses, family=self.family, transformer_impl=self.model.transformer_impl,
+            self.folder, self._extra_parameter_orders, family=self.family, transformer_impl=self.model.transformer_impl,
             below=self._below, mtp=mtp,
         )  # fmt: skip
 
@@ -138,7 +138,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         self._check_tied(stored)
         expected = {tensor.name: tensor for tensor in self.family.tensors(self.model, stored)}
         stored = self._without_copies(stored, expected.values())
-        ignored = self.family.without_place(stored.keys(), self.model, self.config) - expected.keys()
+        ignored = self.family.unmapped_tensors(stored.keys(), self.model, self.config) - expected.keys()
         self.left_out = sorted([*ignored, *self._of_activations, *self._images])
         missing = [name for name in expected if name not in stored]
         surplus = [name for name in stored if name not in expected and name not in ignored]
@@ -148,7 +148,9 @@ class HuggingFaceCheckpoint(WeightsAlone):
             if name in stored and stored[name].shape != tensor.shape
         ]
         if missing or surplus or wrong:
-            told = [f"no {name}" for name in missing[:_SHOWN]] + [with_article(name) for name in surplus[:_SHOWN]]
+            told = [f"no {name}" for name in missing[:_SHOWN]] + [
+                with_indefinite_article(name) for name in surplus[:_SHOWN]
+            ]
             more = max(0, len(missing) - _SHOWN) + max(0, len(surplus) - _SHOWN) + max(0, len(wrong) - _SHOWN)
             raise UnreadableCheckpointError(
                 f"the tensors do not match the {self.family.name} that config.json describes",
@@ -195,7 +197,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             )  # fmt: skip
 
     def _same_bytes(self, one: StoredTensor, other: StoredTensor) -> bool:
-        if isinstance(one.extent, Scaled) or isinstance(other.extent, Scaled):
+        if isinstance(one.extent, ScaleCodec) or isinstance(other.extent, ScaleCodec):
             raise UnsupportedCheckpointError(
                 "two tied tensors are quantized and cannot be compared", where=str(self.folder),
                 helps="use the model's bf16 release, or dequantize it first",
@@ -224,7 +226,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @property
     @override
-    def companions_below(self) -> str:
+    def auxiliary_files_below(self) -> str:
         return self._below
 
     @override
@@ -234,7 +236,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @property
     @override
     def has_norms_of_all_heads(self) -> bool:
-        return isinstance(self.family, WithWideNorms)
+        return isinstance(self.family, FullWidthQKNorm)
 
     @property
     @override
@@ -267,15 +269,17 @@ class HuggingFaceCheckpoint(WeightsAlone):
             found.insert(0, f"model family: {self.family.described}")
         if self.whole:
             whole = "; --for bridge also converts the vision tower" if self.whole in IMAGES else ""
-            found.append(f"of {self.whole} only the text is read, as {with_article(self.family.name)}{whole}")
+            found.append(
+                f"of {self.whole} only the text is read, as {with_indefinite_article(self.family.name)}{whole}"
+            )
         if self.left_out:
             found.append(f"left out, no equivalent in Megatron: {some(self.left_out, _SHOWN)}")
         spoken = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
         if spoken and self._holds_no_mtp:
             found.append(f"config.json lists multi-token prediction (MTP) layers missing from the folder ({spoken[0]})")
         flags = shlex.join(self.training_flags())
-        if self.family.only_bridge:
-            lacks = f"pretrain_gpt.py cannot train this model: {self.family.only_bridge}"
+        if self.family.bridge_only_reason:
+            lacks = f"pretrain_gpt.py cannot train this model: {self.family.bridge_only_reason}"
             found.append(f"{lacks}. Megatron-Bridge can; it reads run_config.yaml")
         elif lacking := unsaid(self.model, since_0_19=True):
             said = ", ".join(f"{name} = {value}" for name, value in lacking.items())

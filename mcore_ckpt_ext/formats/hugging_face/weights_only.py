@@ -11,7 +11,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.array_location import RawArray, Scaled
+from mcore_ckpt_ext.planning.array_location import RawArray, ScaleCodec
 
 
 class WeightsAlone(FormatReader):
@@ -43,7 +43,7 @@ class WeightsAlone(FormatReader):
 
     @property
     @override
-    def experts_apart(self) -> bool:
+    def has_expert_optimizer(self) -> bool:
         return False
 
     @override
@@ -63,6 +63,6 @@ class WeightsAlone(FormatReader):
         files = {
             stored.extent.file
             for _, stored in self._weights.matched
-            if not isinstance(stored.extent, (RawArray, Scaled))
+            if not isinstance(stored.extent, (RawArray, ScaleCodec))
         }
         return ((file, 0, self.reader.size(file)) for file in sorted(files))

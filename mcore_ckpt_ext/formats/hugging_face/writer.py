@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, with_article
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, with_indefinite_article
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
@@ -49,7 +49,7 @@ from mcore_ckpt_ext.formats.hugging_face.images import (
 )
 from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.laid_out import LaidOut, noting
+from mcore_ckpt_ext.formats.laid_out import OutputPlan, noting
 from mcore_ckpt_ext.formats.peft.writer import lay_out as lay_out_adapters
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.stated import stated_arguments
@@ -58,7 +58,7 @@ from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.planning.plan import WantedSlice
-from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Placed, Quantised, Record
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Quantised, Record, WriteItem
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file
 
 # An argument of Megatron's own parser, which other descriptions of a job do not have.
@@ -87,7 +87,7 @@ class HuggingFaceTarget:
         self._checkpoint = checkpoint
         self._options = options
         self._tokenizer = tokenizer
-        self._companions = {**checkpoint.companions(), **tokenizer}
+        self._companions = {**checkpoint.auxiliary_files(), **tokenizer}
         beside = json_of(self._companions, CONFIG)
         self._seeing = seeing_tensors(checkpoint, beside)
         of_images = {tensor.regions[0].name for tensor in self._seeing}
@@ -107,7 +107,7 @@ class HuggingFaceTarget:
         self.fit: Fit = family_of_megatron(arguments, names, family, once, self._where)
         if lost := unwritten(self.fit.family, self.fit.arguments):
             raise UnsupportedCheckpointError(
-                f"config.json of {with_article(self.fit.family.name)} cannot describe the job's model",
+                f"config.json of {with_indefinite_article(self.fit.family.name)} cannot describe the job's model",
                 found="; ".join(lost), where=self._where, helps="pass another family: --family NAME",
             )  # fmt: skip
         self.left_out = matching(names, self.fit.family.megatron_left_out)
@@ -280,7 +280,7 @@ class HuggingFaceTarget:
         name = tensor.name
         if tensor.transposed or tensor.interleaved > 1:
             raise UnsupportedCheckpointError(
-                f"the weights of {with_article(self.fit.family.name)} lie otherwise than those that are quantised",
+                f"--quantize does not support the transposed weights of {self.fit.family.name}",
                 found=name, where=str(self._checkpoint.folder), helps="leave --quantize out",
             )  # fmt: skip
         rows, columns = tensor.shape
@@ -297,7 +297,7 @@ class HuggingFaceTarget:
             kind = FP32_PARAM if name in self._masters else WEIGHT
             source = self._checkpoint.named_tensor(kind, name)
             part = Slice.whole(tuple(regions))
-            placed.append(Placed(start, WantedSlice(kind, part, {name: source}), arrangement_of(tensor, part)))
+            placed.append(WriteItem(start, WantedSlice(kind, part, {name: source}), arrangement_of(tensor, part)))
             start += part.numel
             dtypes.add(source.dtype)
         dtype = dtypes.pop()
@@ -306,7 +306,7 @@ class HuggingFaceTarget:
         return WrittenTensor(Declared(tensor.name, tensor.shape, dtype), tuple(placed))
 
 
-def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | None) -> LaidOut:
+def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | None) -> OutputPlan:
     """Lay out a folder: of the model, or of its adapters for peft, where it has such.
 
     Raises:
@@ -326,7 +326,7 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
         written = HuggingFaceCheckpoint(folder, family=layout.fit.family, transformer_impl=spec).view
         return text_beside(with_images(written)) if layout.sees else written
 
-    small = {**checkpoint.companions(), **tokenizer}
+    small = {**checkpoint.auxiliary_files(), **tokenizer}
     taken = {name: content for name, content in small.items() if name not in (CONFIG, GENERATION_CONFIG)}
     output = noting(layout.output(), [*merged, *companion_notes(taken, checkpoint)])
-    return LaidOut(output, "", (WEIGHT,), layout.left_out, target.kind != WEIGHT, reads_back)
+    return OutputPlan(output, "", (WEIGHT,), layout.left_out, target.kind != WEIGHT, reads_back)

@@ -22,7 +22,7 @@ from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, packed_buffers
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
-from mcore_ckpt_ext.planning.write_plan import Placed
+from mcore_ckpt_ext.planning.write_plan import WriteItem
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 
 _STATE_NAMES = {kind: state for state, kind in KINDS.items()}
@@ -115,12 +115,12 @@ class FlatStates:
             state[number] = {_dtypes(buffer): {**arrays, "numel_unpadded": numel}}
         return state
 
-    def _content(self, buffer: PackedBuffer, kind: str) -> tuple[Placed, ...]:
+    def _content(self, buffer: PackedBuffer, kind: str) -> tuple[WriteItem, ...]:
         placed = []
         for origin, bucket in zip(buffer.joined_origins(), buffer.buckets, strict=True):
             for index, start, _ in bucket.placements:
                 wanted = self._models.state_in_buffer(kind, buffer.names[index], buffer.regions[index])
-                placed.append(Placed(origin + start, wanted))
+                placed.append(WriteItem(origin + start, wanted))
         return tuple(sorted(placed, key=lambda part: part.start))
 
 

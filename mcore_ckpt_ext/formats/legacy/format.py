@@ -12,7 +12,7 @@ from mcore_ckpt_ext.formats.legacy.options import Legacy
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
-    from mcore_ckpt_ext.formats.laid_out import LaidOut
+    from mcore_ckpt_ext.formats.laid_out import OutputPlan
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
 
@@ -40,7 +40,7 @@ class LegacyFormat(Format[Legacy]):
         return LegacyCheckpoint(folder, options.witnesses)
 
     @override
-    def lay_out(self, checkpoint: CheckpointView, target: Legacy, family: Family | None) -> LaidOut:
+    def lay_out(self, checkpoint: CheckpointView, target: Legacy, family: Family | None) -> OutputPlan:
         from mcore_ckpt_ext.formats.legacy.writer import lay_out
 
         return lay_out(checkpoint, target)

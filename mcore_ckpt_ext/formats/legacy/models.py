@@ -21,7 +21,7 @@ from mcore_ckpt_ext.model_space.names import of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.plan import WantedSlice
-from mcore_ckpt_ext.planning.write_plan import Placed
+from mcore_ckpt_ext.planning.write_plan import WriteItem
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 
 
@@ -49,7 +49,7 @@ class TargetModels:
             ranks = layout.expert_tensor if of_experts(name) else layout.tensor
             grid = shard_grid(name, tensor.shape, ranks, arguments, version, gated.get(name))
             weights[name] = StoredWeight(tensor, grid)
-        self.local = LocalModels(weights, arguments, layout, experts_apart=layout.expert > 1)
+        self.local = LocalModels(weights, arguments, layout, has_expert_optimizer=layout.expert > 1)
         if self.local.predicts_more_tokens:
             raise UnsupportedCheckpointError(
                 "this version does not know which ranks of a legacy checkpoint hold multi-token prediction",
@@ -127,7 +127,7 @@ class TargetModels:
             # Two bands of a gated projection lie one after the other.
             shape[axis] = sum(region.sizes[axis] for region in regions) if axis == 0 else size
         dtype = tensor.dtype if kind == WEIGHT else "float32"
-        content = (Placed(0, self._wanted(kind, regions, replace(tensor, dtype=dtype))),)
+        content = (WriteItem(0, self._wanted(kind, regions, replace(tensor, dtype=dtype))),)
         return DeclaredTensor(getattr(torch, dtype), tuple(shape), content)
 
     def state_in_buffer(self, kind: str, name: str, regions: Sequence[Region]) -> WantedSlice:

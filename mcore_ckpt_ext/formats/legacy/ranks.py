@@ -19,7 +19,7 @@ from mcore_ckpt_ext.errors import (
     INTERRUPTED,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
-    printable,
+    escaped,
     shown,
     some,
 )
@@ -309,7 +309,7 @@ def _time_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return (
         {key: state.get(key) for key in _ITERATIONS}
         | {
-            f"{key}.{printable(str(name))}": value
+            f"{key}.{escaped(str(name))}": value
             for key, scheduler in schedulers
             if isinstance(scheduler, dict)
             for name, value in scheduler.items()

@@ -40,7 +40,7 @@ from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.unread_state import (
     COMMON_KEYS,
     UNKNOWN,
-    Unread,
+    UnreadState,
     in_common_state,
     in_optimizer,
     joined,
@@ -48,7 +48,7 @@ from mcore_ckpt_ext.formats.unread_state import (
 )
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.local_parameters import layers_of
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder
+from mcore_ckpt_ext.layout.parameter_order import ObservedOrder, ParameterOrder
 from mcore_ckpt_ext.model_space.anatomy import second_names
 from mcore_ckpt_ext.optimizers.derived_masters import with_masters
 from mcore_ckpt_ext.optimizers.dp_zero import LEGACY, buffer_arrays, legacy_optimizer
@@ -144,7 +144,7 @@ class LegacyCheckpoint(FormatReader):
         return with_masters(masters, self.weights, lambda: self.view.models.weights)
 
     @cached_property
-    def experts_apart(self) -> bool:
+    def has_expert_optimizer(self) -> bool:
         """Whether there is one chained optimizer more than the dense chunks need, or groups of experts alone."""
         if self.stored_optimizer_format == PER_PARAMETER:
             return has_experts(child for rank in self._ranks for child in rank.optimizers)
@@ -178,7 +178,7 @@ class LegacyCheckpoint(FormatReader):
 
     def witnessed_orders(self) -> Sequence[ParameterOrder]:
         """The order of the stored model first: it is the very order in which the gradient buffers were packed."""
-        return [WitnessedOrder(STORED_ORDER, self.weights.registered()), *super().witnessed_orders()]
+        return [ObservedOrder(STORED_ORDER, self.weights.registered()), *super().witnessed_orders()]
 
     @cached_property
     def _settings(self) -> OptimizerSettings:
@@ -235,9 +235,9 @@ class LegacyCheckpoint(FormatReader):
         for buffers in self._buffers:
             yield buffers.place.file, buffers.rank, dict(enumerate(buffers.children))
 
-    def unread(self, *, objects: bool = True) -> list[Unread]:
+    def unread(self, *, objects: bool = True) -> list[UnreadState]:
         """Keys of several ranks are joined."""
-        found: list[Unread] = []
+        found: list[UnreadState] = []
         for own in self._ranks:
             known = {*COMMON_KEYS, *filter(is_model_chunk, own.state), "rng_state", "total_iters"}
             common = {key: value for key, value in own.state.items() if key != "optimizer"}
@@ -246,11 +246,11 @@ class LegacyCheckpoint(FormatReader):
             if self.stored_optimizer_format == PER_PARAMETER:
                 of_optimizers = [item for item in of_optimizers if not _in_masters(item.key)]
             found += of_optimizers
-            found += (Unread(f.name, UNKNOWN, f.stat().st_size) for f in self._folders.other_files(own.folder))
+            found += (UnreadState(f.name, UNKNOWN, f.stat().st_size) for f in self._folders.other_files(own.folder))
         for buffers in self._buffers:
             for path, nbytes in tensors_in(buffers.children, (OPTIMIZER_FILE,)):
                 if len(path) != _DEPTH_OF_BUFFERS or not path[2].isdigit():
-                    found.append(Unread(".".join(path), UNKNOWN, nbytes))
+                    found.append(UnreadState(".".join(path), UNKNOWN, nbytes))
         return joined(found)
 
     @cached_property
@@ -291,7 +291,7 @@ class LegacyCheckpoint(FormatReader):
             rank, place = buffers.rank, buffers.place
             for child, content in enumerate(buffers.children):
                 if content is not None:
-                    experts = self.experts_apart and child == self._children - 1
+                    experts = self.has_expert_optimizer and child == self._children - 1
                     index = self._expert_index(rank) if experts else rank.tensor + self.layout.tensor * rank.pipeline
                     state[child, index] = buffer_arrays(content, place, place.file)
         return state

@@ -8,12 +8,12 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, filters_first, known_orders
+from mcore_ckpt_ext.layout.parameter_order import ObservedOrder, ParameterOrder, filters_first, known_orders
 from mcore_ckpt_ext.model_space.names import Layer, of_experts, split_layer
 
 
 def order_for(
-    checkpoint: CheckpointView, arguments: JobArguments, experts_apart: bool, version: tuple[int, int]
+    checkpoint: CheckpointView, arguments: JobArguments, has_expert_optimizer: bool, version: tuple[int, int]
 ) -> ParameterOrder:
     """The order to write gradient buffers in.
 
@@ -22,7 +22,7 @@ def order_for(
     Args:
         checkpoint: the source.
         arguments: Megatron's arguments of the job that will read.
-        experts_apart: whether experts have buffers of their own there.
+        has_expert_optimizer: whether experts have buffers of their own there.
         version: of its Megatron.
 
     Raises:
@@ -40,8 +40,10 @@ def order_for(
             where=str(checkpoint.folder),
             helps="convert --to torch_dist, which needs no order",
         )
-    if checkpoint.experts_apart == experts_apart or not any(of_experts(name) for names in registered for name in names):
-        return WitnessedOrder("the source's own model", registered)
+    if checkpoint.has_expert_optimizer == has_expert_optimizer or not any(
+        of_experts(name) for names in registered for name in names
+    ):
+        return ObservedOrder("the source's own model", registered)
     raise UnsupportedCheckpointError(
         "the model registers its parameters in an order that no known layer spec has, and where its experts would "
         "stand in the other layout is not known",

@@ -31,10 +31,12 @@ class WholeStates:
     `chain`: the settings of each, as `Checkpoint.chain` has them.
     """
 
-    def __init__(self, checkpoint: CheckpointView, chain: Sequence[Mapping[str, Any]], experts_apart: bool) -> None:
+    def __init__(
+        self, checkpoint: CheckpointView, chain: Sequence[Mapping[str, Any]], has_expert_optimizer: bool
+    ) -> None:
         self._checkpoint = checkpoint
         self._chain = chain
-        self._experts_apart = experts_apart
+        self._experts_apart = has_expert_optimizer
         state = checkpoint.optimizer
         self._kinds: dict[str, list[str]] = {name: [] for name in state.names()}
         for kind in state.carried_kinds:

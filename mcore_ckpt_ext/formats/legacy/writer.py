@@ -16,7 +16,7 @@ from typing import Any, cast
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.expert_states import about_emptied, emptied_state, joined_state
-from mcore_ckpt_ext.formats.laid_out import LaidOut, check_iteration, iteration
+from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration
 from mcore_ckpt_ext.formats.legacy.flat_state import FlatStates
 from mcore_ckpt_ext.formats.legacy.models import TargetModels
 from mcore_ckpt_ext.formats.legacy.options import Legacy
@@ -31,8 +31,8 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.model_space.anatomy import language_prefix
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
-from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Placed, Record
-from mcore_ckpt_ext.storage.archive_writer import draft_archive
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Record, WriteItem
+from mcore_ckpt_ext.storage.archive_writer import plan_archive
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
 
 
@@ -75,11 +75,11 @@ class LegacyTarget:
                 states[OPTIMIZER_FILE] = buffers
             for name, state in states.items():
                 path = f"{rank.folder(self.layout)}/{name}"
-                archive = draft_archive(state)
+                archive = plan_archive(state)
                 files.append(OutputFile(path, archive.length, archive.literals))
                 for tensor in archive.tensors:
                     dtype = str(tensor.dtype).removeprefix("torch.")
-                    content = cast("tuple[Placed, ...]", tensor.tag)  # the tags that this target's parts give
+                    content = cast("tuple[WriteItem, ...]", tensor.tag)  # the tags that this target's parts give
                     records.append(Record(path, tensor.offset, dtype, tensor.numel, content, tensor.checksums))
         return Output(files, records, tuple(self._notes()))
 
@@ -191,7 +191,7 @@ class LegacyTarget:
         return FlatStates(self._checkpoint, self._models, self.layout, self._version)
 
 
-def lay_out(checkpoint: CheckpointView, target: Legacy) -> LaidOut:
+def lay_out(checkpoint: CheckpointView, target: Legacy) -> OutputPlan:
     """Lay out a run folder with one iteration.
 
     Raises:

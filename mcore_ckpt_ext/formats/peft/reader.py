@@ -191,7 +191,7 @@ class PeftCheckpoint(WeightsAlone):
         return sorted(name for name in linears if _LAYER.sub("layers.", name) in kinds and name not in have)
 
     @override
-    def companions(self) -> dict[str, bytes]:
+    def auxiliary_files(self) -> dict[str, bytes]:
         return {}
 
     @override

@@ -7,21 +7,21 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UsageError, some, with_article
+from mcore_ckpt_ext.errors import UsageError, some, with_indefinite_article
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_only import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.formats.adapter_order import about_norms
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
-from mcore_ckpt_ext.formats.laid_out import LaidOut
+from mcore_ckpt_ext.formats.laid_out import OutputPlan
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import WantedSlice
-from mcore_ckpt_ext.planning.write_plan import Output, Placed, Record
+from mcore_ckpt_ext.planning.write_plan import Output, Record, WriteItem
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_checked_file, read_header, read_json
 
@@ -63,10 +63,10 @@ class PeftTarget:
     def _dtype(self, tensor: HuggingFaceTensor) -> str:
         return self._checkpoint.named_tensor(WEIGHT, tensor.regions[0].name).dtype
 
-    def _content(self, tensor: HuggingFaceTensor) -> tuple[Placed, ...]:
+    def _content(self, tensor: HuggingFaceTensor) -> tuple[WriteItem, ...]:
         name = tensor.regions[0].name
         source = self._checkpoint.named_tensor(WEIGHT, name)
-        return (Placed(0, WantedSlice(WEIGHT, Slice.whole(tensor.regions), {name: source})),)
+        return (WriteItem(0, WantedSlice(WEIGHT, Slice.whole(tensor.regions), {name: source})),)
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -78,7 +78,7 @@ class PeftTarget:
         }  # fmt: skip
 
     def _notes(self) -> Iterator[str]:
-        yield f"adapters for {with_article(self.fit.family.name)}, which peft loads onto the model"
+        yield f"adapters for {with_indefinite_article(self.fit.family.name)}, which peft loads onto the model"
         yield from about_norms(self._checkpoint, "peft, which has whole norms, computes")
         if self.left_out:
             yield f"left out: the model itself, {some(self.left_out, 2)}"
@@ -90,7 +90,7 @@ class PeftTarget:
         return self._checkpoint
 
 
-def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | None) -> LaidOut:
+def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | None) -> OutputPlan:
     """Lay out the folder of a checkpoint's adapters.
 
     Raises:
@@ -98,4 +98,4 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
         UsageError: an option has no meaning for adapters.
     """
     adapters = PeftTarget(checkpoint, target, family)
-    return LaidOut(adapters.output(), "", (), adapters.left_out, False, adapters.read_back)
+    return OutputPlan(adapters.output(), "", (), adapters.left_out, False, adapters.read_back)

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.loops.bridge import COUNTED, RUN_CONFIG, harmless, with_facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.write_plan import OutputFile
-from mcore_ckpt_ext.storage.archive_writer import draft_archive
+from mcore_ckpt_ext.storage.archive_writer import plan_archive
 from mcore_ckpt_ext.storage.yaml_text import dumped_yaml
 
 
@@ -68,7 +68,7 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
         stated = checkpoint.arguments
         # What only some description tells of is not filled up with defaults.
         section = {
-            name: value for name, value in model_fields(model).items() if stated.tells_all or stated.is_known(name)
+            name: value for name, value in model_fields(model).items() if stated.is_complete or stated.is_known(name)
         }
         fit = family_of_megatron(model, checkpoint.names(WEIGHT))
     except CheckpointError as error:
@@ -91,7 +91,7 @@ def train_state(checkpoint: CheckpointView) -> bytes:
         "floating_point_operations_so_far": torch.tensor(operations, dtype=torch.float64),
         **{name: torch.tensor(False) for name in ("do_train", "do_valid", "do_test")},
     }
-    draft = draft_archive(state)
+    draft = plan_archive(state)
     content = bytearray(draft.length)
     for position, data in draft.literals:
         content[position : position + len(data)] = data

@@ -31,17 +31,17 @@ from mcore_ckpt_ext.optimizers.groups import rule_of
 class ChainedOptimizers:
     """The chained optimizers of a checkpoint as one release stores them."""
 
-    def __init__(self, checkpoint: CheckpointView, version: tuple[int, int], *, experts_apart: bool) -> None:
+    def __init__(self, checkpoint: CheckpointView, version: tuple[int, int], *, has_expert_optimizer: bool) -> None:
         """Choose the split.
 
         Args:
             checkpoint: the source.
             version: the release that will read what is written.
-            experts_apart: whether experts have an optimizer of their own there.
+            has_expert_optimizer: whether experts have an optimizer of their own there.
         """
         self._checkpoint = checkpoint
         self._version = version
-        self._experts_apart = experts_apart
+        self._experts_apart = has_expert_optimizer
         self._source = checkpoint.chain() if checkpoint.optimizer_format is not None else []
         self._was_split = any(SHARDING_MARK in child for child in self._source)
         self._is_resplit = not self._was_split and self._splits_by_default()

@@ -25,22 +25,22 @@ from mcore_ckpt_ext.formats.description import (
 )
 from mcore_ckpt_ext.formats.external_weights import (
     check_belonging,
-    check_lender,
-    lent_weights,
+    check_external_weights,
+    described_by_model,
+    external_weights,
     not_of_it,
-    told_of_the_model,
 )
 from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.torch_dist.inference import layout_shown, model_shown, possible_layouts
+from mcore_ckpt_ext.formats.torch_dist.inference import infer_layout, infer_model_config, possible_layouts
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.layout.weight_spec import LentWeight
+from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.loops.verl import STEP
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
-from mcore_ckpt_ext.storage.overlay_reader import TwoFolders
+from mcore_ckpt_ext.storage.overlay_reader import OverlayReader
 from mcore_ckpt_ext.transfer import Transfer
 
 
@@ -54,7 +54,7 @@ class ExternalModel:
         layout: sizes of the layout of the optimizer's job, under Megatron's names, that are assumed.
     """
 
-    weights: Mapping[str, LentWeight] = field(default_factory=dict)
+    weights: Mapping[str, WeightSpec] = field(default_factory=dict)
     checkpoint: CheckpointView | None = None
     layout: Mapping[str, int] = field(default_factory=dict)
 
@@ -90,14 +90,14 @@ class DescribedCheckpoint(FormatReader):
         self._lender = self._external.checkpoint
         self._weights_of_lender: RelocatedWeights | None = None
         if self._lender is not None:
-            self.reader = reader = TwoFolders(self.reader, self._lender.reader)
+            self.reader = reader = OverlayReader(self.reader, self._lender.reader)
             self.transfer = Transfer(reader)
             self._weights_of_lender = RelocatedWeights(self._lender.weights, reader.name_of)
         if opened is not None:
-            self.index, self.rounds_weights = opened.index, opened.rounds_weights
+            self.index, self.weights_derived_from_masters = opened.index, opened.weights_derived_from_masters
         else:
             self.index = self._read_index()
-        if facts != NOTHING and ARGUMENTS in self.common and self.arguments.tells_all:
+        if facts != NOTHING and ARGUMENTS in self.common and self.arguments.is_complete:
             refuse_facts(facts, folder)
 
     @abstractmethod
@@ -117,13 +117,13 @@ class DescribedCheckpoint(FormatReader):
     @override
     def arguments(self) -> JobArguments:
         own = self._stated_by_megatron
-        return own if own is not None and own.tells_all else self.description.arguments
+        return own if own is not None and own.is_complete else self.description.arguments
 
     @cached_property
     def stated_arguments(self) -> JobArguments:
         """What is known of the job without a look at the index."""
         own = self._stated_by_megatron
-        return own if own is not None and own.tells_all else self._described().arguments
+        return own if own is not None and own.is_complete else self._described().arguments
 
     @cached_property
     def _stated_by_megatron(self) -> JobArguments | None:
@@ -142,13 +142,13 @@ class DescribedCheckpoint(FormatReader):
             UsageError: the user states something else than the index shows.
         """
         own = self._stated_by_megatron
-        if own is not None and own.tells_all:
+        if own is not None and own.is_complete:
             return Description(own, problems=contradicting(own, self.folder))
         found, external = self._described(), self._external
         if self._lender is not None:
-            found = found.with_model(told_of_the_model(self._lender))
-        shown = layout_shown(self.index, self.random_state_grid(), {**found.arguments.stated, **external.layout})
-        shown_of_model = model_shown(self.index.arrays, self.weights.names() or external.weights)
+            found = found.with_model(described_by_model(self._lender))
+        shown = infer_layout(self.index, self.random_state_grid(), {**found.arguments.stated, **external.layout})
+        shown_of_model = infer_model_config(self.index.arrays, self.weights.names() or external.weights)
         return completed(found, {**shown_of_model, **shown}, self._facts, self.folder)
 
     @property
@@ -162,16 +162,16 @@ class DescribedCheckpoint(FormatReader):
         return self.description.problems
 
     @override
-    def with_weights_of_a_job(self, weights: Mapping[str, LentWeight]) -> Self:
+    def with_weights_of_a_job(self, weights: Mapping[str, WeightSpec]) -> Self:
         found = self._with(ExternalModel(weights))
         # Whoever fills an optimizer from here proves every element, so a layout may be tried that only fits.
         return found._under_a_layout(_fits) or found
 
     @override
     def with_weights_of(self, lender: CheckpointView) -> Self:
-        check_lender(lender, self.view)
+        check_external_weights(lender, self.view)
         external = ExternalModel(checkpoint=lender)
-        external = replace(external, weights=lent_weights(lender, self._with(external).arguments))
+        external = replace(external, weights=external_weights(lender, self._with(external).arguments))
         unproven = self._with(external)
         found = unproven._under_a_layout(_is_proven)
         if found is None:
@@ -186,12 +186,14 @@ class DescribedCheckpoint(FormatReader):
 
     def lent_archives(self) -> Iterator[tuple[str, int, int]]:
         """Every archive of the checkpoint that has the weights, if it is another one."""
-        if self._lender is not None and isinstance(self.reader, TwoFolders):
+        if self._lender is not None and isinstance(self.reader, OverlayReader):
             for file, offset, length in self._lender.archives():
                 yield self.reader.name_of(file), offset, length
 
     def _with(self, external: ExternalModel) -> Self:
-        return type(self)(self.folder, self._witnesses, self._facts, external=external, opened=self._opened or self)
+        return type(self)(
+            self.folder, self._extra_parameter_orders, self._facts, external=external, opened=self._opened or self
+        )
 
     def _under_a_layout(self, holds: Callable[[Self], bool]) -> Self | None:
         """The same under a layout of the job for which something holds, where nothing else shows it; None without."""
@@ -206,7 +208,7 @@ class DescribedCheckpoint(FormatReader):
             return super().models()
         layout, weights = self.layout, self._external.weights
         stored = {name: weight.stored(layout.tensor, layout.expert_tensor) for name, weight in weights.items()}
-        return LocalModels(stored, self.arguments, layout, self.experts_apart, self.layers())
+        return LocalModels(stored, self.arguments, layout, self.has_expert_optimizer, self.layers())
 
     @property
     @override

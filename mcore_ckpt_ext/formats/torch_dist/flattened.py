@@ -16,7 +16,15 @@ from typing_extensions import override
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
-from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS, OTHER, RERUN_STATE, UNKNOWN, Unread, joined, of_the_job
+from mcore_ckpt_ext.formats.unread_state import (
+    COMMON_KEYS,
+    OTHER,
+    RERUN_STATE,
+    UNKNOWN,
+    UnreadState,
+    joined,
+    of_the_job,
+)
 from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.optimizers.table import format_name
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
@@ -74,10 +82,10 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
         return False
 
     @override
-    def unread(self, *, objects: bool = True) -> list[Unread]:
+    def unread(self, *, objects: bool = True) -> list[UnreadState]:
         return joined(self._left_over())
 
-    def _left_over(self) -> Iterator[Unread]:
+    def _left_over(self) -> Iterator[UnreadState]:
         index = self.stored_index
         sizes = {key: place.length for key, place in index.objects.items()}
         for key, array in index.arrays.items():
@@ -88,7 +96,7 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
             if key.startswith((RANDOM_STATE, RERUN_STATE)):
                 yield of_the_job(key.partition(".")[0], nbytes)
             else:
-                yield Unread(key, UNKNOWN if key.startswith("optimizer.") else OTHER, nbytes)
+                yield UnreadState(key, UNKNOWN if key.startswith("optimizer.") else OTHER, nbytes)
 
     @abstractmethod
     def _is_taken(self, key: str) -> bool:

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.storage.index_entries import METADATA_FILE
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
-    from mcore_ckpt_ext.formats.laid_out import LaidOut
+    from mcore_ckpt_ext.formats.laid_out import OutputPlan
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
 
@@ -42,7 +42,7 @@ class TorchDistFormat(Format[TorchDist]):
         return TorchDistCheckpoint(folder, options.witnesses, options.facts)
 
     @override
-    def lay_out(self, checkpoint: CheckpointView, target: TorchDist, family: Family | None) -> LaidOut:
+    def lay_out(self, checkpoint: CheckpointView, target: TorchDist, family: Family | None) -> OutputPlan:
         from mcore_ckpt_ext.formats.torch_dist.writer import lay_out
 
         return lay_out(checkpoint, target)

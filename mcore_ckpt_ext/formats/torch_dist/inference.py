@@ -29,7 +29,7 @@ TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
-def layout_shown(index: DcpIndex, grid: tuple[int, ...] | None, stated: Mapping[str, Any]) -> dict[str, int]:
+def infer_layout(index: DcpIndex, grid: tuple[int, ...] | None, stated: Mapping[str, Any]) -> dict[str, int]:
     """The sizes of the parallel layout that the index shows, as far as it does.
 
     Args:
@@ -66,7 +66,7 @@ def possible_layouts(index: DcpIndex) -> list[dict[str, int]]:
     return [{TENSOR: size, PIPELINE: groups // size} for size in range(1, groups + 1) if groups % size == 0]
 
 
-def model_shown(arrays: Mapping[str, StoredArray], names: Iterable[str]) -> dict[str, Any]:
+def infer_model_config(arrays: Mapping[str, StoredArray], names: Iterable[str]) -> dict[str, Any]:
     """What the arrays show of the model: its layers, experts and widths, and whether its embeddings are tied."""
     names = list(names)
     parsed = [parse(name) for name in names]

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.formats.unread_state import (
     COMMON_KEYS,
     RERUN_STATE,
     UNKNOWN,
-    Unread,
+    UnreadState,
     in_common_state,
     joined,
     of_the_job,
@@ -147,7 +147,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         ).of_optimizers()
 
     @cached_property
-    def experts_apart(self) -> bool:
+    def has_expert_optimizer(self) -> bool:
         """Whether there is one chained optimizer more than the dense chunks need, or groups of experts alone."""
         children = optimizer_children([*self.index.arrays, *self.index.objects])
         expected = 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
@@ -167,29 +167,29 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return open_optimizer(self.view, self._optimizer_keys)
 
     @override
-    def unread(self, *, objects: bool = True) -> list[Unread]:
+    def unread(self, *, objects: bool = True) -> list[UnreadState]:
         within = self._unread_in_objects() if objects else ()
         return joined([*self._unread_keys(), *in_common_state(self.common, COMMON_KEYS), *within])
 
-    def _unread_keys(self) -> Iterator[Unread]:
+    def _unread_keys(self) -> Iterator[UnreadState]:
         """Arrays and objects of the index that belong to nothing known."""
         claimed = {key for _, own in recognised(self._optimizer_keys) for key in own}
         for key, array in self.index.arrays.items():
             if key.startswith(_OPTIMIZER_PREFIXES) and key not in claimed:
                 nbytes = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
-                yield Unread(key, optimizer_kind(key), nbytes)
+                yield UnreadState(key, optimizer_kind(key), nbytes)
         for key, place in self.index.objects.items():
             if key.startswith(RERUN_STATE):
                 yield of_the_job(key.rpartition("/shard_")[0], place.length)
             elif key not in claimed and not _is_read(key):
-                yield Unread(key, optimizer_kind(key), place.length)
+                yield UnreadState(key, optimizer_kind(key), place.length)
 
-    def _unread_in_objects(self) -> Iterator[Unread]:
+    def _unread_in_objects(self) -> Iterator[UnreadState]:
         """Tensors in the small objects of optimizers, beside the parameter groups."""
         for key in self._keys(_STATE_OBJECTS):
             for path, nbytes in tensors_in(self.object(key), (key,)):
                 if "param_groups" not in path:
-                    yield Unread(".".join(path), UNKNOWN, nbytes)
+                    yield UnreadState(".".join(path), UNKNOWN, nbytes)
 
     def object(self, key: str) -> Any:
         """A pickled object by its key.

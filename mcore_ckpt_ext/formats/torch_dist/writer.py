@@ -22,7 +22,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
-from mcore_ckpt_ext.formats.laid_out import LaidOut, check_iteration, iteration, noting, small_file, with_files
+from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration, noting, small_file, with_files
 from mcore_ckpt_ext.formats.portable_state import (
     SHARDING_MARK,
     WRITTEN_FOR,
@@ -54,7 +54,7 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, MODEL_SPACE
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
-from mcore_ckpt_ext.storage.archive_writer import draft_archive
+from mcore_ckpt_ext.storage.archive_writer import plan_archive
 
 # A rank that wants part of a chunk reads all of it (torch/distributed/checkpoint/filesystem.py), so chunks stay small.
 CHUNK_BYTES = 128 << 20
@@ -66,11 +66,16 @@ _LAST_NORM = re.compile(r"decoder\.final_(layer)?norm\.weight")
 class TorchDistTarget:
     """Lays out one iteration folder.
 
-    `experts_apart`: experts have an optimizer of their own, as in jobs with several expert-parallel ranks.
+    `has_expert_optimizer`: experts have an optimizer of their own, as in jobs with several expert-parallel ranks.
     """
 
     def __init__(
-        self, checkpoint: CheckpointView, version: tuple[int, int], experts_apart: bool, *, with_arguments: bool = True
+        self,
+        checkpoint: CheckpointView,
+        version: tuple[int, int],
+        has_expert_optimizer: bool,
+        *,
+        with_arguments: bool = True,
     ) -> None:
         """`with_arguments`: write Megatron's arguments, which other loops do not.
 
@@ -86,11 +91,11 @@ class TorchDistTarget:
             )
         self._checkpoint = checkpoint
         self._version = version
-        self._experts_apart = experts_apart
+        self._experts_apart = has_expert_optimizer
         self._with_arguments = with_arguments
         self._keys = checkpoint.sharded_keys()
         self._state = PortableState.of(checkpoint, known_arguments(checkpoint.arguments), version)
-        self._chain = ChainedOptimizers(checkpoint, version, experts_apart=experts_apart)
+        self._chain = ChainedOptimizers(checkpoint, version, has_expert_optimizer=has_expert_optimizer)
         self._random_states = dict(self._random_state_objects())
 
     @property
@@ -107,7 +112,7 @@ class TorchDistTarget:
         if STORES_COMMON_STATE_AS_OBJECT.is_of(self._version):
             objects["common_state/shard_0_1"] = common
         else:
-            archive = draft_archive(common)
+            archive = plan_archive(common)
             small.append(OutputFile("common.pt", archive.length, archive.literals))
         for key, value in objects.items():
             writer.add_object(key, value)
@@ -313,7 +318,7 @@ def _small_file(name: str, content: bytes) -> OutputFile:
     return OutputFile(name, len(content), ((0, content),))
 
 
-def lay_out(checkpoint: CheckpointView, target: TorchDist) -> LaidOut:
+def lay_out(checkpoint: CheckpointView, target: TorchDist) -> OutputPlan:
     """Lay out a run folder with one iteration, for Megatron's own loop or for Megatron-Bridge.
 
     Raises:
@@ -321,8 +326,8 @@ def lay_out(checkpoint: CheckpointView, target: TorchDist) -> LaidOut:
     """
     check_iteration(checkpoint, target)
     version, expert = version_number(target.megatron_version), target.expert_model_parallel_size
-    experts_apart = checkpoint.experts_apart if expert is None else expert > 1
-    written = TorchDistTarget(checkpoint, version, experts_apart, with_arguments=not target.for_bridge)
+    has_expert_optimizer = checkpoint.has_expert_optimizer if expert is None else expert > 1
+    written = TorchDistTarget(checkpoint, version, has_expert_optimizer, with_arguments=not target.for_bridge)
     output = written.output()
     if (own := checkpoint.format_reader.run_config()) is not None:
         output = with_files(output, small_file(RUN_CONFIG, own.encode()))

@@ -70,4 +70,4 @@ def live_arguments(chunks: Iterable[Any], optimizer: Any) -> JobArguments:
     world = dist.get_world_size() if dist.is_initialized() else 1
     sizes = [stated.get(name) or 1 for name in (*_OF_MODEL[:2], _OF_MODEL[5])]
     stated |= {"world_size": world, "data_parallel_size": max(1, world // (sizes[0] * sizes[1] * sizes[2]))}
-    return JobArguments.of(stated, source="the live model and its optimizer", tells_all=False)
+    return JobArguments.of(stated, source="the live model and its optimizer", is_complete=False)

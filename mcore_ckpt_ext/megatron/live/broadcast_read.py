@@ -26,7 +26,7 @@ from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.planning.read_dedup import MESSAGE_BYTES, Message, Spans, messages_of, united
 from mcore_ckpt_ext.storage.checksums import is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.tensor_location import Payload
+from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.transfer import Destinations, Transfer
 
 # Messages that a rank has read before it is their turn.
@@ -94,7 +94,7 @@ class ReadOnce:
             own += self._divided(copy, payload, places.get(payload.file, [])) if is_plain(copy, payload) else [copy]
         self._own = replace(plan, copies=own)
 
-    def _divided(self, copy: Copy, payload: Payload, places: list[tuple[int, int, int, int]]) -> Iterator[Copy]:
+    def _divided(self, copy: Copy, payload: TensorLocation, places: list[tuple[int, int, int, int]]) -> Iterator[Copy]:
         """What this rank reads for itself of a copy; what comes in messages is noted.
 
         Args:

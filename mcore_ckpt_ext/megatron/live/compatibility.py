@@ -16,11 +16,11 @@ from mcore_ckpt_ext.errors import (
 from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.megatron.live.model import NEW, Spell, quantisation
+from mcore_ckpt_ext.megatron.live.model import NEW, NameFunction, quantisation
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
 from mcore_ckpt_ext.model_space.anatomy import is_output_layer, output_layer_of, word_embeddings_in
 from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
-from mcore_ckpt_ext.model_space.names import spelled_as_in
+from mcore_ckpt_ext.model_space.names import renamed_as_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.settings import ACCEPT_LOST
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -28,7 +28,7 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 _ROUNDED = {"bfloat16": "--bf16", "float16": "--fp16"}
 
 
-def spelling_in(checkpoint: CheckpointView, live: set[str], arguments: JobArguments | None = None) -> Spell:
+def name_map_for(checkpoint: CheckpointView, live: set[str], arguments: JobArguments | None = None) -> NameFunction:
     """Gives live names as the checkpoint has them; `str` where they are the same, as under the same layer spec.
 
     Args:
@@ -45,7 +45,7 @@ def spelling_in(checkpoint: CheckpointView, live: set[str], arguments: JobArgume
         layers = checkpoint.arguments.num_layers
         of_gpt = names_in_gpt(str(arguments.hybrid_layer_pattern), layers, live)
         own = {name: NEW + name if found is None else found for name, found in of_gpt.items()}
-    spelled = {name: spelled_as_in(known, found) for name, found in own.items()}
+    spelled = {name: renamed_as_in(known, found) for name, found in own.items()}
     return str if all(map(eq, spelled, spelled.values())) else lambda name: spelled.get(name, name)
 
 
@@ -180,7 +180,7 @@ def check_precision(checkpoint: CheckpointView, shard: Shard) -> None:
         ModelMismatchError: they were.
     """
     stored, parameter = checkpoint.logical_tensor(WEIGHT, shard.name), shard.live.parameter
-    if stored is None or quantisation(parameter) is not None or checkpoint.follow_from_weights(shard.name):
+    if stored is None or quantisation(parameter) is not None or checkpoint.masters_are_derived(shard.name):
         return
     live = str(parameter.dtype).removeprefix("torch.")
     if stored.dtype in _ROUNDED and live != stored.dtype:

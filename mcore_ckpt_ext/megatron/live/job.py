@@ -8,17 +8,17 @@ from itertools import pairwise
 from typing import Any
 
 from mcore_ckpt_ext.errors import ModelMismatchError
-from mcore_ckpt_ext.layout.weight_spec import LentWeight
+from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.megatron.live.model import (
     NEW,
-    Spell,
+    NameFunction,
     held_among,
     live_names,
-    live_tensors,
+    model_tensors,
     registered_names,
     trained_names,
 )
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import homes_of
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import optimizer_adapters_of
 
 
 class LiveJob:
@@ -31,7 +31,7 @@ class LiveJob:
         view: what this rank tells the others.
     """
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any, spell: Spell = str) -> None:
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, spell: NameFunction = str) -> None:
         """Read it.
 
         Args:
@@ -41,40 +41,40 @@ class LiveJob:
 
         Raises:
             UnsupportedCheckpointError: this package does not fill this kind of optimizer.
-            ModelMismatchError: see `Home.shards`.
+            ModelMismatchError: see `OptimizerAdapter.shards`.
         """
-        self.homes = homes_of(optimizer)
-        stored = live_tensors(chunks, spell)
+        self.homes = optimizer_adapters_of(optimizer)
+        stored = model_tensors(chunks, spell)
         self._live = live = held_among(stored, chunks)
         held = [shard for home in self.homes for shard in home.shards(live)]
         self.shards = [shard for shard in held if not shard.name.startswith(NEW)]
         self.new = [shard for shard in held if shard.name.startswith(NEW)]
         first = not self.homes or any(home.is_first_replica for home in self.homes)
-        self.view = RankView(
+        self.view = RankSummary(
             names=live_names(stored) if first else [],
             trained=trained_names(chunks, live) if first else [],
             registered=[registered_names(chunk, live) for chunk in chunks] if first else [],
             kinds=frozenset(home.kind for home in self.homes),
         )
 
-    def lent(self) -> dict[str, LentWeight]:
+    def lent(self) -> dict[str, WeightSpec]:
         """What this rank tells of its weights, for an optimizer that is stored without them.
 
         Whether tensor-parallel ranks share a parameter, and along which axis, it says itself
         (`set_tensor_model_parallel_attributes`, megatron/core/tensor_parallel/layers.py, core_v0.7.0 to 0.19.2).
         """
-        found: dict[str, LentWeight] = {}
+        found: dict[str, WeightSpec] = {}
         for described in self._live.values():
             is_shared = bool(getattr(described.parameter, "tensor_model_parallel", False))
             axis = int(getattr(described.parameter, "partition_dim", 0)) if is_shared else None
             for name, tensor in described.tensors.items():
                 parts = sum(region.name == name for region in described.regions)
-                found[name] = LentWeight(tensor, axis, parts)
+                found[name] = WeightSpec(tensor, axis, parts)
         return found
 
 
 @dataclass(frozen=True)
-class RankView:
+class RankSummary:
     """What a rank tells the others before planning; of data-parallel ranks, the first speaks for all."""
 
     names: list[str]
@@ -83,7 +83,7 @@ class RankView:
     kinds: frozenset[str]
 
 
-def check_same_kinds(views: Sequence[RankView]) -> None:
+def check_same_kinds(views: Sequence[RankSummary]) -> None:
     """Refuse ranks that keep their masters in different ways; a rank may lack a kind that another has.
 
     Raises:

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BITS, BY_ROUNDING, Mismatch, Proof, weaker_of
 from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_parameters, quantisation
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard, Shard
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import homes_of
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import optimizer_adapters_of
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 
@@ -59,7 +59,7 @@ class Prover:
         for shard, count in self._equal:
             left[shard] -= count
         for shard, count in left.items():
-            if count and not self._checkpoint.follow_from_weights(shard.name):
+            if count and not self._checkpoint.masters_are_derived(shard.name):
                 try:
                     prove(shard, self._masters[shard], self._checkpoint)
                 except ProofError as error:
@@ -154,7 +154,7 @@ def live_mismatches(
         UnsupportedCheckpointError: the optimizer is of a kind that this package does not know.
         CheckpointError: one of them cannot be looked at, and those before it are as they should be.
     """
-    homes = homes_of(optimizer)
+    homes = optimizer_adapters_of(optimizer)
     pairs = {
         id(parameter): LiveParameter(parameter, (Region.whole(name, tuple(parameter.shape)),), {}, may_pad=False)
         for chunk in chunks

@@ -45,26 +45,26 @@ def quantisation(parameter: torch.Tensor) -> Proof | None:
     return (WITHIN_FP4 if "FP4" in kind.__name__ else WITHIN_FP8).at_step(step)
 
 
-Spell = Callable[[str], str]
+NameFunction = Callable[[str], str]
 """Gives a model-space name as a checkpoint has it."""
 
 NEW = "new."
 """What then stands before the name of a parameter that the checkpoint's model does not have, and that starts anew."""
 
 
-def live_tensors(chunks: Sequence[Any], spell: Spell = str) -> list[LiveParameter]:
+def model_tensors(chunks: Sequence[Any], spell: NameFunction = str) -> list[LiveParameter]:
     """Every tensor, parameters and buffers, that the model chunks would store, as their sharded state dicts say."""
     return [_described(entry, spell) for entry in _stored(chunks) if isinstance(entry.data, torch.Tensor)]
 
 
-def live_parameters(chunks: Sequence[Any], spell: Spell = str) -> dict[int, LiveParameter]:
+def live_parameters(chunks: Sequence[Any], spell: NameFunction = str) -> dict[int, LiveParameter]:
     """All parameters and buffers of the model chunks by `id`, described by the model's own sharded state dict."""
     held = _held(chunks)
     return {id(entry.data): _described(entry, spell) for entry in _stored(chunks) if id(entry.data) in held}
 
 
 def held_among(stored: Iterable[LiveParameter], chunks: Sequence[Any]) -> dict[int, LiveParameter]:
-    """Of `live_tensors`, what `live_parameters` would give."""
+    """Of `model_tensors`, what `live_parameters` would give."""
     held = _held(chunks)
     return {id(live.parameter): live for live in stored if id(live.parameter) in held}
 
@@ -117,7 +117,7 @@ def _entries(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _described(entry: Any, spell: Spell) -> LiveParameter:
+def _described(entry: Any, spell: NameFunction) -> LiveParameter:
     if not hasattr(entry, "build_fn"):
         region, tensor = _region(entry, spell)
         return LiveParameter(entry.data, (region,), {tensor.name: tensor}, bool(entry.allow_shape_mismatch))
@@ -140,7 +140,7 @@ def _described(entry: Any, spell: Spell) -> LiveParameter:
     return LiveParameter(entry.data, tuple(region for region, _ in described), tensors, may_pad=False)
 
 
-def _region(sharded: Any, spell: Spell) -> tuple[Region, LogicalTensor]:
+def _region(sharded: Any, spell: NameFunction) -> tuple[Region, LogicalTensor]:
     """A ShardedTensor's place in model space."""
     stacked = stacked_axes(sharded.key)
     sizes = (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)

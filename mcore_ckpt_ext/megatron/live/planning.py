@@ -12,7 +12,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_first_moments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
+from mcore_ckpt_ext.layout.parameter_order import ObservedOrder
 from mcore_ckpt_ext.layout.weight_shards import check_gates
 from mcore_ckpt_ext.megatron.live.compatibility import (
     check_adapters,
@@ -22,8 +22,8 @@ from mcore_ckpt_ext.megatron.live.compatibility import (
     check_stored_once,
     check_tokens,
 )
-from mcore_ckpt_ext.megatron.live.job import RankView, check_same_kinds
-from mcore_ckpt_ext.megatron.live.model import Spell
+from mcore_ckpt_ext.megatron.live.job import RankSummary, check_same_kinds
+from mcore_ckpt_ext.megatron.live.model import NameFunction
 from mcore_ckpt_ext.megatron.live.param_groups import carried_groups, with_step
 from mcore_ckpt_ext.megatron.live.reading import OwnShard, Reading
 from mcore_ckpt_ext.optimizers.groups import Group
@@ -32,14 +32,16 @@ LIVE_MODEL = "the live model"
 """Names the order in which the running job registers its parameters."""
 
 
-def open_with_orders(folder: Path, views: Iterable[RankView], spell: Spell = str) -> CheckpointView:
+def open_with_orders(folder: Path, views: Iterable[RankSummary], spell: NameFunction = str) -> CheckpointView:
     """Open a checkpoint with the order in which the ranks of the running job registered their parameters, if known."""
     orders = [list(map(spell, registered)) for view in views for registered in view.registered]
-    witnesses = [WitnessedOrder(LIVE_MODEL, orders)] if orders else []
+    witnesses = [ObservedOrder(LIVE_MODEL, orders)] if orders else []
     return with_first_moments(open_checkpoint(folder, witnesses=witnesses))
 
 
-def check_job(checkpoint: CheckpointView, views: Sequence[RankView], spell: Spell, arguments: JobArguments) -> None:
+def check_job(
+    checkpoint: CheckpointView, views: Sequence[RankSummary], spell: NameFunction, arguments: JobArguments
+) -> None:
     """Refuse a job that cannot resume a checkpoint on any of its ranks, as far as no rank's own shards matter.
 
     Raises:

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.stored_arrays import StoredArrays
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.megatron.live.broadcast_read import ReadOnce, wanted_bytes
-from mcore_ckpt_ext.model_space.names import is_extra_state, name_at, spelled_as_in, stacked_axes
+from mcore_ckpt_ext.model_space.names import is_extra_state, name_at, renamed_as_in, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice, make_plan
@@ -32,7 +32,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def respelled(entry: Any, checkpoint: TorchDistCheckpoint) -> Any:
     """A ShardedTensor under the key that the checkpoint has for it, which another layer spec may have written."""
-    key = spelled_as_in(checkpoint.index.arrays, entry.key)
+    key = renamed_as_in(checkpoint.index.arrays, entry.key)
     return entry if key == entry.key else replace(entry, key=key)
 
 

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_parameters
 
 
 @dataclass(frozen=True)
-class Begun:
+class PendingSidecar:
     """A sidecar that is being made.
 
     Attributes:
@@ -64,7 +64,7 @@ class PackingRecorder:
         arguments: Mapping[str, Any],
         iteration: int,
         beside: bool = False,
-    ) -> Begun:
+    ) -> PendingSidecar:
         """The sidecar of a save that begins; a collective call.
 
         Args:
@@ -75,14 +75,16 @@ class PackingRecorder:
             beside: as of `Digester.begin`.
         """
         if optimizer is None:
-            return Begun(lambda: None, lambda saved: "")
+            return PendingSidecar(lambda: None, lambda saved: "")
         if optimizer not in self._groups:
             live = chunks()
             self._groups[optimizer] = self._gathered(live, optimizer)
             self._digesters[optimizer] = Digester(live, optimizer, self._say)
         digests = self._digesters[optimizer].begin(optimizer, beside)
         groups = self._groups[optimizer]
-        return Begun(digests.share, lambda saved: self._text(groups, arguments, iteration, saved, digests.recorded()))
+        return PendingSidecar(
+            digests.share, lambda saved: self._text(groups, arguments, iteration, saved, digests.recorded())
+        )
 
     def _gathered(self, chunks: Sequence[Any], optimizer: Any) -> tuple[RecordedGroup, ...]:
         own: list[RecordedGroup] = []

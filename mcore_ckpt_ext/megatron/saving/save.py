@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from mcore_ckpt_ext.megatron.live.sidecar_writer import Begun
+from mcore_ckpt_ext.megatron.live.sidecar_writer import PendingSidecar
 from mcore_ckpt_ext.megatron.saving.background_writer import Report
 
 
@@ -101,7 +101,7 @@ class Save:
     tracker: Path
     tracker_text: str
     asynchronous: bool
-    record: Begun
+    record: PendingSidecar
     state: State = State.PLANNED
     began: float = 0.0
     stalled: float = 0.0

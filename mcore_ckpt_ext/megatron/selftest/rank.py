@@ -21,7 +21,7 @@ import torch
 
 from mcore_ckpt_ext.megatron.selftest.live_state import live_state
 from mcore_ckpt_ext.megatron.selftest.training import Training
-from mcore_ckpt_ext.patching.log import NAME, Said, own_logger
+from mcore_ckpt_ext.patching.log import NAME, LoggedLines, own_logger
 from mcore_ckpt_ext.patching.singletons import PROCESS
 from mcore_ckpt_ext.selftest.jobs import LAST, SAVED, Job, JobResult, Order
 from mcore_ckpt_ext.selftest.state import State, differences, number_of_elements
@@ -142,7 +142,7 @@ def _messages() -> Iterator[list[str]]:
     logger, lines = own_logger(), list[str]()
     collector = _Collector(lines)
     logger.addHandler(collector)
-    PROCESS.one(Said).clear()
+    PROCESS.one(LoggedLines).clear()
     try:
         yield lines
     finally:

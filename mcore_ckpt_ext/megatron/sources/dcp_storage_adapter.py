@@ -2,8 +2,8 @@
 
 Their `load_checkpoint` builds a state dict of DTensors, lets torch fill it, and takes it over (`_load_base_checkpoint`,
 megatron/training/checkpointing.py, core_v0.12.0 to 0.19.2 and the development head of August 2026). Within the scope
-that this module opens, torch reads the tensors by a `DraftedReader` instead of from files. Everything before and after
-it is stock.
+that this module opens, torch reads the tensors by a `VirtualStorageReader` instead of from files. Everything before and
+after it is stock.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.megatron.live.compatibility import check_lost, verify_checksums
-from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import DraftedReader
+from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import VirtualStorageReader
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
-from mcore_ckpt_ext.operations.block_reader import Filler
+from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import rebound
+from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.settings import ACCEPT_LOST, VERIFY_ALL
 
 _TORCH = "torch.distributed.checkpoint"
 STEPS = "opt_param_scheduler.num_steps"
 
 
-class DraftedFeed(ABC):
+class DcpStorageAdapter(ABC):
     """One checkpoint, handed to one load.
 
     Attributes:
@@ -61,8 +61,8 @@ class DraftedFeed(ABC):
     def __init__(self, folder: Path, checkpoint: CheckpointView) -> None:
         self._folder = folder
         self.checkpoint = checkpoint
-        self._filler = Filler(checkpoint, ACCEPT_LOST.value)
-        self._reader: DraftedReader | None = None
+        self._filler = BlockReader(checkpoint, ACCEPT_LOST.value)
+        self._reader: VirtualStorageReader | None = None
         self._fills_optimizer = False
 
     @abstractmethod
@@ -98,7 +98,7 @@ class DraftedFeed(ABC):
         started = time.monotonic()
         # Of a release, stock takes the weights alone.
         without = arguments.no_load_optim or self._folder.name == "release"
-        with self._open(scope), rebound(vars(arguments), no_load_rng=True, no_load_optim=without):
+        with self._open(scope), overridden(vars(arguments), no_load_rng=True, no_load_optim=without):
             result = stock()
         announce(f"{self._summary()}, {time.monotonic() - started:.1f} s; random state is reinitialized")
         return result
@@ -115,15 +115,15 @@ class DraftedFeed(ABC):
                 kind = scope["CheckpointType"][self.backend.upper()]
                 released = self._folder.name == "release"
                 return {"args": self.arguments, **known}, str(self._folder), released, kind
-            within = rebound(vars(checkpointing), FileSystemReader=_no_files, load_state_dict=fill)
-            with within, rebound(scope, _get_checkpoint_format=lambda *_: self.backend):
+            within = overridden(vars(checkpointing), FileSystemReader=_no_files, load_state_dict=fill)
+            with within, overridden(scope, _get_checkpoint_format=lambda *_: self.backend):
                 return original(*positional, rank0=rank0, **keywords)
 
         def fill(state_dict: dict[str, Any], *_: Any, **__: Any) -> None:
             self._fill(state_dict, load_state_dict)
 
         readers = {"FileSystemReader": _no_files} if "FileSystemReader" in scope else {}
-        with rebound(scope, _load_base_checkpoint=load_base_checkpoint, **readers):
+        with overridden(scope, _load_base_checkpoint=load_base_checkpoint, **readers):
             yield
 
     def _summary(self) -> str:
@@ -151,7 +151,7 @@ class DraftedFeed(ABC):
         others = planner.state_dict.keys() - live.keys()
         every = {key for keys in gather(sorted(live)) for key in keys}
 
-        def plan() -> DraftedReader:
+        def plan() -> VirtualStorageReader:
             reader = self._planned(live, others, every)
             self.complete(state_dict)
             return reader
@@ -166,7 +166,7 @@ class DraftedFeed(ABC):
                 f"train on, start again\n  {text_of(error)}"
             ) from error
 
-    def _planned(self, live: Mapping[str, torch.Tensor], others: Set[str], every: Set[str]) -> DraftedReader:
+    def _planned(self, live: Mapping[str, torch.Tensor], others: Set[str], every: Set[str]) -> VirtualStorageReader:
         """The reader of what this rank asks for.
 
         Args:
@@ -195,7 +195,7 @@ class DraftedFeed(ABC):
                     "the job has state that the checkpoint lacks", where=f"{key}, {self._folder}",
                     helps="resume with the model and optimizer arguments that the checkpoint was written with",
                 )  # fmt: skip
-        return DraftedReader({key: self._fitted(arrays[key], live[key]) for key in asked}, objects, self._filler)
+        return VirtualStorageReader({key: self._fitted(arrays[key], live[key]) for key in asked}, objects, self._filler)
 
     def _check_optimizer(self) -> None:
         if self.checkpoint.optimizer_format is None:

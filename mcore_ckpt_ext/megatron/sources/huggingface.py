@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, is_first_rank
-from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UsageError, with_article
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UsageError, with_indefinite_article
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.contradictions import contradictions
@@ -37,7 +37,7 @@ from mcore_ckpt_ext.megatron.new_tokens import (
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import fed
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import rebound
+from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.settings import ACCEPT_KEYS, FROM_HF
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
 
@@ -101,7 +101,7 @@ def check_arguments(arguments: Any) -> None:
     if found := contradictions(described.family, described.arguments, running):
         raise ModelMismatchError(
             f"the arguments of the job contradict config.json, which describes "
-            f"{with_article(described.family.described)}",
+            f"{with_indefinite_article(described.family.described)}",
             found="; ".join(found), where=str(folder / CONFIG),
             helps=f"describe the model of config.json: {shlex.join(training_flags(described.arguments))}",
         )  # fmt: skip
@@ -142,7 +142,7 @@ def start_from(
     def opened(live: set[str]) -> CheckpointView:
         checkpoint = _opened(folder, arguments)
         if checkpoint.family.origin:
-            registered.add(f", {with_article(checkpoint.family.described)}")
+            registered.add(f", {with_indefinite_article(checkpoint.family.described)}")
         if checkpoint.has_mtp and not any(name.startswith("mtp.") for name in live):
             with accepting(ACCEPT_KEYS.chosen(arguments)):
                 checkpoint = checkpoint.without_mtp()
@@ -152,7 +152,7 @@ def start_from(
             left_out.append(f"{len(checkpoint.left_out)} tensors without an equivalent in Megatron")
         return checkpoint.view
 
-    exists = rebound(scope, checkpoint_exists=lambda path: path is not None and Path(path) == folder)
+    exists = overridden(scope, checkpoint_exists=lambda path: path is not None and Path(path) == folder)
     with exists, fed(scope, folder, chunks, opened), initialization_kept(chunks, new, optimizer):
         result = stock()
     grown = f"; {kept_message(new)}" if new else ""

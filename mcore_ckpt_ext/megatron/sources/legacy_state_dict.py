@@ -33,15 +33,15 @@ from mcore_ckpt_ext.formats.legacy.reader import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.zarr.reader import NAME as ZARR
 from mcore_ckpt_ext.layout.parallel import placement_changes
-from mcore_ckpt_ext.megatron.live.compatibility import check_names, spelling_in
+from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for
 from mcore_ckpt_ext.megatron.live.extra_states import FoundStates, states_for
-from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_names, live_parameters, live_tensors
+from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_names, live_parameters, model_tensors
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.patching.log import announce, states_of_nobody
-from mcore_ckpt_ext.patching.overrides import rebound
+from mcore_ckpt_ext.patching.log import announce, missing_extra_states_message
+from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
 
 _DISTRIBUTED = "use_distributed_optimizer"
@@ -136,7 +136,7 @@ def fed(
         ResumeRefusedError: on every rank, when some rank's part cannot be put together.
     """
     arguments = scope["get_args"]()
-    told = agreed("reading the live model", lambda: live_names(live_tensors(chunks)))
+    told = agreed("reading the live model", lambda: live_names(model_tensors(chunks)))
     live = {name for names in told for name in names}
     state: dict[str, Any] = {}
     releases: list[bool] = []
@@ -150,7 +150,7 @@ def fed(
 
     missing, unknown = map(sum, zip(*agreed("cutting the weights", cut), strict=True))
     if missing:
-        announce(states_of_nobody(missing))
+        announce(missing_extra_states_message(missing))
     if unknown:
         announce(
             f"extra states of {unknown} modules are of an unknown kind: they start empty, and fp8 "
@@ -164,7 +164,7 @@ def fed(
         # The kind of checkpoint is returned since 0.9.
         return (*found, scope["CheckpointType"].LEGACY) if "CheckpointType" in scope else found
 
-    with rebound(scope, _load_base_checkpoint=load_base_checkpoint), rebound(vars(arguments), no_load_rng=True):
+    with overridden(scope, _load_base_checkpoint=load_base_checkpoint), overridden(vars(arguments), no_load_rng=True):
         yield
 
 
@@ -177,7 +177,7 @@ def _rank_state(
         It, and how many extra states are not in the checkpoint, or not known.
     """
     try:
-        spell = spelling_in(checkpoint, live)
+        spell = name_map_for(checkpoint, live)
         check_names(checkpoint, set(map(spell, live)))
         # A Hugging Face folder has no arguments of its own: those of this job have been compared with its config.json.
         written = Namespace(**(vars(arguments) if checkpoint.format_reader.is_model_folder else checkpoint.args))

@@ -21,7 +21,7 @@ from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DraftedFeed
+from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DcpStorageAdapter
 from mcore_ckpt_ext.operations.sources import open_source
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 
@@ -32,7 +32,7 @@ def is_of_fsdp(arguments: Any) -> bool:
 
 
 def load_into_fsdp(scope: MutableMapping[str, Any], directory: str | None, stock: Callable[[], Any]) -> Any:
-    """A load of a job of Megatron-FSDP: stock's own, but of another format than its own by way of a `DraftedReader`.
+    """Load into a job of Megatron-FSDP: by stock, or from another format through a `VirtualStorageReader`.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
@@ -60,7 +60,7 @@ def load_into_fsdp(scope: MutableMapping[str, Any], directory: str | None, stock
     return agreed_here("opening the checkpoint", lambda: _Feed(folder, arguments)).load(scope, arguments, stock)
 
 
-class _Feed(DraftedFeed):
+class _Feed(DcpStorageAdapter):
     """One checkpoint, handed to one load of Megatron-FSDP."""
 
     backend: ClassVar[str] = FSDP_DTENSOR
@@ -80,9 +80,9 @@ class _Feed(DraftedFeed):
             )  # fmt: skip
         spec: LayerSpec = "local" if running.transformer_impl == "local" else "transformer_engine"
         super().__init__(folder, open_source(folder, FsdpDtensor(transformer_impl=spec), None))
-        experts_apart = (running.expert_model_parallel_size or 1) > 1
+        has_expert_optimizer = (running.expert_model_parallel_size or 1) > 1
         # The checkpoint under the names that the running job has.
-        self._target = FsdpTarget(self.checkpoint, megatron_version(), experts_apart, ModuleNames(running))
+        self._target = FsdpTarget(self.checkpoint, megatron_version(), has_expert_optimizer, ModuleNames(running))
         self.arguments = self._target.common["args"]
 
     @override

@@ -28,8 +28,8 @@ from mcore_ckpt_ext.formats.torch_dcp.reader import NAME as TORCH_DCP
 from mcore_ckpt_ext.formats.torch_dist.flattened import MODEL
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
 from mcore_ckpt_ext.layout.local_parameters import model_space_name
-from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
-from mcore_ckpt_ext.megatron.live.compatibility import check_names, spelling_in
+from mcore_ckpt_ext.layout.parameter_order import ObservedOrder
+from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
 from mcore_ckpt_ext.megatron.load_decision import explain
@@ -37,7 +37,7 @@ from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.policy import decide
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DraftedFeed
+from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DcpStorageAdapter
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.patching.log import announce
@@ -74,7 +74,7 @@ def load_into_torch_fsdp(
     optimizer: Any,
     stock: Callable[[], Any],
 ) -> Any:
-    """A load of a job of torch's FSDP: stock's own, by way of a `DraftedReader`.
+    """A load of a job of torch's FSDP: stock's own, by way of a `VirtualStorageReader`.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
@@ -96,7 +96,7 @@ def load_into_torch_fsdp(
         return feed.load(scope, arguments, stock)
 
 
-class _Feed(DraftedFeed):
+class _Feed(DcpStorageAdapter):
     """One checkpoint, handed to one load of torch's FSDP."""
 
     backend: ClassVar[str] = TORCH_DCP
@@ -112,9 +112,9 @@ class _Feed(DraftedFeed):
             for key, value in chunk.state_dict(keep_vars=True).items()
             if isinstance(value, torch.Tensor) and not is_extra_state(key)
         }
-        order = WitnessedOrder("the live model", [[name for _, name in named.values()]])
+        order = ObservedOrder("the live model", [[name for _, name in named.values()]])
         checkpoint = open_checkpoint(folder, witnesses=[order])
-        spell = spelling_in(checkpoint, {name for _, name in named.values()}, running)
+        spell = name_map_for(checkpoint, {name for _, name in named.values()}, running)
         super().__init__(folder, checkpoint)
         self._weights = {f"{MODEL}{key}": spell(name) for key, (_, name) in named.items()}
         self._names = {number: spell(name) for number, name in named.values()}
@@ -155,7 +155,7 @@ class _Feed(DraftedFeed):
         Raises:
             ModelMismatchError: they were in several groups.
         """
-        (groups,) = distinct_groups(self.checkpoint.param_groups(), experts_apart=False)
+        (groups,) = distinct_groups(self.checkpoint.param_groups(), has_expert_optimizer=False)
         names = self._groups[number]
         known = {name: self.checkpoint.named_tensor(WEIGHT, name).shape for name in names}
         found = {group_that_holds(name, shape, groups, self.checkpoint.arguments) for name, shape in known.items()}

@@ -22,14 +22,14 @@ from torch.futures import Future
 
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
-from mcore_ckpt_ext.operations.block_reader import Filler
-from mcore_ckpt_ext.planning.write_plan import Block, Placed, Record
+from mcore_ckpt_ext.operations.block_reader import BlockReader
+from mcore_ckpt_ext.planning.write_plan import Block, Record, WriteItem
 
 
-class DraftedReader(StorageReader):
+class VirtualStorageReader(StorageReader):
     """Reads each part of an array from where the checkpoint has it, and proves the masters among them."""
 
-    def __init__(self, arrays: Mapping[str, FsdpArray], objects: Mapping[str, Any], filler: Filler) -> None:
+    def __init__(self, arrays: Mapping[str, FsdpArray], objects: Mapping[str, Any], filler: BlockReader) -> None:
         """Args: what `FsdpTarget` lays out, by key; what reads it."""
         self._arrays, self._objects, self._filler = arrays, objects, filler
         self.bytes_read = 0
@@ -77,7 +77,7 @@ class DraftedReader(StorageReader):
         numel = prod(tensor.shape)
         in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
         room = tensor.view(-1) if in_place else torch.empty(numel, dtype=tensor.dtype)
-        placed = Placed(0, array.wanted(item.storage_offsets, item.lengths))
+        placed = WriteItem(0, array.wanted(item.storage_offsets, item.lengths))
         record = Record(array.key, 0, array.tensor.dtype, numel, (placed,))
         self._filler.fill(record, Block(0, numel, (placed,)), room)
         if not in_place:

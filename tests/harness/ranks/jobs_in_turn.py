@@ -21,7 +21,7 @@ from megatron_on_cpu.groups import leave_groups
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main as main_of_command
-from mcore_ckpt_ext.patching.log import Said
+from mcore_ckpt_ext.patching.log import LoggedLines
 from mcore_ckpt_ext.patching.singletons import PROCESS
 
 _FORGET = {
@@ -51,7 +51,7 @@ def run(job: dict[str, Any]) -> None:
             if main_of_command(words):
                 raise RuntimeError(f"mcore-ckpt {' '.join(words)}")
     (mcore_ckpt_ext.uninstall if job["stock"] else mcore_ckpt_ext.install)()
-    PROCESS.one(Said).clear()
+    PROCESS.one(LoggedLines).clear()
     os.environ.update(job["environment"])
     sys.argv[1:] = job["arguments"]
     say(f"=== begins: {job['name']}")

@@ -41,7 +41,7 @@ checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
 _PROGRESS = {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0}
 
 
-class Witness:
+class WriteDetector:
     """Sees what the product does in one load: calls of stock Megatron's function, lines, resumes, memory."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def _kibibytes(name: str) -> int:
     return int(found[1])
 
 
-def load(case: dict[str, Any], live: Live, witness: Witness) -> dict[str, Any]:
+def load(case: dict[str, Any], live: Live, witness: WriteDetector) -> dict[str, Any]:
     """One case, from a filled optimizer to a report."""
     witness.forget()
     arguments = live_job.get_args()
@@ -217,7 +217,7 @@ def _counters(prepared: Prepared) -> dict[str, Any]:
 def main() -> None:
     """All the cases, one after the other; ranks stay in step because each case ends on all of them."""
     live_job.start()
-    witness = Witness()
+    witness = WriteDetector()
     witness.install()
     models: dict[str, Live] = {}
     outcomes = {}

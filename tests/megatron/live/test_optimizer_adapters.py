@@ -9,19 +9,19 @@ import torch
 
 from mcore_ckpt_ext.megatron.live.model import LiveParameter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.undistributed import UndistributedHome
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.undistributed import UndistributedAdapter
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 
 SHAPE = (2, 3)
 NEW = torch.arange(6.0)
 
 
-def held(master: torch.Tensor, weight: torch.Tensor) -> tuple[UndistributedHome, LiveShard]:
+def held(master: torch.Tensor, weight: torch.Tensor) -> tuple[UndistributedAdapter, LiveShard]:
     """A home of one master, and of one weight that may be the master."""
     groups = [[weight]], [[master]]
     inner = torch.optim.AdamW([master])
     optimizer = SimpleNamespace(optimizer=inner, float16_groups=groups[0], fp32_from_float16_groups=groups[1])
-    home = UndistributedHome(optimizer)
+    home = UndistributedAdapter(optimizer)
     own = LiveParameter(weight, (Region.whole("weight", SHAPE),), {}, may_pad=False)
     return home, LiveShard(own, Slice.whole(own.regions), (), home)
 

@@ -35,7 +35,7 @@ LAYERS = "decoder.layers.mlp.linear_fc2.weight"  # four layers of 32 x 128, stac
 
 
 @dataclass
-class Asked:
+class RequestedTensors:
     """The fields of megatron.core.dist_checkpointing.mapping.ShardedTensor that count."""
 
     key: str
@@ -59,8 +59,8 @@ def checkpoint() -> TorchDistCheckpoint:
     return found
 
 
-def rows(first: int, count: int, total: int = 128, **more: Any) -> Asked:
-    return Asked(EMBEDDING, None, torch.bfloat16, (count, 32), (total, 32), (first, 0), **more)
+def rows(first: int, count: int, total: int = 128, **more: Any) -> RequestedTensors:
+    return RequestedTensors(EMBEDDING, None, torch.bfloat16, (count, 32), (total, 32), (first, 0), **more)
 
 
 def loaded(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> list[torch.Tensor]:
@@ -71,7 +71,9 @@ def loaded(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> list[torch.
 def test_any_part_of_an_array_can_be_asked_for(checkpoint: TorchDistCheckpoint) -> None:
     truth = checkpoint.view.tensor("weight", EMBEDDING).read()
     assert torch.equal(loaded([rows(16, 40)], checkpoint)[0], truth[16:56])
-    columns = Asked(EMBEDDING, torch.zeros(128, 8, dtype=torch.bfloat16), torch.bfloat16, (128, 8), (128, 32), (0, 24))
+    columns = RequestedTensors(
+        EMBEDDING, torch.zeros(128, 8, dtype=torch.bfloat16), torch.bfloat16, (128, 8), (128, 32), (0, 24)
+    )
     (found,) = loaded([columns], checkpoint)
     assert torch.equal(found, truth[:, 24:])
     assert columns.data is not None
@@ -79,7 +81,7 @@ def test_any_part_of_an_array_can_be_asked_for(checkpoint: TorchDistCheckpoint) 
 
 
 def test_a_layer_of_a_stacked_array(checkpoint: TorchDistCheckpoint) -> None:
-    layer = Asked(LAYERS, None, torch.bfloat16, (16, 64), (4, 32, 128), (2, 16, 64), prepend_axis_num=1)
+    layer = RequestedTensors(LAYERS, None, torch.bfloat16, (16, 64), (4, 32, 128), (2, 16, 64), prepend_axis_num=1)
     truth = checkpoint.view.tensor("weight", "decoder.layers.2.mlp.linear_fc2.weight").read()
     assert torch.equal(loaded([layer], checkpoint)[0], truth[16:, 64:])
 
@@ -88,7 +90,7 @@ def test_other_dtypes_and_memory_that_is_not_contiguous(checkpoint: TorchDistChe
     """Megatron copies, and so converts."""
     truth = checkpoint.view.tensor("weight", EMBEDDING).read()
     memory = torch.nn.Parameter(torch.zeros(32, 128))
-    asked = Asked(EMBEDDING, memory.t(), torch.float32, (128, 32), (128, 32), (0, 0))
+    asked = RequestedTensors(EMBEDDING, memory.t(), torch.float32, (128, 32), (128, 32), (0, 0))
     loaded([asked], checkpoint)
     assert torch.equal(memory.detach(), truth.float().t())
 
@@ -118,7 +120,7 @@ class Quantized(torch.Tensor):
         (replace(rows(0, 128), data=torch.empty(128, 32)), "says otherwise"),
     ],
 )
-def test_what_is_not_known_is_named(asked: Asked, reason: str, checkpoint: TorchDistCheckpoint) -> None:
+def test_what_is_not_known_is_named(asked: RequestedTensors, reason: str, checkpoint: TorchDistCheckpoint) -> None:
     found = stumbling_block([rows(0, 128), asked], checkpoint)
     assert found is not None
     assert re.search(reason, found)

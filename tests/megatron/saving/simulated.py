@@ -17,7 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.errors import SaveFailedError
-from mcore_ckpt_ext.megatron.live.sidecar_writer import Begun
+from mcore_ckpt_ext.megatron.live.sidecar_writer import PendingSidecar
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.megatron.saving.committer import Publisher
 from mcore_ckpt_ext.megatron.saving.coordinator import Coordinator, WriterLostError
@@ -263,7 +263,12 @@ class Rank:
         folder, tracker = self.job.folder_of(order.iteration), self.job.run / TRACKER
         text = str(order.iteration)
         save = Save(
-            order.iteration, folder, tracker, text, order.asynchronous, record=Begun(lambda: None, lambda saved: "{}")
+            order.iteration,
+            folder,
+            tracker,
+            text,
+            order.asynchronous,
+            record=PendingSidecar(lambda: None, lambda saved: "{}"),
         )
         self.saves.append(save)
         self.publishing = order.publishing

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from mcore_ckpt_ext.errors import SaveFailedError
-from mcore_ckpt_ext.megatron.live.sidecar_writer import Begun
+from mcore_ckpt_ext.megatron.live.sidecar_writer import PendingSidecar
 from mcore_ckpt_ext.megatron.saving.save import TRANSITIONS, Save, State
 from tests.megatron.saving.simulated import (
     FAULTS,
@@ -34,7 +34,9 @@ LIVES = [
 
 
 def save_of(run: Path) -> Save:
-    return Save(2, run / "iter_0000002", run / TRACKER, "2", True, record=Begun(lambda: None, lambda saved: ""))
+    return Save(
+        2, run / "iter_0000002", run / TRACKER, "2", True, record=PendingSidecar(lambda: None, lambda saved: "")
+    )
 
 
 @pytest.mark.parametrize("life", LIVES)

@@ -8,7 +8,7 @@ from threading import Timer
 
 import pytest
 
-from mcore_ckpt_ext.megatron.live.sidecar_writer import Begun
+from mcore_ckpt_ext.megatron.live.sidecar_writer import PendingSidecar
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.megatron.saving.committer import Publisher
 from mcore_ckpt_ext.megatron.saving.coordinator import Coordinator
@@ -19,7 +19,9 @@ from mcore_ckpt_ext.megatron.saving.save import Save, Step
 def save_of(run: Path, iteration: int) -> Save:
     folder = run / f"iter_{iteration:07d}"
     tracker = run / "latest_checkpointed_iteration.txt"
-    return Save(iteration, folder, tracker, str(iteration), True, record=Begun(lambda: None, lambda record: "{}"))
+    return Save(
+        iteration, folder, tracker, str(iteration), True, record=PendingSidecar(lambda: None, lambda record: "{}")
+    )
 
 
 class Run:

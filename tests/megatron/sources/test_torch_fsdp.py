@@ -15,17 +15,20 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpTarget
 from mcore_ckpt_ext.megatron.sources import torch_fsdp
 from mcore_ckpt_ext.megatron.sources.megatron_fsdp import load_into_fsdp
-from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import DraftedReader
-from mcore_ckpt_ext.operations.block_reader import Filler
+from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import VirtualStorageReader
+from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.operations.conversion import convert
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip, payload_position
 
 
-def drafted(run: Path) -> tuple[DraftedReader, Filler]:
+def drafted(run: Path) -> tuple[VirtualStorageReader, BlockReader]:
     checkpoint = open_checkpoint(run)
-    target, filler = FsdpTarget(checkpoint, (0, 19), experts_apart=False), Filler(checkpoint, accept_lost=False)
-    return DraftedReader({array.key: array for array in target.arrays()}, dict(target.objects()), filler), filler
+    target, filler = (
+        FsdpTarget(checkpoint, (0, 19), has_expert_optimizer=False),
+        BlockReader(checkpoint, accept_lost=False),
+    )
+    return VirtualStorageReader({array.key: array for array in target.arrays()}, dict(target.objects()), filler), filler
 
 
 @pytest.mark.parametrize("name", ["p02", "p22", "p51"])

@@ -48,10 +48,10 @@ class LiveShard(Shard):
         home: the optimizer that holds it.
     """
 
-    home: Home
+    home: OptimizerAdapter
 
 
-class Home(Protocol):
+class OptimizerAdapter(Protocol):
     """One optimizer of a live job: its share of the parameters, and where their masters and moments are kept.
 
     All tensors of a shard are 1-D and have `shard.slice.numel` elements.

@@ -11,13 +11,13 @@ import torch
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.master_check import half_precision
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Home
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.distributed import DistributedHome
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import OptimizerAdapter
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.distributed import DistributedAdapter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.layer_wise import LayerWiseHome
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.offloaded import OffloadedHome
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.precision_aware import PrecisionAwareHome, keeps_halves
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.undistributed import UndistributedHome
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.layer_wise import LayerWiseAdapter
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.offloaded import OffloadedAdapter
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.precision_aware import PrecisionAwareAdapter, keeps_halves
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.undistributed import UndistributedAdapter
 
 # megatron/core/optimizer/optimizer.py, core_v0.7.0 to 0.19.2.
 _UNDISTRIBUTED = ("Float16OptimizerWithFloat16Params", "FP32Optimizer")
@@ -69,7 +69,7 @@ def _leaves(optimizer: Any, layer_wise: Any) -> Iterator[tuple[Any, Any]]:
         yield from _leaves(child, layer_wise)
 
 
-def homes_of(optimizer: Any) -> list[Home]:
+def optimizer_adapters_of(optimizer: Any) -> list[OptimizerAdapter]:
     """The homes of a (chained) optimizer's masters and moments.
 
     Raises:
@@ -88,16 +88,16 @@ def homes_of(optimizer: Any) -> list[Home]:
     return [
         *(_home_of(child) for child in chain.distributed),
         *(
-            LayerWiseHome(child, layer_wise) if layer_wise is not None else UndistributedHome(child)
+            LayerWiseAdapter(child, layer_wise) if layer_wise is not None else UndistributedAdapter(child)
             for child, layer_wise in chain.whole
         ),
     ]
 
 
-def _home_of(optimizer: Any) -> Home:
+def _home_of(optimizer: Any) -> OptimizerAdapter:
     if is_offloaded(optimizer):
-        return OffloadedHome(optimizer)
-    return PrecisionAwareHome(optimizer) if is_precision_aware(optimizer) else DistributedHome(optimizer)
+        return OffloadedAdapter(optimizer)
+    return PrecisionAwareAdapter(optimizer) if is_precision_aware(optimizer) else DistributedAdapter(optimizer)
 
 
 def check_supported(optimizers: Sequence[Any]) -> None:

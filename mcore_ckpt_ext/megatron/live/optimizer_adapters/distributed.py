@@ -17,13 +17,13 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.megatron.live.model import LiveParameter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.plain import PlainHome, described
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.plain import PlainAdapter, described
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
 from mcore_ckpt_ext.optimizers.groups import BOUNDS
 
 
-class DistributedHome(PlainHome):
+class DistributedAdapter(PlainAdapter):
     """The home of masters and moments that `DistributedOptimizer` shards over data-parallel ranks."""
 
     @property

@@ -14,10 +14,10 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.undistributed import UndistributedHome
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.undistributed import UndistributedAdapter
 
 
-class LayerWiseHome(UndistributedHome):
+class LayerWiseAdapter(UndistributedAdapter):
     """The home of masters and moments of one optimizer in a LayerWiseDistributedOptimizer."""
 
     kind = "whole masters of whole parameters, each on one data-parallel rank"

@@ -18,12 +18,12 @@ import torch
 from typing_extensions import override
 
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.distributed import DistributedHome
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.distributed import DistributedAdapter
 
 _STEP = "step"
 
 
-class OffloadedHome(DistributedHome):
+class OffloadedAdapter(DistributedAdapter):
     """The home of masters and moments that `HybridDeviceOptimizer` keeps partly on the CPU."""
 
     @property

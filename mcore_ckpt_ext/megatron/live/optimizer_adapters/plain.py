@@ -14,8 +14,8 @@ from mcore_ckpt_ext.megatron.live.model import LiveParameter, quantisation
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 
 
-class PlainHome(ABC):
-    """The part of a `Home` that does not depend on how parameters are spread over data-parallel ranks."""
+class PlainAdapter(ABC):
+    """The part of a `OptimizerAdapter` that does not depend on how parameters are spread over data-parallel ranks."""
 
     def __init__(self, optimizer: Any) -> None:
         """Args: Megatron's optimizer, around the inner one (`optimizer`) that has the state."""

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.layout.master_check import WITHIN_HALF_PRECISION, Proof
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.distributed import DistributedHome
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.distributed import DistributedAdapter
 from mcore_ckpt_ext.optimizers.remainders import join, split
 
 _MASTER = "master_param"
@@ -29,7 +29,7 @@ def keeps_halves(optimizer: Any) -> bool:
     return bool(getattr(optimizer.config, "main_params_dtype", torch.float32) == torch.float16)
 
 
-class PrecisionAwareHome(DistributedHome):
+class PrecisionAwareAdapter(DistributedAdapter):
     """The home of masters and moments that the fused optimizer itself keeps, in dtypes of its choice."""
 
     def __init__(self, optimizer: Any) -> None:

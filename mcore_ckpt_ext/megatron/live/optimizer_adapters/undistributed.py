@@ -18,11 +18,11 @@ from mcore_ckpt_ext.megatron.live.model import LiveParameter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.offloaded import set_step
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.plain import PlainHome, described
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.plain import PlainAdapter, described
 from mcore_ckpt_ext.model_space.slices import Slice
 
 
-class UndistributedHome(PlainHome):
+class UndistributedAdapter(PlainAdapter):
     """The home of masters and moments that every data-parallel rank holds whole."""
 
     kind = "whole masters of whole parameters"
