@@ -227,7 +227,7 @@ def _function(seam: PatchPoint, module: ModuleType) -> Any:
 
 
 def _checked_target(seam: PatchPoint, module: ModuleType) -> Function:
-    """Return the function to wrap, or raise SeamMismatchError where it is not what the seam expects."""
+    """Return the function to wrap, or raise PatchPointMismatchError where it is not what the seam expects."""
     target = _function(seam, module)
     if not callable(target):
         raise PatchPointMismatchError(f"{seam.module} has no function {seam.attribute}")

@@ -143,7 +143,7 @@ def test_a_broken_one_is_an_error_that_names_its_distribution(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("method", ["misfits", "arguments", "tensors", "notices", "copies", "without_place"])
+@pytest.mark.parametrize("method", ["mismatches", "arguments", "tensors", "notices", "copies", "unmapped_tensors"])
 def test_one_that_raises_is_an_error_that_names_its_distribution(
     run: CommandLine, method: str, site: Path, parrot: Path, tmp_path: Path
 ) -> None:

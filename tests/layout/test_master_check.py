@@ -335,7 +335,7 @@ def test_what_cannot_be_looked_at_hides_no_mismatch(monkeypatch: pytest.MonkeyPa
 
     def found(first: float) -> list[str]:
         homes = [Interrupted({"first": torch.full((4,), first)})]
-        monkeypatch.setattr(live_check, "homes_of", lambda optimizer: homes)
+        monkeypatch.setattr(live_check, "optimizer_adapters_of", lambda optimizer: homes)
         return [item.name for item in live_check.live_mismatches([chunk], None)]
 
     assert found(2.0) == ["first"]

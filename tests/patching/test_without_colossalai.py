@@ -20,7 +20,7 @@ def test_status_and_names_need_nothing_and_install_says_what_is_missing() -> Non
     assert done.stdout.splitlines() == ["not patched", "get_static_torch_model"], done.stderr
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert "ZeroDDP or GeminiDDP is not here" in last
+    assert "ZeroDDP or GeminiDDP is not available" in last
     assert "pip install colossalai==0.5.0" in last
 
 
