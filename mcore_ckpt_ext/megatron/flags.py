@@ -129,7 +129,7 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
             FALLBACK.flag,
             action="store_true",
             default=None,
-            help="Resume from the newest whole checkpoint where the newest one is incomplete or damaged "
+            help="Resume from the newest complete checkpoint where the newest one is incomplete or damaged "
             f"(also {FALLBACK.name}=1).",
         )
         group.add_argument(

@@ -235,7 +235,7 @@ def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], dire
     check_optimizer_was_saved(written, str(name))
     if is_another_kind(written, kind_named(vars(arguments))):
         raise ModelMismatchError(
-            "the checkpoint was written by an optimizer of another kind than the running one",
+            "the checkpoint was written by another kind of optimizer than the running one",
             found=f"--optimizer {kind_named(written.stated)}",
             expected=f"--optimizer {kind_named(vars(arguments))}",
             where=str(name),

@@ -70,7 +70,7 @@ def refusal(tokens: range, where: str, *, can_be_kept: bool = True) -> ResumeRef
     same = "resume with the tokenizer, or the --vocab-size, that the checkpoint was written with"
     keep = f", or set {_KEEP}: the new rows then keep the model's own initialization, with moments of zero"
     return ResumeRefusedError(
-        "mcore_ckpt_ext refused while comparing the vocabularies; the optimizer is untouched\n  "
+        "mcore_ckpt_ext refused while comparing the vocabularies; the optimizer is unchanged\n  "
         "the job has tokens without rows in the checkpoint, and their weights would be zero",
         found=f"{tokens.start} rows in the checkpoint, padding included; new are {described(tokens)}",
         expected=f"at most {tokens.start} tokens",

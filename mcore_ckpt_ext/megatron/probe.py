@@ -205,8 +205,8 @@ def _refusal(standing: IterationHealth, number: int, directory: str) -> ResumeRe
         f"{FALLBACK.flag} (or {FALLBACK.name}=1) always takes the newest complete one"
     )
     return ResumeRefusedError(
-        "mcore_ckpt_ext refused while looking for a whole checkpoint; the optimizer is untouched\n  "
-        f"{standing.wanted} is not whole",
+        "mcore_ckpt_ext refused while looking for a complete checkpoint; the optimizer is unchanged\n  "
+        f"{standing.wanted} is not complete",
         found=found,
         where=directory,
         helps=helps,

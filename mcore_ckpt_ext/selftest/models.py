@@ -45,8 +45,9 @@ def arguments(machine: Machine, model: str, layout: Layout) -> tuple[str, ...]:
     sizes = MODELS[model]
     words = [word for name, value in _named(machine, sizes, layout).items() for word in (f"--{name}", str(value))]
     # Kernels that torch compiles take longer than the self-test; Apex, of which others are, need not be installed.
-    unfused = ("gradient-accumulation", "masked-softmax", "bias-gelu", "bias-dropout", "bias-swiglu", "rope")
-    words += ["--bf16", "--use-distributed-optimizer", "--mock-data", *(f"--no-{name}-fusion" for name in unfused)]
+    words += ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion"]
+    words += ["--no-bias-dropout-fusion", "--no-bias-swiglu-fusion", "--no-rope-fusion"]
+    words += ["--bf16", "--use-distributed-optimizer", "--mock-data"]
     if layout.virtual > 1:
         layers = (sizes.layers or machine.layers) // layout.pipeline // layout.virtual
         words += ["--num-layers-per-virtual-pipeline-stage", str(layers)]

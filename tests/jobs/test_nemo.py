@@ -67,7 +67,9 @@ def test_it_is_converted(ran: Programs, tmp_path: Path) -> None:
     report = convert(run, tmp_path / "torch_dist", TorchDist())
     assert report.proven_elements > 0
     assert not report.unread
-    assert any("Lightning's own: loops, lr_schedulers, pytorch-lightning_version" in note for note in report.notes)
+    assert any(
+        "as it belongs to Lightning: loops, lr_schedulers, pytorch-lightning_version" in note for note in report.notes
+    )
     convert(run, tmp_path / "canonical", Canonical())
     convert(tmp_path / "torch_dist", tmp_path / "legacy", Legacy(tensor_model_parallel_size=1))
     for name in ("torch_dist", "canonical", "legacy"):

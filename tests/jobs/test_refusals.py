@@ -148,7 +148,9 @@ REFUSALS = [
     Refusal("edited weights", f"could be verified.*{MATRIX}.*weight 0.0", pruned),
     Refusal("no metadata.json", r"not a finished torch_dist checkpoint.*metadata\.json", without("metadata.json")),
     Refusal("no .metadata", r"index cannot be read.*\.metadata.*use another iteration", without(".metadata")),
-    Refusal("a tracker that names no folder", r"40 is not whole.*iter_0000040.*step 4", tracker_of_a_missing_iteration),
+    Refusal(
+        "a tracker that names no folder", r"40 is not complete.*iter_0000040.*step 4", tracker_of_a_missing_iteration
+    ),
     Refusal("a wider model", r"different shapes in the model.*\(32,\) in the checkpoint.*\(64,\)", model=WIDER),
     Refusal("a layer too many in the model", r"the checkpoint lacks.*decoder\.layers\.4\.", model={"num_layers": 5}),
     Refusal("a layer too many in the checkpoint", r"does not have.*decoder\.layers\.3\.", model={"num_layers": 3}),

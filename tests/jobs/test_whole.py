@@ -76,7 +76,7 @@ def outcomes(folder: Path, gpt: Job) -> Outcomes:
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_it_is_refused_and_the_iteration_that_would_do_is_named(damage: str, outcomes: Outcomes) -> None:
     for rank in outcomes[damage]:
-        assert re.search(r"is not whole.*iteration 4 is whole: --ckpt-step 4", rank["error"], re.DOTALL)
+        assert re.search(r"is not complete.*iteration 4 is complete: --ckpt-step 4", rank["error"], re.DOTALL)
         assert "--ckpt-ext-fallback" in rank["error"]
         assert rank["after"] == rank["before"]
 
@@ -86,7 +86,7 @@ def test_with_leave_the_newest_whole_one_is_taken(damage: str, outcomes: Outcome
     for rank in outcomes[f"{damage}, allowed"]:
         assert (rank["error"], rank["iteration"]) == (None, 4)
     lines = outcomes[f"{damage}, allowed"][0]["lines"]
-    assert [line for line in lines if "is not whole" in line] == lines[:1]
+    assert [line for line in lines if "is not complete" in line] == lines[:1]
     assert lines[0].endswith("resuming from iteration 4 instead")
     number = list(DAMAGES).index(damage)
     assert differing(assemble(gpt.at_save), assemble(folder / f"dump-{number}")) == []
@@ -102,7 +102,7 @@ def test_no_rank_waits_for_one_that_sees_no_checkpoint(blind: int, outcomes: Out
 def test_an_empty_tracker_is_as_good_as_a_damaged_checkpoint(outcomes: Outcomes) -> None:
     """Megatron truncates it before it writes it; the newest iteration itself is whole here."""
     for rank in outcomes["an empty tracker"]:
-        assert "iteration 8 is whole: writing 8 into the tracker file takes it" in rank["error"]
+        assert "iteration 8 is complete: writing 8 into the tracker file takes it" in rank["error"]
     assert [rank["error"] for rank in outcomes["an empty tracker, allowed"]] == [None, None]
     assert "resuming from iteration 8 instead" in outcomes["an empty tracker, allowed"][0]["lines"][0]
 

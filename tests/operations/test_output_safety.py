@@ -129,7 +129,7 @@ def test_only_our_own_names_are_written(
         report = mcore_ckpt_ext.convert(source, tmp_path / "out", TARGETS[to]())
     except UnsupportedCheckpointError as error:
         assert place is in_the_parameter_groups
-        assert "what would be written" in str(error)
+        assert "the output would contain a class that is not allowed" in str(error)
         return
     assert place is not in_the_parameter_groups
     assert names_in(tmp_path / "out") <= OUR_NAMES
@@ -170,7 +170,7 @@ def test_a_name_with_a_line_break_never_becomes_another(tmp_path: Path) -> None:
     name = ("collections\nOrderedDict\n0cposix", "system")
     with pytest.raises(UnsafePickleError, match="no class can have"):
         safe_loads(stacked(*name), "here")
-    with pytest.raises(UnsupportedCheckpointError, match="what would be written"):
+    with pytest.raises(UnsupportedCheckpointError, match="the output would contain a class that is not allowed"):
         dumps({"rng_state": placeholder_class(*name)("true")})
 
 

@@ -89,7 +89,7 @@ def test_another_iteration_is_named_where_one_is_complete(tmp_path: Path) -> Non
     (newer / "metadata.json").write_bytes((copy.iteration / "metadata.json").read_bytes())
     found = rehearsed(copy.run, "tp=2", 2)
     assert found.refusal is not None
-    assert "iteration 8 is not whole" in found.refusal
+    assert "iteration 8 is not complete" in found.refusal
     assert "--ckpt-step 4" in found.refusal
 
 
