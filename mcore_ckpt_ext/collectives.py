@@ -24,7 +24,8 @@ _SIZE_BYTES, _SHORT_BYTES = 8, 56
 _LITTLE_BYTES = 1 << 20
 # Items are few where at most one rank in so many has one of its own.
 _FEW = 4
-_UNTOUCHED = "the optimizer is unchanged"
+OPTIMIZER_UNCHANGED = "the optimizer is unchanged"
+"""What a refused load has left as it was, for messages."""
 Failure = CheckpointException
 """What torch and Megatron raise when some rank failed; it is no Exception."""
 
@@ -107,7 +108,7 @@ def _all_gathered(data: bytes, ranks: int) -> NDArray[numpy.uint8]:
     return gathered
 
 
-def agreed(phase: str, work: Callable[[], Result], consequence: str = _UNTOUCHED) -> list[Result]:
+def agreed(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_UNCHANGED) -> list[Result]:
     """Do `work` on every rank; its results from all ranks, or the same refusal on all.
 
     Args:
@@ -149,7 +150,7 @@ def agreed_among(
     return {rank: found for rank, (found, _) in outcomes.items()}
 
 
-def agreed_here(phase: str, work: Callable[[], Result], consequence: str = _UNTOUCHED) -> Result:
+def agreed_here(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_UNCHANGED) -> Result:
     """Like `agreed`, but returns this rank's own result, which stays here."""
     kept: list[Result] = []
     agreed(phase, lambda: kept.append(work()), consequence)
@@ -195,7 +196,7 @@ def listed_of_all(reasons: Sequence[str | None]) -> str:
     return _listed({rank: text for rank, text in enumerate(reasons) if text is not None})
 
 
-def refusal(phase: str, reasons: dict[int, str], consequence: str = _UNTOUCHED) -> ResumeRefusedError:
+def refusal(phase: str, reasons: dict[int, str], consequence: str = OPTIMIZER_UNCHANGED) -> ResumeRefusedError:
     """The error that all ranks raise where some refuse: the distinct reasons, each with the ranks that gave it.
 
     Args:
@@ -203,7 +204,12 @@ def refusal(phase: str, reasons: dict[int, str], consequence: str = _UNTOUCHED) 
         reasons: those of the ranks that have one, see `reason_of`.
         consequence: as there.
     """
-    return ResumeRefusedError(f"mcore_ckpt_ext refused while {phase}; {consequence}\n  {_listed(reasons)}")
+    return ResumeRefusedError(refusal_text(phase, _listed(reasons), consequence))
+
+
+def refusal_text(phase: str, reason: str, consequence: str = OPTIMIZER_UNCHANGED) -> str:
+    """The sentence of a refusal: in which phase, what is left as it was, and why."""
+    return f"mcore_ckpt_ext refused while {phase}; {consequence}\n  {reason}"
 
 
 def _listed(reasons: dict[int, str]) -> str:

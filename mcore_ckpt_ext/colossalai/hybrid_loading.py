@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, State, persistent_buffers, refuse_shape, working
 from mcore_ckpt_ext.colossalai.loading import StateDictMismatchError
@@ -16,7 +17,6 @@ from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, refuse_different, summary
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
 
-OPTIMIZER_UNTOUCHED = "the optimizer is unchanged"
 _MODEL_UNTOUCHED = "the model is unchanged"
 _SHOWN = 4
 
@@ -51,8 +51,8 @@ def load_optimizer(
         found.update(digests({"param_groups": groups, "state": by_id}))
         return summary(found)
 
-    summaries: Mapping[int, str | None] = ranks.same_call("load_optimizer", {}, look, OPTIMIZER_UNTOUCHED)
-    refuse_different(ranks, summaries, found, OPTIMIZER_UNTOUCHED)
+    summaries: Mapping[int, str | None] = ranks.same_call("load_optimizer", {}, look, OPTIMIZER_UNCHANGED)
+    refuse_different(ranks, summaries, found, OPTIMIZER_UNCHANGED)
     for group, saved in zip(live, groups, strict=True):
         params = group["params"]
         group.clear()

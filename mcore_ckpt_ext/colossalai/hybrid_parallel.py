@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import master_state, tensor_parallel
 from mcore_ckpt_ext.colossalai.files import (
     Files,
@@ -43,7 +44,7 @@ from mcore_ckpt_ext.colossalai.hybrid_cuts import (
     local_state,
     refuse_shape,
 )
-from mcore_ckpt_ext.colossalai.hybrid_loading import OPTIMIZER_UNTOUCHED, load_model, load_optimizer
+from mcore_ckpt_ext.colossalai.hybrid_loading import load_model, load_optimizer
 from mcore_ckpt_ext.colossalai.master_state import beside_the_state, take
 from mcore_ckpt_ext.colossalai.optimizer import MASTER
 from mcore_ckpt_ext.colossalai.ranks import Ranks
@@ -156,7 +157,7 @@ class HybridParallelCheckpointIOMethods:
         else:
             ranks = _ranks(self)
             states = read_sharded_by_all(ranks, index, exactly=False)
-            found = ranks.agreed("reading the param groups", partial(param_groups_beside, index), OPTIMIZER_UNTOUCHED)
+            found = ranks.agreed("reading the param groups", partial(param_groups_beside, index), OPTIMIZER_UNCHANGED)
             load_optimizer(self, ranks, optimizer, found[dist.get_rank()], states)
         take(optimizer)
 

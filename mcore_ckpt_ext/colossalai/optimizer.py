@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import padding, tensor_parallel
 from mcore_ckpt_ext.colossalai.gathering import whole_values
 from mcore_ckpt_ext.colossalai.loaded_masters import note_exact_masters
@@ -27,7 +28,7 @@ from mcore_ckpt_ext.errors import ModelMismatchError
 
 OURS = "mcore_ckpt_ext"
 MASTER = "fp32_param"
-_UNTOUCHED, _CPU = "the optimizer is unchanged", torch.device("cpu")
+_CPU = torch.device("cpu")
 _SCALER = ("_growth_step", "_hysteresis_step")
 _PADDING = "padding"
 
@@ -150,11 +151,11 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """
     zero = wrapped(optimizer.module)
     is_full = any(state_dict.get("state", {}).values())
-    content = same_content(zero, "optimizer.load_state_dict", {}, state_dict, is_full, _UNTOUCHED)
+    content = same_content(zero, "optimizer.load_state_dict", {}, state_dict, is_full, OPTIMIZER_UNCHANGED)
     fitting: list[tuple[list[dict[str, Any]], dict[int, State], Padding]] = []
     zero.ranks.agreed(
         "calling optimizer.load_state_dict", lambda: fitting.append(_fitting(optimizer, zero, content.outline)),
-        _UNTOUCHED,
+        OPTIMIZER_UNCHANGED,
     )  # fmt: skip
     groups, states, rows = fitting[0]
     optimizer.load_param_groups(groups)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.collectives import agreed, is_first_rank
+from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED, agreed, is_first_rank
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
@@ -232,7 +232,7 @@ class _Load:
         )
         if self._scheduler is not None and prepared.schedule is None:
             raise UnsupportedCheckpointError(
-                "the checkpoint has no state of the learning rate scheduler; the optimizer is unchanged",
+                f"the checkpoint has no state of the learning rate scheduler; {OPTIMIZER_UNCHANGED}",
                 expected="lr_scheduler or opt_param_scheduler in its common state",
                 where=str(look.folder),
                 helps="another training loop wrote it: resume with --no-load-optim, or in a loop of your own by "

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.collectives import refusal_text
 from mcore_ckpt_ext.errors import ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.megatron.live.model import live_parameters
@@ -70,8 +71,10 @@ def refusal(tokens: range, where: str, *, can_be_kept: bool = True) -> ResumeRef
     same = "resume with the tokenizer, or the --vocab-size, that the checkpoint was written with"
     keep = f", or set {_KEEP}: the new rows then keep the model's own initialization, with moments of zero"
     return ResumeRefusedError(
-        "mcore_ckpt_ext refused while comparing the vocabularies; the optimizer is unchanged\n  "
-        "the job has tokens without rows in the checkpoint, and their weights would be zero",
+        refusal_text(
+            "comparing the vocabularies",
+            "the job has tokens without rows in the checkpoint, and their weights would be zero",
+        ),
         found=f"{tokens.start} rows in the checkpoint, padding included; new are {described(tokens)}",
         expected=f"at most {tokens.start} tokens",
         where=where,

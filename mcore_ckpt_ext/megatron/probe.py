@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt_ext.collectives import refusal_text
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, some
 from mcore_ckpt_ext.megatron.new_tokens import stored_vocabulary_rows
 from mcore_ckpt_ext.megatron.run_folder import folder_named
@@ -205,8 +206,7 @@ def _refusal(standing: IterationHealth, number: int, directory: str) -> ResumeRe
         f"{FALLBACK.flag} (or {FALLBACK.name}=1) always takes the newest complete one"
     )
     return ResumeRefusedError(
-        "mcore_ckpt_ext refused while looking for a complete checkpoint; the optimizer is unchanged\n  "
-        f"{standing.wanted} is not complete",
+        refusal_text("looking for a complete checkpoint", f"{standing.wanted} is not complete"),
         found=found,
         where=directory,
         helps=helps,

@@ -102,7 +102,6 @@ def test_what_a_page_says_happens(
     for name, number in sandbox_of(page).items():
         shutil.copytree(_laid_out(number, tmp_path / "from"), tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it; pages show tables in full
     sandbox = Sandbox(tmp_path, capfd)
     for fence in fences:
         sandbox.run(fence)
