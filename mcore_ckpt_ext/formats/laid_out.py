@@ -88,11 +88,9 @@ def _version_notes(target: Target) -> list[str]:
 
 def _with_companions(output: Output, checkpoint: CheckpointView) -> Output:
     """The same, with the model's small files where Megatron keeps its tokenizer."""
-    small = [
-        small_file(f"{TOKENIZER_FOLDER}/{name}", content) for name, content in checkpoint.auxiliary_files().items()
-    ]
-    notes = companion_notes(checkpoint.auxiliary_files(), checkpoint)
-    return replace(output, files=[*small, *output.files], notes=(*output.notes, *notes))
+    taken = checkpoint.auxiliary_files()
+    small = [small_file(f"{TOKENIZER_FOLDER}/{name}", content) for name, content in taken.items()]
+    return noting(with_files(output, *small), companion_notes(taken, checkpoint))
 
 
 def _below(output: Output, folder: str) -> Output:
