@@ -77,7 +77,7 @@ class HuggingFaceTarget:
     """Lays out one folder.
 
     `family`: what the user says that the model is; by default it is recognised. `tokenizer`: small files that the user
-    adds to the model's own, by name.
+    adds to the model's own, by name. `companions`: the model's small files with these in place of its own.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class HuggingFaceTarget:
         self._checkpoint = checkpoint
         self._options = options
         self._tokenizer = tokenizer
-        self._companions = {**checkpoint.auxiliary_files(), **tokenizer}
-        beside = json_of(self._companions, CONFIG)
+        self.companions = {**checkpoint.auxiliary_files(), **tokenizer}
+        beside = json_of(self.companions, CONFIG)
         self._seeing = seeing_tensors(checkpoint, beside)
         of_images = {tensor.regions[0].name for tensor in self._seeing}
         names = [name for name in checkpoint.weights.names() if name not in of_images]
@@ -187,13 +187,13 @@ class HuggingFaceTarget:
 
     def _small_files(self, config: Mapping[str, Any]) -> list[OutputFile]:
         tokens = {key: config[key] for key in TOKENS if config.get(key) is not None}
-        generation = json_of(self._companions, GENERATION_CONFIG) or {"_from_model_config": True, **tokens}
+        generation = json_of(self.companions, GENERATION_CONFIG) or {"_from_model_config": True, **tokens}
         if GENERATION_CONFIG not in self._tokenizer:  # else the tokenizer's own is copied
             said = json_of(self._tokenizer, CONFIG)
             generation |= {key: said[key] for key in TOKENS if said.get(key) is not None}
         files = [
             OutputFile(name, len(content), ((0, content),))
-            for name, content in self._companions.items()
+            for name, content in self.companions.items()
             if name not in (CONFIG, GENERATION_CONFIG)
         ]
         return [*files, json_file(GENERATION_CONFIG, generation), json_file(CONFIG, config, last=True)]
@@ -205,7 +205,7 @@ class HuggingFaceTarget:
             It, the tokens that nothing gives a number for, and whether it is a published one.
         """
         family, arguments = self.fit.family, self.fit.arguments
-        beside = json_of(self._companions, CONFIG)
+        beside = json_of(self.companions, CONFIG)
         if self._seeing:
             whole = checked_whole(beside, family, arguments, self._checkpoint)
             inside = {**(whole.get("text_config") or {}), **whole}
@@ -223,7 +223,7 @@ class HuggingFaceTarget:
 
     def _vocabulary(self) -> int:
         source = self._checkpoint
-        known = self._options.vocab_size or source.vocabulary or tokens_of(self._companions) or source.tokens
+        known = self._options.vocab_size or source.vocabulary or tokens_of(self.companions) or source.tokens
         if known is None:
             raise UnsupportedCheckpointError(
                 "the size of the vocabulary without Megatron's padding is unknown",
@@ -318,15 +318,13 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
     merged = checkpoint.merger.messages if checkpoint.merger else ()
     if target.lora_alpha is not None and not merged:
         raise UsageError("the checkpoint has no adapters", found="--lora-alpha", helps="leave the option out")
-    tokenizer = tokenizer_files(target.tokenizer)
-    layout = HuggingFaceTarget(checkpoint, target, family, tokenizer)
+    layout = HuggingFaceTarget(checkpoint, target, family, tokenizer_files(target.tokenizer))
     spec = layout.fit.arguments.transformer_impl
 
     def reads_back(folder: Path) -> CheckpointView:
         written = HuggingFaceCheckpoint(folder, family=layout.fit.family, transformer_impl=spec).view
         return text_beside(with_images(written)) if layout.sees else written
 
-    small = {**checkpoint.auxiliary_files(), **tokenizer}
-    taken = {name: content for name, content in small.items() if name not in (CONFIG, GENERATION_CONFIG)}
+    taken = {name: content for name, content in layout.companions.items() if name not in (CONFIG, GENERATION_CONFIG)}
     output = noting(layout.output(), [*merged, *companion_notes(taken, checkpoint)])
     return OutputPlan(output, "", (WEIGHT,), layout.left_out, target.kind != WEIGHT, reads_back)
