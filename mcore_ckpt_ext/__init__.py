@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.legacy.options import Legacy
     from mcore_ckpt_ext.formats.torch_dist.options import TorchDist
     from mcore_ckpt_ext.formats.unread_state import UnreadState
+    from mcore_ckpt_ext.job.facts import Facts
     from mcore_ckpt_ext.layout.parallel import ParallelLayout
-    from mcore_ckpt_ext.loops.facts import Facts
     from mcore_ckpt_ext.megatron.api import load_optimizer, save_sidecar
     from mcore_ckpt_ext.megatron.installation import install, status, uninstall
     from mcore_ckpt_ext.operations.comparison import (
@@ -119,7 +119,7 @@ _HOMES = {
     "Evidence": "mcore_ckpt_ext.operations.versions",
     "MetadataDifference": "mcore_ckpt_ext.operations.metadata_diff",
     "Setting": "mcore_ckpt_ext.operations.resumed_settings",
-    "Facts": "mcore_ckpt_ext.loops.facts",
+    "Facts": "mcore_ckpt_ext.job.facts",
     "Finding": "mcore_ckpt_ext.operations.findings",
     "FsdpDtensor": "mcore_ckpt_ext.formats.fsdp.options",
     "HuggingFace": "mcore_ckpt_ext.formats.hugging_face.options",

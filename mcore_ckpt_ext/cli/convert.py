@@ -24,7 +24,7 @@ from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 from mcore_ckpt_ext.formats.hugging_face.options import DTYPES, EXPORTED_KINDS, QUANTIZATIONS
 from mcore_ckpt_ext.formats.target import LAYER_SPECS
 from mcore_ckpt_ext.formats.torch_dist.options import LOOPS
-from mcore_ckpt_ext.loops.facts import FactsOfSource
+from mcore_ckpt_ext.job.facts import FactsOfSource
 from mcore_ckpt_ext.targets import TARGETS, Target
 
 if TYPE_CHECKING:

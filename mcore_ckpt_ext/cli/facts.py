@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 
 from mcore_ckpt_ext.cli.sizes import parse_count
-from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.job.facts import NOTHING, Facts
 
 _NAMES = [field.name for field in fields(Facts)]
 

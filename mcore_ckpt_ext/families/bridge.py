@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt_ext.families.arguments import ModelArguments, is_gated
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.job.arguments.conditions import WITH_DELTA_NET, WITH_SPARSE
 from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS
+from mcore_ckpt_ext.job.model_arguments import ModelArguments, is_gated
 
 # What builds the layers of attention that is not the usual one (qwen/qwen35_bridge.py, glm_moe_dsa/glm5_bridge.py,
 # 0.6.0 and the development head of August 2026).

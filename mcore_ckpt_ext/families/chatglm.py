@@ -6,7 +6,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import RMS_NORM
 from mcore_ckpt_ext.families.family import Family, Rule, set_in
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
@@ -23,6 +22,7 @@ from mcore_ckpt_ext.families.settings import (
     contradictory,
     unrepresentable,
 )
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.encoder.layers.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import (
     MOST_COUNTED,
@@ -22,6 +21,7 @@ from mcore_ckpt_ext.families.settings import (
     mismatches,
     unrepresentable,
 )
+from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
 
 
 def tied(by_default: bool) -> Setting:

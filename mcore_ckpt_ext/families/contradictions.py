@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import unsaid
 from mcore_ckpt_ext.job.arguments.without_effect import without_effect
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
 from mcore_ckpt_ext.job.releases import PASSES_ON_INTERPOLATION
 
 # The vocabulary may be padded, and MTP layers left out: the load itself looks at both.

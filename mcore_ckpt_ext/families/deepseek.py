@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Rule
 from mcore_ckpt_ext.families.rope import KEYS, base_of, concentration, mscales, rope_parameters, yarn_lengths
@@ -23,6 +22,7 @@ from mcore_ckpt_ext.families.settings import (
     mismatches,
     unrepresentable,
 )
+from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
 # YaRN: Hugging Face's key, and Megatron's argument.

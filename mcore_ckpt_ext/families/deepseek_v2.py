@@ -7,7 +7,6 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek import (
     RULES,
     dense_first,
@@ -19,6 +18,7 @@ from mcore_ckpt_ext.families.deepseek import (
 )
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Coefficient, Config, Constant, Custom, unrepresentable
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _GROUPED = ("moe_router_num_groups", "moe_router_group_topk")
 

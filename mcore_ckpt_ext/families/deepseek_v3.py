@@ -8,7 +8,6 @@ from collections.abc import Collection
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek import (
     RULES,
     dense_first,
@@ -20,6 +19,7 @@ from mcore_ckpt_ext.families.deepseek import (
 )
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Config, Constant, Custom, Setting
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _RULES = (*RULES, parts.EXPERT_BIAS)

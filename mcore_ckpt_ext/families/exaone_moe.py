@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import (
     RMS_NORM,
     SILU,
@@ -27,6 +26,7 @@ from mcore_ckpt_ext.families.deepseek import (
 from mcore_ckpt_ext.families.family import Family, Rule, with_experts
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Config, Custom, Mapped, Requires, Setting, Size, unrepresentable
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _BIAS = "decoder.layers.{layer}.mlp.router.expert_bias"
 _WIDTH = 4096

@@ -11,15 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shortened
-from mcore_ckpt_ext.families.arguments import (
-    ModelArguments,
-    complete,
-    has_experts,
-    parameter_shape,
-    spec_name,
-)
 from mcore_ckpt_ext.families.config_keys import (
     ABOUT_OTHER_FILES,
     OF_THE_FILE,
@@ -28,9 +20,16 @@ from mcore_ckpt_ext.families.config_keys import (
     neutral_keys,
 )
 from mcore_ckpt_ext.families.forward_pass import SIZES, unexpressed
+from mcore_ckpt_ext.families.parameter_shapes import parameter_shape, spec_name
 from mcore_ckpt_ext.families.rows import WHOLE, Rows
 from mcore_ckpt_ext.families.settings import Config, Setting
 from mcore_ckpt_ext.families.validation import check_plain
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.model_arguments import (
+    ModelArguments,
+    complete,
+    has_experts,
+)
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.settings import ACCEPT_KEYS
 

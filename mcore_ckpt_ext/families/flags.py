@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.job.arguments.row import Flag
 from mcore_ckpt_ext.job.arguments.table import ROWS
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 # What no flag says, or none that pretrain_gpt.py passes on to the model, so that a job has the default instead; all of
 # it can be said to Megatron-Bridge. The first is passed on since 0.19 (`PASSES_ON_INTERPOLATION`).

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mcore_ckpt_ext.errors import escaped, shown, some
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.job.arguments.row import SHAPES, Alias, AnyBut, Changes, Condition, Noted
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.arguments.without_effect import without_effect
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 SIZES = frozenset(name for name, row in ROWS.items() if row.effect is SHAPES)
 """Arguments that every family expresses, by its shapes if not by a setting."""

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.model_space.names import module_and_leaf
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, head_size, query_groups
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
@@ -19,6 +18,7 @@ from mcore_ckpt_ext.families.settings import (
     mismatches,
     unrepresentable,
 )
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _APPROXIMATION = "gelu_pytorch_tanh"
 

@@ -9,7 +9,6 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import (
     SIZES,
     TRAINING,
@@ -31,6 +30,7 @@ from mcore_ckpt_ext.families.settings import (
     Setting,
     unrepresentable,
 )
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _EVERY = 6  # `interleaved_attn_pattern` of the provider: five layers with a window, one without

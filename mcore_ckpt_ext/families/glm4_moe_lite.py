@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek import (
     COUNT_OF_DENSE,
     DENSE,
@@ -15,6 +14,7 @@ from mcore_ckpt_ext.families.deepseek import (
 )
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, mtp_layers
 from mcore_ckpt_ext.families.settings import Config, Constant, unrepresentable
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 def _pattern(config: Config) -> list[int]:

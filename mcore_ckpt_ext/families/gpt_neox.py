@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, implied_head_size, tied
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import KEYS, rope
@@ -19,6 +18,7 @@ from mcore_ckpt_ext.families.settings import (
     unrepresentable,
 )
 from mcore_ckpt_ext.families.unsupported import PARALLEL_BLOCKS
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "gpt_neox.layers.{layer}"
 _PARALLEL = "use_parallel_residual"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import (
     RMS_NORM,
     SIZES,
@@ -18,6 +17,7 @@ from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE_AND_UP_BY_TURNS, WHOLE, transposed
 from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Mapped, Requires, Size
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 _EXPERT, _EXPERTS = f"{_OURS}.mlp.experts.experts.{{expert}}", f"{_THEIRS}.mlp.experts"

@@ -8,7 +8,6 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import shortened
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek import (
     LATENT_ATTENTION,
     expert_sizes,
@@ -29,6 +28,7 @@ from mcore_ckpt_ext.families.settings import (
     Size,
     unrepresentable,
 )
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
 _INDEXER = f"{_OURS}.core_attention.indexer"

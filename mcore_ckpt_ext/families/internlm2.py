@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import (
     RMS_NORM,
     SILU,
@@ -18,6 +17,7 @@ from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE, UP
 from mcore_ckpt_ext.families.settings import Constant, Mapped
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 

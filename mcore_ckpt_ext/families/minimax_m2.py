@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import (
     RMS_NORM,
     SILU,
@@ -30,6 +29,7 @@ from mcore_ckpt_ext.families.settings import (
     Size,
     unrepresentable,
 )
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 def _width(arguments: ModelArguments) -> dict[str, Any]:

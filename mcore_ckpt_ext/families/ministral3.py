@@ -7,7 +7,6 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import (
     RMS_NORM,
     SILU,
@@ -21,6 +20,7 @@ from mcore_ckpt_ext.families.common_settings import (
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Config, Custom, Mapped, Requires, Setting, mismatches, unrepresentable
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _BETA, _NESTED = "llama_4_scaling_beta", "rope_parameters"
 _LENGTH = "max_position_embeddings"  # repeated among those of RoPE, where the class does not read it

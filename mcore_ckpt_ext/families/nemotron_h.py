@@ -15,7 +15,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, TRAINING, head_size, query_groups, tied
 from mcore_ckpt_ext.families.deepseek import grouped_choice, normalised_sigmoids, scaled_gates
 from mcore_ckpt_ext.families.family import Condition, Family, Piece, Rule, untied
@@ -33,6 +32,7 @@ from mcore_ckpt_ext.families.settings import (
     contradictory,
     unrepresentable,
 )
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_mixer
 
 MIXER, ATTENTION, DENSE, EXPERTS = "M", "*", "-", "E"

@@ -7,11 +7,11 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import experts_everywhere, llama_like
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.qwen_experts import normalised_choice
 from mcore_ckpt_ext.families.settings import Coefficient, Config, Constant, Custom, Forbidden, Requires, Size
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 def _width(arguments: ModelArguments) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, implied_head_size
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE, joined
@@ -21,6 +20,7 @@ from mcore_ckpt_ext.families.settings import (
     checked_size,
     contradictory,
 )
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)

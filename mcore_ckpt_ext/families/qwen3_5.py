@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, head_size, query_groups, tied
 from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_PARTS, NET, SETTINGS
 from mcore_ckpt_ext.families.qwen3_next import EXPERTS, WithOneFurtherToken
@@ -22,6 +21,7 @@ from mcore_ckpt_ext.families.settings import (
     Setting,
     Size,
 )
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 def _further() -> Setting:

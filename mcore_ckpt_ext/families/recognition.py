@@ -10,7 +10,6 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_indefinite_article
 from mcore_ckpt_ext.families.arcee import Arcee
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.chatglm import ChatGLM
 from mcore_ckpt_ext.families.deepseek_moe import DeepSeekMoE
 from mcore_ckpt_ext.families.deepseek_v2 import DeepSeekV2
@@ -54,6 +53,7 @@ from mcore_ckpt_ext.families.smollm3 import SmolLM3
 from mcore_ckpt_ext.families.stablelm import StableLM
 from mcore_ckpt_ext.families.starcoder2 import StarCoder2
 from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON, describe_nearest, nearest_families
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 FAMILIES: tuple[Family, ...] = (
     GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),

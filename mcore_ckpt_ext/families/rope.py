@@ -12,8 +12,8 @@ from math import log
 from typing import Any
 
 from mcore_ckpt_ext.errors import shortened
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.settings import Config, Custom, Setting, contradictory, mismatches, unrepresentable
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
 _NESTED = ("rope_scaling", "rope_parameters")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 Span = tuple[int, int]
 """First row and number of rows."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Constant, Mapped
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 class SeedOss(Family):

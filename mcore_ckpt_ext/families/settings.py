@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 Config = Mapping[str, Any]
 # More than any model has, and little enough to count through.

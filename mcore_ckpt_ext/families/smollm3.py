@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import (
     RMS_NORM,
     SILU,
@@ -18,6 +17,7 @@ from mcore_ckpt_ext.families.common_settings import (
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Config, Constant, Custom, Mapped, unrepresentable
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 def _rotated(arguments: ModelArguments) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
 from mcore_ckpt_ext.families.adapters import Adapters, adapters_of
-from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed
+from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.model_space.adapters import as_bridge_s, is_adapter, is_swift_s
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 

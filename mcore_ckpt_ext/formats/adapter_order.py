@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import some
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.model_space.adapters import is_adapter, is_swift_s, ordered_by_rank
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 

@@ -18,8 +18,8 @@ from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle
 from mcore_ckpt_ext.formats.registry import FORMATS, format_of
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, no_checkpoint
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, lent_of
 from mcore_ckpt_ext.storage.file_digests import check_digests

@@ -9,10 +9,10 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import PackingError, ProofError, UnsupportedCheckpointError, UsageError
-from mcore_ckpt_ext.families.arguments import MODEL_ARGUMENTS
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.model_arguments import MODEL_ARGUMENTS
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS

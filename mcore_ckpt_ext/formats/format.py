@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.target import Target
-from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.job.facts import NOTHING, Facts
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family

@@ -31,7 +31,7 @@ class JobArguments(ModelTable, RunTable, Stated):
 
     Each row of `ModelTable` and `RunTable` is an attribute. It is None where the argument is not known, and where it is
     None for Megatron, too; `is_known` tells these apart. None has Megatron's default in place of what nobody stated:
-    that is for `families.arguments.ModelArguments`.
+    that is for `job.model_arguments.ModelArguments`.
 
     Attributes:
         stated: everything that the source says, by name, as it says it.

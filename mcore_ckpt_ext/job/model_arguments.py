@@ -1,4 +1,4 @@
-"""The model that follows from the arguments of a job, and the sizes of parameters that follow from the model."""
+"""The model that follows from the arguments of a job: each argument that defines it, with Megatron's default."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.job.arguments.kinds import REQUIRED
 from mcore_ckpt_ext.job.arguments.model import ModelTable
 from mcore_ckpt_ext.job.arguments.row import Complete, rows_of
-from mcore_ckpt_ext.model_space.names import LayerSpec, module_and_leaf, of_experts, under_spec
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 MODEL_ARGUMENTS = rows_of(ModelTable)
 """The rows of the arguments that define a model, by name."""
@@ -128,81 +127,3 @@ def has_experts(arguments: ModelArguments, layer: int) -> bool:
 def is_gated(arguments: ModelArguments) -> bool:
     """Whether `linear_fc1` holds a gate, too."""
     return any(arguments.value(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit"))
-
-
-def parameter_shape(name: str, arguments: ModelArguments) -> tuple[int, ...]:
-    """The shape of a parameter of `GPTModel`, the vocabulary not padded.
-
-    Sources, core_v0.12 to 0.19.2: attention.py, multi_latent_attention.py, mlp.py, moe/ of megatron/core/transformer.
-
-    Args:
-        name: model-space name.
-        arguments: from `complete`, with `vocab_size`.
-
-    Raises:
-        UnsupportedCheckpointError: no rule says so.
-    """
-    module, leaf = module_and_leaf(name)
-    if leaf in ("expert_bias", "gate_weight"):
-        return (arguments.num_experts or 0,) if leaf == "expert_bias" else (1, arguments.hidden_size)
-    if leaf == "softmax_offset":
-        return (arguments.num_attention_heads,)
-    found = _linear(name, module, arguments) or _norm(module, leaf, arguments)
-    if found is None:
-        raise UnsupportedCheckpointError("the shape of a parameter is unknown", where=name)
-    if leaf.startswith("layer_norm_"):
-        return found[-1:]
-    return found[:1] if leaf == "bias" else found
-
-
-def _linear(name: str, module: str, arguments: ModelArguments) -> tuple[int, int] | None:
-    """(output features, input features)."""
-
-    def size(argument: str) -> int:
-        return int(arguments.value(argument) or 0)
-
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
-    gates, gated = 2 if is_gated(arguments) else 1, 2 if arguments.attention_output_gate else 1
-    ffn = size(
-        "moe_ffn_hidden_size" if of_experts(name)
-        else "moe_shared_expert_intermediate_size" if ".shared_experts." in name
-        else "ffn_hidden_size"
-    )  # fmt: skip
-    latent = size("qk_head_dim") + size("qk_pos_emb_head_dim")
-    values = size("v_head_dim") if arguments.multi_latent_attention else size("kv_channels")
-    shapes = {
-        "word_embeddings": (size("vocab_size"), hidden),
-        "position_embeddings": (size("max_position_embeddings"), hidden),
-        "output_layer": (size("vocab_size"), hidden),
-        "linear_qkv": ((gated * heads + 2 * size("num_query_groups")) * size("kv_channels"), hidden),
-        "linear_proj": (hidden, heads * values),
-        "linear_q_proj": (heads * latent, hidden),
-        "linear_q_down_proj": (size("q_lora_rank"), hidden),
-        "linear_q_up_proj": (heads * latent, size("q_lora_rank")),
-        "linear_kv_down_proj": (size("kv_lora_rank") + size("qk_pos_emb_head_dim"), hidden),
-        "linear_kv_up_proj": (heads * (size("qk_head_dim") + size("v_head_dim")), size("kv_lora_rank")),
-        "linear_fc1": (gates * ffn, hidden),
-        "linear_fc2": (hidden, ffn),
-        "router": (size("num_experts"), hidden),
-        "eh_proj": (hidden, 2 * hidden),
-    }
-    return shapes.get(module)
-
-
-def _norm(module: str, leaf: str, arguments: ModelArguments) -> tuple[int, ...] | None:
-    latent = arguments.multi_latent_attention
-    widths = {
-        "input_layernorm": "hidden_size", "pre_mlp_layernorm": "hidden_size", "final_layernorm": "hidden_size",
-        "q_layernorm": "q_lora_rank" if latent else "kv_channels", "k_layernorm": "kv_channels",
-        "kv_layernorm": "kv_lora_rank", "post_layernorm": "hidden_size",
-        "enorm": "hidden_size", "hnorm": "hidden_size",
-    }  # fmt: skip
-    known = module in widths and leaf in ("weight", "bias")
-    return (int(arguments.value(widths[module]) or 0),) if known else None
-
-
-def spec_name(name: str, arguments: ModelArguments) -> str:
-    """A model-space name of Transformer Engine's layer spec, under the spec that the arguments choose."""
-    if arguments.transformer_impl != "local":
-        return name
-    return under_spec(name, LayerSpec.LOCAL_LATENT if arguments.multi_latent_attention else LayerSpec.LOCAL)

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import chain
 from operator import itemgetter
 
-from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import FINAL_NORM_FOLLOWS_LAST_LAYER
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk, prediction_chunk
 from mcore_ckpt_ext.layout.weight_shards import ShardOfWeight, band, weight_shards

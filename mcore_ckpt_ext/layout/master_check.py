@@ -42,8 +42,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ProofError
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 _AT_ONCE = 1 << 15  # elements; from here on torch gives a part to every processor
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

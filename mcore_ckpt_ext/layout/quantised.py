@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 QUANTISED = "uint8"
 """The parameter dtype of a gradient buffer of such weights (param_and_grad_buffer.py, core_v0.9.0 to 0.19.2)."""

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import product
 from math import log2, prod
 
-from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.memory import (
     Buffers,

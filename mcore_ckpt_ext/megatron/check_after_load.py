@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import gather, listed_of_all
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.megatron.live.master_check import STRETCH, LiveMismatch, live_mismatches
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import any_keeps_remainders

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, attempt, is_first_rank
 from mcore_ckpt_ext.errors import ModelMismatchError, escaped
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.sidecar import orders_of
 from mcore_ckpt_ext.megatron.decision_facts import decision_on, facts_of_common, facts_of_fed
 from mcore_ckpt_ext.megatron.live.compatibility import check_optimizer_was_saved

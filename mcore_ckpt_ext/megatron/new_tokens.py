@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import refusal_text
 from mcore_ckpt_ext.errors import ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.model import live_parameters
 from mcore_ckpt_ext.settings import NEW_TOKENS
 

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.formats.hugging_face.model import LOCAL
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import spelled_as
-from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, word_embeddings_in
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor

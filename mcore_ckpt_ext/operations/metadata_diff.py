@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shown, some
-from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.forward_pass import differing
 from mcore_ckpt_ext.formats import adapter_scaling
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.expert_states import content_of, scaling_of
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.portable_state import WRITTEN_FOR
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.loops.bridge import RUN_CONFIG
 from mcore_ckpt_ext.job.releases import releases_between, releases_by_arguments
-from mcore_ckpt_ext.loops.bridge import RUN_CONFIG
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 from mcore_ckpt_ext.versions import NEWEST, OLDEST, Version, parse_version

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import PackingError, UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.master_check import first_mismatch
 from mcore_ckpt_ext.layout.parallel import ParallelLayout

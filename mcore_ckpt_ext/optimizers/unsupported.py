@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.quantised import QUANTISED, quantises
 from mcore_ckpt_ext.layout.weight_shards import expert_weight_shards, weight_shards
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE

@@ -9,9 +9,9 @@ from functools import cache, cached_property
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
 from mcore_ckpt_ext.layout.local_parameters import gated_in_towers, shard_grid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout

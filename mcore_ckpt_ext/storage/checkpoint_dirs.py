@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, some
-from mcore_ckpt_ext.loops.nemo import WEIGHTS
+from mcore_ckpt_ext.job.loops.nemo import WEIGHTS
 from mcore_ckpt_ext.storage.checked_files import read_start
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.llama import Llama
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, Rows, Span
 from mcore_ckpt_ext.families.settings import Config
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 def _key_first(rows: int, arguments: ModelArguments) -> Sequence[Span]:

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.recognition import family_named
-from mcore_ckpt_ext.loops.bridge import job_arguments
+from mcore_ckpt_ext.job.loops.bridge import job_arguments
+from mcore_ckpt_ext.job.model_arguments import complete
 from tests.harness.huggingface import CONFIGS
 
 KEYS = {"gpt2": "activation_function", "starcoder2": "hidden_act", "gemma2": "hidden_activation"}

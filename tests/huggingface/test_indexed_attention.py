@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import GlmMoeDsaConfig
 
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.recognition import family_named
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from tests.harness.huggingface import CONFIGS
 
 FAMILY = family_named("glm_moe_dsa")

@@ -13,9 +13,7 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
-from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.config_keys import OF_THE_FILE, accepting, neutral_keys
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family
@@ -25,7 +23,9 @@ from mcore_ckpt_ext.families.recognition import FAMILIES, family_named, family_o
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.job.arguments.without_effect import without_effect
-from mcore_ckpt_ext.loops.transformer import model_arguments
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.loops.transformer import model_arguments
+from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
 from mcore_ckpt_ext.settings import ACCEPT_KEYS
 from tests.harness.damage import without_digests
 from tests.harness.huggingface import CONFIGS, MISTAKES, VOCABULARY, make

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext import open_checkpoint
-from mcore_ckpt_ext.arguments import FIELDS, JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.families.arguments import MODEL_ARGUMENTS, complete
 from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.families.recognition import FAMILIES
 from mcore_ckpt_ext.families.settings import Constant, Implies, Mapped
 from mcore_ckpt_ext.job.arguments.kinds import REQUIRED
 from mcore_ckpt_ext.job.arguments.table import ROWS
+from mcore_ckpt_ext.job.job_arguments import FIELDS, JobArguments
+from mcore_ckpt_ext.job.model_arguments import MODEL_ARGUMENTS, complete
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR
 from mcore_ckpt_ext.layout.sidecar import Sidecar

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from megatron_on_cpu import launch
 
-from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import model_space_name, whole_cut
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.memory import Buffers

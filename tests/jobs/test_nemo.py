@@ -10,7 +10,7 @@ import pytest
 from mcore_ckpt_ext import Canonical, Legacy, TorchDist
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.loops.facts import Facts
+from mcore_ckpt_ext.job.facts import Facts
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect

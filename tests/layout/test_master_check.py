@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout import packing_recovery
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement
 from mcore_ckpt_ext.layout.master_check import (

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk, prediction_chunk
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
 from tests.harness.checkouts import EITHER, VARIABLE

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext import open_checkpoint, verify
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.additive_checksum import digest_of, written
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, RecordedDigests, Sidecar
 from mcore_ckpt_ext.megatron.load_decision import packs_otherwise

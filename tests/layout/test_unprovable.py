@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ProofError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.quantised import is_quantised
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import check_supported
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.weight_shards import ShardOfWeight, check_gates, check_gates_stand, weight_shards
 
 GATED, PLAIN = "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.self_attention.linear_qkv.weight"

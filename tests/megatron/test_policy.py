@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.policy import CHECKS, WITHOUT_RANDOM_STATES, Check, LoadDecision, decide

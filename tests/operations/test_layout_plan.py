@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.grad_buffer import align, bucket_alignment
 from mcore_ckpt_ext.layout.local_parameters import Cut
 from mcore_ckpt_ext.layout.parallel import ParallelLayout

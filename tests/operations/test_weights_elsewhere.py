@@ -15,7 +15,7 @@ from mcore_ckpt_ext import HuggingFace, TorchDist
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import ModelMismatchError, ProofError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.loops.facts import Facts
+from mcore_ckpt_ext.job.facts import Facts
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect

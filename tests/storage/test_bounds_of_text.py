@@ -40,7 +40,7 @@ def test_a_zarr_array_without_elements_has_no_chunks(tmp_path: Path) -> None:
 
 def test_a_number_of_layers_that_no_model_has_is_refused() -> None:
     """Whoever reads arguments, `verify --quick` too, counts layers one by one."""
-    from mcore_ckpt_ext.arguments import JobArguments
+    from mcore_ckpt_ext.job.job_arguments import JobArguments
 
     with pytest.raises(UnreadableCheckpointError, match="num_layers"):
         JobArguments.of({"num_layers": 10**12})

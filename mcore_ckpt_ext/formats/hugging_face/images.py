@@ -9,7 +9,6 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some, with_indefinite_article
-from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import neutral_keys
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
@@ -24,7 +23,8 @@ from mcore_ckpt_ext.formats.initial_extra_states import fresh, fresh_extra_state
 from mcore_ckpt_ext.formats.parts import WholeModel, lazy
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed
-from mcore_ckpt_ext.loops.transformer import is_plain
+from mcore_ckpt_ext.job.loops.transformer import is_plain
+from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import (
     CheckpointError,
     ModelMismatchError,
     UnsupportedCheckpointError,
     with_indefinite_article,
 )
-from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.config_keys import NeutralKeys, neutral_keys
 from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, read_config
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
 _PADDING = 128  # `--make-vocab-size-divisible-by`

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.legacy.ranks import LegacyRank
 from mcore_ckpt_ext.formats.legacy.target_parameter_order import order_for
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
 from mcore_ckpt_ext.layout.local_parameters import LocalNames, gated_in_towers, shard_grid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout

@@ -14,7 +14,6 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.arguments import FIELDS
 from mcore_ckpt_ext.errors import (
     INTERRUPTED,
     UnreadableCheckpointError,
@@ -24,6 +23,7 @@ from mcore_ckpt_ext.errors import (
     some,
 )
 from mcore_ckpt_ext.formats.common_state import SCHEDULERS
+from mcore_ckpt_ext.job.job_arguments import FIELDS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.optimizers.groups import checked_optimizer

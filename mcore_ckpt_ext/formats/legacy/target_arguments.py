@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.legacy.options import Legacy
 from mcore_ckpt_ext.formats.portable_state import without_fsdp
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 # Arguments that say how layers are spread over pipeline ranks; they mean nothing for another number of ranks.
 _SPREADING = (

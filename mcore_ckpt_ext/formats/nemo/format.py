@@ -10,7 +10,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.format import Format, OpenOptions
 from mcore_ckpt_ext.formats.target import Target
-from mcore_ckpt_ext.loops.nemo import WEIGHTS
+from mcore_ckpt_ext.job.loops.nemo import WEIGHTS
 from mcore_ckpt_ext.storage.index_entries import METADATA_FILE
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.loops.nemo import PREFIX
+from mcore_ckpt_ext.job.loops.nemo import PREFIX
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, read_index
 
 # Lightning's count of steps (`dump_checkpoint`, its trainer's checkpoint connector).

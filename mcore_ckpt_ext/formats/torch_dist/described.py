@@ -12,7 +12,6 @@ from typing import Any
 
 from typing_extensions import Self, override
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.formats.description import (
     ARGUMENTS,
@@ -34,11 +33,12 @@ from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.torch_dist.inference import infer_layout, infer_model_config, possible_layouts
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights
+from mcore_ckpt_ext.job.facts import NOTHING, Facts
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.loops.verl import STEP
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
-from mcore_ckpt_ext.loops.facts import NOTHING, Facts
-from mcore_ckpt_ext.loops.verl import STEP
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
 from mcore_ckpt_ext.storage.overlay_reader import OverlayReader
 from mcore_ckpt_ext.transfer import Transfer

@@ -35,6 +35,7 @@ from mcore_ckpt_ext.formats.torch_dist.bridge_files import run_config_file, trai
 from mcore_ckpt_ext.formats.torch_dist.chained_optimizers import ChainedOptimizers
 from mcore_ckpt_ext.formats.torch_dist.options import TorchDist
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
 from mcore_ckpt_ext.job.releases import (
     DESCRIBES_CONTENT,
     EXTENDS_INDEX_WITH_SHAPES,
@@ -46,7 +47,6 @@ from mcore_ckpt_ext.job.releases import (
     STORES_COMMON_STATE_AS_OBJECT,
     STORES_FULLY_RESHARDABLE,
 )
-from mcore_ckpt_ext.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
 from mcore_ckpt_ext.model_space.anatomy import block_of, leaves_out_state
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_OBJECT, TorchDistCheckpoint
-from mcore_ckpt_ext.loops.verl import DISTRIBUTED
+from mcore_ckpt_ext.job.loops.verl import DISTRIBUTED
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, read_index
 from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredObject
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS
-from mcore_ckpt_ext.loops.transformer import is_plain, model_arguments, named
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.loops.transformer import is_plain, model_arguments, named
 
 RUN_CONFIG = "run_config.yaml"
 """In an iteration folder: the file by which Megatron-Bridge knows its checkpoints."""

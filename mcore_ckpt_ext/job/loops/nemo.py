@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.loops.bridge import section_arguments
-from mcore_ckpt_ext.loops.transformer import is_plain, model_arguments
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.loops.bridge import section_arguments
+from mcore_ckpt_ext.job.loops.transformer import is_plain, model_arguments
 
 WEIGHTS, CONTEXT = "weights", "context"
 """The two folders of a checkpoint."""

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.loops.transformer import model_arguments
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.loops.transformer import model_arguments
 
 DISTRIBUTED = "dist_ckpt"
 """The folder of the distributed checkpoint."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from operator import eq
 from pathlib import Path
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import (
     ModelMismatchError,
     ProofError,
@@ -15,6 +14,7 @@ from mcore_ckpt_ext.errors import (
 )
 from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.megatron.live.model import NEW, NameFunction, quantisation
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard

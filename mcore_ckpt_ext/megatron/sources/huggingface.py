@@ -12,10 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, is_first_rank
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UsageError, with_indefinite_article
-from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.flags import training_flags
@@ -26,6 +24,8 @@ from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.megatron.live.model import live_parameters
 from mcore_ckpt_ext.megatron.new_tokens import (
     initialization_kept,

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, agreed_here
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -27,6 +26,7 @@ from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups
 from mcore_ckpt_ext.formats.torch_dcp.reader import NAME as TORCH_DCP
 from mcore_ckpt_ext.formats.torch_dist.flattened import MODEL
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import model_space_name
 from mcore_ckpt_ext.layout.parameter_order import ObservedOrder
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import (
     CheckpointError,
     ModelMismatchError,
@@ -25,6 +24,7 @@ from mcore_ckpt_ext.errors import (
 )
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import TensorPart, model_space_name, regions_of
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.optimizers.legacy_masters import LegacyMasters

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt_ext import TorchDist, convert, open_checkpoint
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK
 from mcore_ckpt_ext.formats.torch_dist.chained_optimizers import ChainedOptimizers
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from tests.harness.checkpoints import everything_in, fixture_named
 from tests.harness.jobs import differing
 

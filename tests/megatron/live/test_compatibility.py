@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.views import renamed
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, check_tokens
 from mcore_ckpt_ext.megatron.probe import check_all_have_the_same
 from mcore_ckpt_ext.model_space.tensors import WEIGHT

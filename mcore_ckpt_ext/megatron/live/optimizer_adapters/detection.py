@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import half_precision
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import OptimizerAdapter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.distributed import DistributedAdapter

@@ -163,8 +163,8 @@ def load(order: dict[str, Any]) -> None:
     """Build one target, and resume it from every checkpoint in turn; each time from other values."""
     import core_model
 
-    from mcore_ckpt_ext.arguments import JobArguments
     from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+    from mcore_ckpt_ext.job.job_arguments import JobArguments
     from mcore_ckpt_ext.megatron.live.model import live_parameters
     from mcore_ckpt_ext.optimizer_reshard import prepare
 

@@ -17,8 +17,8 @@ from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.torch_dist.inference import infer_layout, infer_model_config
-from mcore_ckpt_ext.loops.bridge import harmless
-from mcore_ckpt_ext.loops.facts import Facts
+from mcore_ckpt_ext.job.facts import Facts
+from mcore_ckpt_ext.job.loops.bridge import harmless
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
