@@ -25,7 +25,7 @@ def _tell(error: BaseException) -> None:
 
         logging.getLogger("mcore_ckpt_ext").warning(
             "mcore_ckpt_ext: the hooks are not installed: %s: %s; torch and Megatron run as if this package were not "
-            "there. What helps: install it again, or remove all of it (pip uninstall mcore_ckpt_ext)",
+            "there. hint: install it again, or remove all of it (pip uninstall mcore_ckpt_ext)",
             type(error).__name__,
             error,
         )

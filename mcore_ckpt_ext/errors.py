@@ -24,11 +24,11 @@ class CheckpointError(RuntimeError):
     that catch theirs catch this one. What a framework's function raises besides, `patching.replaced_errors` adds.
 
     Args:
-        what: one sentence, what is wrong.
+        message: one sentence, what is wrong.
         found: what the checkpoint, the disk or the live model holds.
         expected: what had to be there.
         where: file, tensor, rank.
-        helps: a command, flag or step that helps; by default the hint of this kind of error.
+        hint: a command, flag or step that solves the problem; by default that of the error's class.
 
     Attributes:
         message: the sentence alone.
@@ -46,16 +46,16 @@ class CheckpointError(RuntimeError):
 
     def __init__(
         self,
-        what: str,
+        message: str,
         *,
         found: object = None,
         expected: object = None,
         where: str | None = None,
-        helps: str | None = None,
+        hint: str | None = None,
     ) -> None:
-        hint = self._default_hint if helps is None else helps
+        hint = self._default_hint if hint is None else hint
         values = zip(DETAILS, (found, expected, where, hint), strict=True)
-        self.message = escaped(what, keeps="\n\t")  # as PyTorch's own messages have them
+        self.message = escaped(message, keeps="\n\t")  # as PyTorch's own messages have them
         self.details = {
             label: escaped(value if isinstance(value, str) else shown(value))
             for label, value in values
@@ -180,16 +180,16 @@ def reraise_as_unreadable(where: object) -> Iterator[None]:
             "invalid metadata in the checkpoint: it is damaged, or of an unknown kind",
             found=f"{shortened(f'{type(error).__name__}: {error}')} ({at.name}, line {at.lineno})",
             where=str(where),
-            helps="run mcore-ckpt verify, or use another iteration; if verify finds no error, please report this",
+            hint="run mcore-ckpt verify, or use another iteration; if verify finds no error, please report this",
         ) from error
 
 
 INTERRUPTED = "the save was interrupted or the copy is incomplete: use another iteration"
-"""What helps where a part of a checkpoint is missing."""
+"""The hint where a part of a checkpoint is missing."""
 
 
 def io_hint(error: OSError) -> str:
-    """What helps when a file of a checkpoint cannot be opened."""
+    """Return the hint for a file of a checkpoint that cannot be opened."""
     if isinstance(error, PermissionError):
         return "read it as a user with permission, or ask its owner for permission (chmod)"
     if isinstance(error, FileNotFoundError):

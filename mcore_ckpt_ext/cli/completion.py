@@ -24,7 +24,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     try:
         import shtab
     except ImportError as error:
-        raise UsageError("shell completion needs shtab, which is not installed", helps="pip install shtab") from error
+        raise UsageError("shell completion needs shtab, which is not installed", hint="pip install shtab") from error
     for action in _actions(parser):
         if action.metavar in _FOLDERS:
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined] # shtab reads it

@@ -228,7 +228,7 @@ def _target(arguments: argparse.Namespace) -> Target:
             raise UsageError(
                 f"{option.flag} has no meaning for --to {arguments.to}",
                 expected=f"it belongs to {_spoken(option.targets)}",
-                helps="leave it out, or choose another target",
+                hint="leave it out, or choose another target",
             )
     chosen = {option.field: getattr(arguments, option.field) for option in given}
     return TARGETS[arguments.to](**chosen)

@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
         Raises:
             UsageError: always.
         """
-        raise UsageError(message, helps=f"{self.prog} --help")
+        raise UsageError(message, hint=f"{self.prog} --help")
 
 
 _COMPLETION = "--print-completion"

@@ -50,7 +50,7 @@ def check_place(path: Path) -> None:
         raise UsageError(
             "--html would overwrite a file that is not an HTML page",
             where=str(path),
-            helps="choose a new file, or an earlier page",
+            hint="choose a new file, or an earlier page",
         )
 
 
@@ -67,7 +67,7 @@ def write_page(path: Path, text: str) -> None:
             "the page cannot be written",
             found=error.strerror,
             where=str(path),
-            helps="choose a file in an existing folder",
+            hint="choose a file in an existing folder",
         ) from error
 
 

@@ -51,7 +51,7 @@ def _form_group(rank: int, size: int) -> None:
         raise UsageError(
             "the address at which the processes meet is missing",
             expected="MASTER_ADDR and MASTER_PORT",
-            helps=_HOW_TO_START,
+            hint=_HOW_TO_START,
         )
     if rank == 0:
         message(f"waiting for the {size} processes that share the work, at {place}")
@@ -60,7 +60,7 @@ def _form_group(rank: int, size: int) -> None:
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(
             "the processes that share the work could not connect", found=str(error).splitlines()[0], where=place,
-            helps=_HOW_TO_START,
+            hint=_HOW_TO_START,
         ) from error  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def _number(variable: str) -> int:
     text = os.environ.get(variable, "")
     if not (text.isascii() and text.isdigit() and len(text) < _DIGITS):
         raise UsageError(
-            f"{variable} is not a number", found=repr(text[:_DIGITS]) if text else "nothing", helps=_HOW_TO_START
+            f"{variable} is not a number", found=repr(text[:_DIGITS]) if text else "nothing", hint=_HOW_TO_START
         )
     return int(text)
 
@@ -118,6 +118,6 @@ class _Together:
         except RuntimeError as error:  # of the backend: the connection is closed, or timed out
             raise CheckpointError(
                 "another process of this conversion has ended", found=next(iter(str(error).splitlines()), ""),
-                helps="if the destination is not there yet, start all of them again, with --resume",
+                hint="if the destination is not there yet, start all of them again, with --resume",
             ) from error  # fmt: skip
         return found

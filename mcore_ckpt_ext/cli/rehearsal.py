@@ -48,7 +48,7 @@ def check_rehearsal(arguments: argparse.Namespace) -> None:
     given = [name for name, default in own.items() if getattr(arguments, name) != default]
     if given:
         found = f"--{given[0].removeprefix('fact_').replace('_', '-')}"
-        raise UsageError("an option that a rehearsal has no use for", found=found, helps="leave it out")
+        raise UsageError("an option that a rehearsal has no use for", found=found, hint="leave it out")
 
 
 def run_rehearsal(arguments: argparse.Namespace) -> int:

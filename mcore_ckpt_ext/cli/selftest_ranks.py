@@ -80,7 +80,7 @@ def first_node(nodes: str) -> str:
     """
     found = _FIRST_NODE.match(nodes)
     if found is None:
-        raise UsageError("the first node of this job is not known", found=nodes, helps="set MASTER_ADDR")
+        raise UsageError("the first node of this job is not known", found=nodes, hint="set MASTER_ADDR")
     return found["name"] + (found["number"] or "")
 
 
@@ -91,9 +91,7 @@ def require_shared_folder(place: Place, folder: Path | None) -> None:
         UsageError: none was named.
     """
     if folder is None and place.on_node < place.total:
-        raise UsageError(
-            "several nodes share no temporary files", helps="--folder FOLDER on a file system of all nodes"
-        )
+        raise UsageError("several nodes share no temporary files", hint="--folder FOLDER on a file system of all nodes")
 
 
 class Team:

@@ -124,7 +124,7 @@ def find(target: Target) -> type | None:
         f"ColossalAI's {' or '.join(names)} is not available",
         found="; ".join(dict.fromkeys(problems)),
         expected=f"ColossalAI {target.required} or later",
-        helps="pip install colossalai==0.5.0, in the environment of the training job",
+        hint="pip install colossalai==0.5.0, in the environment of the training job",
     )
 
 

@@ -214,7 +214,7 @@ def _refuse_other_entries(found: set[str], expected: set[str], file: Path) -> No
             found=", ".join([*(f"no {key}" for key in missing[:2]), *more[:2]]),
             expected=f"{len(expected)} entries",
             where=str(file),
-            helps="use another checkpoint; this one was overwritten in part",
+            hint="use another checkpoint; this one was overwritten in part",
         )
 
 

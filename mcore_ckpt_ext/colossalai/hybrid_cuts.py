@@ -82,7 +82,7 @@ def refuse_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
             found=tuple(found),
             expected=tuple(expected),
             where=name,
-            helps="optimizers with factored state can be saved without hybrid_parallel in install(plugins=...)",
+            hint="optimizers with factored state can be saved without hybrid_parallel in install(plugins=...)",
         )
 
 

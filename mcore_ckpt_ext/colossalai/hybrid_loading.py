@@ -104,7 +104,7 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
         shown = ", ".join(f'"{name}"' for name in unexpected[:_SHOWN])
         raise StateDictMismatchError(
             f"Unexpected key(s) in state_dict: {shown}", found=f"{len(unexpected)} of them",
-            helps="strict=False loads the rest",
+            hint="strict=False loads the rest",
         )  # fmt: skip
     paddings = [(p, p.detach().clone(), tensor_parallel.is_padding(p)) for p in _padded(module)]
     module.load_state_dict({name: _own(value) for name, value in offered.items()}, strict=False)

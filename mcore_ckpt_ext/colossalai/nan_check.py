@@ -32,5 +32,5 @@ def _refuse_nan_in(zero: Wrapped, members: Iterable[tuple[nn.Parameter, Place]])
                 "a parameter contains NaN",
                 found=f"{int(broken.sum())} NaN, the first at element {first + int(broken.nonzero()[0, 0])}",
                 where=" = ".join(zero.names[parameter]),
-                helps="go back to an earlier checkpoint; state_dict(strict=False) returns the values unchecked",
+                hint="go back to an earlier checkpoint; state_dict(strict=False) returns the values unchecked",
             )

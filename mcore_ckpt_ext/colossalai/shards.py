@@ -57,7 +57,7 @@ def keys_of(zero: Wrapped, prefix: str = "") -> Keys:
             raise UnsupportedCheckpointError(
                 "a state_dict hook computes new values, which requires the whole state dict",
                 where=key,
-                helps="save unsharded (shard=False), or remove the hook",
+                hint="save unsharded (shard=False), or remove the hook",
             )
         else:
             keys.others[key] = value

@@ -178,7 +178,7 @@ def source_of(zero: Wrapped, dtype: Precision) -> Mapping[nn.Parameter, Place]:
             "there are no fp32 masters to save",
             found="a wrapper made with master_weights=False",
             expected='dtype="compute" or a torch.dtype',
-            helps="leave the dtype out, or wrap with master_weights=True",
+            hint="leave the dtype out, or wrap with master_weights=True",
         )
     refuse_no_precision(dtype)
     return zero.masters or zero.working
@@ -197,7 +197,7 @@ def refuse_no_precision(dtype: object) -> None:
         "invalid dtype for parameters",
         found=repr(dtype),
         expected='"master", "compute" or a torch.dtype of floating point',
-        helps="strict is a keyword: state_dict(strict=...)" if mistaken else None,
+        hint="strict is a keyword: state_dict(strict=...)" if mistaken else None,
     )
 
 
@@ -286,7 +286,7 @@ class _NoFreedStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
                 found=f"{func} of a tensor of shape {tuple(tensor.shape)} without memory",
                 expected="only the state dict that it is given, or the module's registered parameters",
                 where=", ".join(self._names_of(tensor)) or None,
-                helps="take the values from the state dict that the hook is given",
+                hint="take the values from the state dict that the hook is given",
             )
 
     def _names_of(self, freed: torch.Tensor) -> list[str]:
@@ -329,5 +329,5 @@ def _refuse_tensor_parallel(zero: Wrapped) -> None:
             "a tensor-parallel module cannot compute alone",
             found=f"{len(sharded)} sharded parameters",
             where=sharded[0],
-            helps="build the module anew, without Shardformer, and load model.state_dict() into it",
+            hint="build the module anew, without Shardformer, and load model.state_dict() into it",
         )

@@ -69,7 +69,7 @@ def refuse_different(ranks: Ranks, summaries: Mapping[int, str | None], found: D
         found=_sides(by_rank, differing[0]),
         expected="the same keys and values on every rank",
         where=f"{', '.join(differing[:_SHOWN])}{more}",
-        helps="load the same files on every rank (a stale copy on a local disk?), or give the whole dict to rank 0 of "
+        hint="load the same files on every rank (a stale copy on a local disk?), or give the whole dict to rank 0 of "
         "the ZeRO group and an empty one to the others",
     )
 
@@ -121,7 +121,7 @@ def _refuse_without_values(path: str, tensor: torch.Tensor) -> None:
             found=f"a {kind} tensor of shape {tuple(tensor.shape)}",
             expected="a dense tensor with values",
             where=path,
-            helps="materialize it: to_dense(), dequantize(), or load the file without the meta device",
+            hint="materialize it: to_dense(), dequantize(), or load the file without the meta device",
         )
 
 

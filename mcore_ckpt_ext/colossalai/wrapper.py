@@ -92,7 +92,7 @@ def wrapped(model: Any) -> Wrapped:
             "not a ZeroDDP or GeminiDDP",
             found=f"{type(model).__module__}.{type(model).__qualname__} without {', '.join(missing)}",
             expected="the wrapper that ColossalAI made of the module",
-            helps="with Booster, the model that booster.boost returned",
+            hint="with Booster, the model that booster.boost returned",
         )
     parameters = list(model.module.parameters())
     working = getattr(model, "fp16_params", None)

@@ -82,7 +82,7 @@ class Adapters:
         if len(ranks) != 1:
             raise UnsupportedCheckpointError(
                 "the adapters have different ranks", found=some(sorted(map(str, ranks))),
-                helps="merge them into their model, each by its own rank: --merge FOLDER --to hf",
+                hint="merge them into their model, each by its own rank: --merge FOLDER --to hf",
             )  # fmt: skip
         return ranks.pop()
 
@@ -167,7 +167,7 @@ def _without_place(names: Sequence[str]) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "these adapters have no known form in PEFT", found=some(list(names), 4),
         expected="those of linears of attention and dense MLPs, of Megatron-Bridge's LoRA, DoRA or CanonicalLoRA",
-        helps="convert --to canonical, which keeps them as they are",
+        hint="convert --to canonical, which keeps them as they are",
     )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ class _Linear:
             raise UnsupportedCheckpointError(
                 "releases of Megatron-Bridge store the rows of this adapter in different orders", where=self.name,
                 found=f"a linear without a gate, under TP{self._ranks()}", expected="TP1",
-                helps="save it once under TP1",
+                hint="save it once under TP1",
             )  # fmt: skip
         if sum(count for _, count in spans) != base.shape[0] or self.shapes[before + IN] != (rank, base.shape[1]):
             raise UnsupportedCheckpointError(
@@ -247,7 +247,7 @@ class _Linear:
         if self.tensor_ranks is None:
             raise UnsupportedCheckpointError(
                 "the order of an adapter's rows depends on the tensor parallel size that it was saved under",
-                where=self.name, helps="pass it: --source-tensor-model-parallel-size N",
+                where=self.name, hint="pass it: --source-tensor-model-parallel-size N",
             )  # fmt: skip
         return self.tensor_ranks
 

@@ -70,7 +70,7 @@ def adapters_read(
                  *(f"missing: {name}" for name in sorted(known - shapes.keys())[:4])]
             ),
             expected="lora_A and lora_B of linears of attention, dense MLPs and shared experts",
-            helps="name the model that they were trained for: --weights FOLDER, or --merge FOLDER",
+            hint="name the model that they were trained for: --weights FOLDER, or --merge FOLDER",
         )  # fmt: skip
     return adapters, found
 
@@ -129,5 +129,5 @@ def _not_bridge_s(found: str, names: Sequence[str]) -> UnsupportedCheckpointErro
     return UnsupportedCheckpointError(
         "Megatron-Bridge has no such adapters", found=f"{found}: {some(names, 2)}",
         expected="LoRA, DoRA or CanonicalLoRA of whole linears",
-        helps="merge them into their model: --merge FOLDER --to hf",
+        hint="merge them into their model: --merge FOLDER --to hf",
     )  # fmt: skip

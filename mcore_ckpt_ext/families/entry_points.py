@@ -67,7 +67,7 @@ class RegisteredFamily:
         return UnsupportedCheckpointError(
             f"the family that {self.distribution} registers {what}", found=found,
             where=f"entry point {self.entry.name} = {self.entry.value} of the group {GROUP}",
-            helps="update or uninstall that distribution, or name a family: --family NAME",
+            hint="update or uninstall that distribution, or name a family: --family NAME",
         )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ class _AttributedFamily(Family):
             registered = self._registered
             raise UnsupportedCheckpointError(
                 f"the family {registered.class_name} (registered by {registered.distribution}) raises an error",
-                found=repr(error), where=registered.distribution, helps="report it to the authors of that distribution",
+                found=repr(error), where=registered.distribution, hint="report it to the authors of that distribution",
             ) from error  # fmt: skip
 
 

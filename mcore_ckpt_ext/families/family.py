@@ -232,7 +232,7 @@ class Family:
         raise UnsupportedCheckpointError(
             f"config.json has keys unknown for {self.name} that may change what the model computes",
             found=shown + more + (f" ({neutral.strict})" if neutral.strict else ""), where="config.json",
-            helps=f"if they do not: {accept} (a job: {ACCEPT_KEYS.flag}); to map them: mcore-ckpt convert --family "
+            hint=f"if they do not: {accept} (a job: {ACCEPT_KEYS.flag}); to map them: mcore-ckpt convert --family "
             "path.py:Name",
         )  # fmt: skip
 

@@ -100,7 +100,7 @@ def family_named(name: str) -> Family:
             return registered.load()
     raise UnsupportedCheckpointError(
         "unknown model family", found=name, expected=", ".join(_names()),
-        helps="or pass your own class: --family path.py:Name (CONTRIBUTING.md shows how to write one)",
+        hint="or pass your own class: --family path.py:Name (CONTRIBUTING.md shows how to write one)",
     )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def _from_file(path: str, name: str) -> Family:
     """The user's own code, which they ask to run."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
-        raise UnsupportedCheckpointError("the file does not exist", where=path, helps="--family path.py:Name")
+        raise UnsupportedCheckpointError("the file does not exist", where=path, hint="--family path.py:Name")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -149,7 +149,7 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     if why := NOT_IN_MEGATRON.get(str(config.get("model_type"))):
         raise UnsupportedCheckpointError(
             "Megatron Core has no such model, up to 0.19.2", found=f"model_type {config['model_type']}: {why}",
-            where=where, helps="to map it to layers of your own: mcore-ckpt convert --family path.py:Name",
+            where=where, hint="to map it to layers of your own: mcore-ckpt convert --family path.py:Name",
         )  # fmt: skip
     nearest = nearest_families(config, FAMILIES)
     raise UnsupportedCheckpointError(
@@ -157,7 +157,7 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
         found=f"model_type {config.get('model_type')}; nearest by its keys: {describe_nearest(nearest)}",
         expected="one of mcore-ckpt convert --list-families",
         where=where,
-        helps=f"if it computes as the nearest: mcore-ckpt convert --family {nearest[0][0].name}; else write its family "
+        hint=f"if it computes as the nearest: mcore-ckpt convert --family {nearest[0][0].name}; else write its family "
         "(CONTRIBUTING.md shows how): --family path.py:Name",
     )
 
@@ -174,7 +174,7 @@ def _check_class(family: Family, classes: object, where: str) -> None:
             raise UnsupportedCheckpointError(
                 "config.json names two model families", found=f"model_type {family.model_type}, architectures {name}",
                 expected=family.architecture, where=where,
-                helps="correct it, or choose: mcore-ckpt convert --family "
+                hint="correct it, or choose: mcore-ckpt convert --family "
                 f"{family.name}, or --family {others[name]}",
             )  # fmt: skip
 
@@ -214,7 +214,7 @@ def family_of_megatron(
     if fitting:
         raise UnsupportedCheckpointError(
             "the checkpoint fits several model families", found=", ".join(found.family.described for found in fitting),
-            where=where, helps=f"choose one: --family {fitting[0].family.name}",
+            where=where, hint=f"choose one: --family {fitting[0].family.name}",
         )  # fmt: skip
     fits.sort(key=lambda found: (not found.by_names, len(found.reasons)))
     raise UnsupportedCheckpointError(
@@ -225,7 +225,7 @@ def family_of_megatron(
             f"{', '.join(found.told)}" for found in fits[: 1 if fits[0].by_names else 3]
         ),
         expected=f"one of {', '.join(_names())}", where=where,
-        helps="pass --family NAME, or write its family (CONTRIBUTING.md shows how): --family path.py:Name",
+        hint="pass --family NAME, or write its family (CONTRIBUTING.md shows how): --family path.py:Name",
     )  # fmt: skip
 
 

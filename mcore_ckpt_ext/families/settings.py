@@ -83,7 +83,7 @@ class Mapped(Setting):
             raise UnsupportedCheckpointError(
                 "config.json has a key without a value", found=f"{self.key}: null",
                 expected=f"a value, or no such key, which means {self.default}", where="config.json",
-                helps="set the value used in training",
+                hint="set the value used in training",
             )  # fmt: skip
         return {self.argument: value}
 
@@ -270,7 +270,7 @@ def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpoin
     return UnsupportedCheckpointError(
         f"config.json requires something that Megatron's model of this family does not support: {key}",
         found=found, expected=expected, where="config.json",
-        helps="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
+        hint="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
     )  # fmt: skip
 
 
@@ -278,7 +278,7 @@ def contradictory(key: str, one: Any, other: Any) -> UnsupportedCheckpointError:
     """The refusal of a `config.json` that says one thing in two ways, and not equally."""
     return UnsupportedCheckpointError(
         f"config.json contradicts itself: {key}", found=f"{one}, and {other}", expected="one value",
-        where="config.json", helps="keep the value used in training",
+        where="config.json", hint="keep the value used in training",
     )  # fmt: skip
 
 

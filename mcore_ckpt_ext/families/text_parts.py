@@ -86,7 +86,7 @@ def turned_stack(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
         raise UnsupportedCheckpointError(
             "the orientation of expert matrices can only be recognized by their shape",
             found=f"{rows} x {columns}", expected="matrices that are no squares", where=tensor.name,
-            helps="such a model goes to Hugging Face only where its experts have another width",
+            hint="such a model goes to Hugging Face only where its experts have another width",
         )  # fmt: skip
     return replace(tensor, shape=(count, columns, rows), transposed=True)
 

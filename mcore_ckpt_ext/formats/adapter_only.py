@@ -52,12 +52,12 @@ def check_names(checkpoint: CheckpointView, target: Target) -> None:
     if own and not target.holds_adapters:
         raise UnsupportedCheckpointError(
             f"adapters are not written as {target.name}", where=str(checkpoint.folder),
-            helps="--to torch_dist for the loop that wrote them, --to hf for peft",
+            hint="--to torch_dist for the loop that wrote them, --to hf for peft",
         )  # fmt: skip
     if target.for_bridge and any(map(is_swift_s, own)):
         raise UnsupportedCheckpointError(
             "adapters of ms-swift are not written for Megatron-Bridge", found=some(own, 2),
-            where=str(checkpoint.folder), helps="go by a PEFT folder: --to hf; then that, --to torch_dist --for bridge",
+            where=str(checkpoint.folder), hint="go by a PEFT folder: --to hf; then that, --to torch_dist --for bridge",
         )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
         raise UsageError(
             "the checkpoint stores the alpha of its adapters", found=f"--lora-alpha {alpha}",
             expected=f"alpha {stored}", where=str(checkpoint.folder),
-            helps="leave the option out",
+            hint="leave the option out",
         )  # fmt: skip
     found = alpha if stored is None else stored
     if isinstance(found, bool) or not isinstance(found, (int, float)) or not isfinite(found) or found == 0:
@@ -47,7 +47,7 @@ def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
             "the alpha of the adapters is missing or invalid",
             found="no alpha in the checkpoint" if found is None else f"alpha: {found!r}",
             expected="a number, not 0", where=str(checkpoint.folder),
-            helps=f"set lora_alpha in {ADAPTER}" if is_peft(checkpoint.folder)
+            hint=f"set lora_alpha in {ADAPTER}" if is_peft(checkpoint.folder)
             else "pass the one used in training: --to hf --lora-alpha N",
         )  # fmt: skip
     dropout = told.get("dropout", args.get("lora_dropout"))

@@ -69,7 +69,7 @@ def tokenizer_files(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
         raise UnreadableCheckpointError(
             "the folder holds no tokenizer" if there else "there is no such folder", found=refused or None,
             expected="the small files of a tokenizer or model, such as tokenizer.json or config.json", where=str(path),
-            helps="name the folder of a tokenizer or model on this machine: --tokenizer PATH",
+            hint="name the folder of a tokenizer or model on this machine: --tokenizer PATH",
         )  # fmt: skip
     return found
 

@@ -25,14 +25,14 @@ def sharded_backend(folder: Path) -> str:
         return str(parsed(read_file(folder, CONFIG_FILE))["sharded_backend"])
     except PermissionError as error:
         raise UnreadableCheckpointError(
-            "no permission to read the checkpoint", found=error.strerror, where=str(path), helps=io_hint(error)
+            "no permission to read the checkpoint", found=error.strerror, where=str(path), hint=io_hint(error)
         ) from error
     except OSError as error:
         raise UnreadableCheckpointError(
             "this is not a finished torch_dist checkpoint: Megatron writes metadata.json last",
             found=error.strerror,
             where=str(path),
-            helps="name a run folder or an iter_XXXXXXX folder; if the save was interrupted, use another iteration",
+            hint="name a run folder or an iter_XXXXXXX folder; if the save was interrupted, use another iteration",
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise UnreadableCheckpointError("metadata.json is damaged", found=str(error), where=str(path)) from error

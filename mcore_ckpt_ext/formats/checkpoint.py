@@ -115,6 +115,6 @@ def _unknown(folder: Path) -> CheckpointError:
     return UnsupportedCheckpointError(
         "this version cannot read the checkpoint's format", found=sharded_backend(folder),
         expected=" or ".join(one.name for one in FORMATS), where=str(folder),
-        helps="stock Megatron resumes this format; to convert it, save once with "
+        hint="stock Megatron resumes this format; to convert it, save once with "
         "--ckpt-format torch_dist",
     )  # fmt: skip

@@ -125,7 +125,7 @@ def refuse_facts(facts: Facts, where: Path) -> None:
     name, size = next(iter(facts.stated().items()))
     raise UsageError(
         "the checkpoint records the layout it was written under",
-        found=f"{facts.option(name)} {size}", where=str(where), helps="leave the option out",
+        found=f"{facts.option(name)} {size}", where=str(where), hint="leave the option out",
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def completed(description: Description, shown: Mapping[str, Any], facts: Facts, 
             raise UsageError(
                 "the checkpoint's index contradicts the option",
                 found=f"{facts.option(name)} {stated[name]}", expected=f"{shown[name]}", where=str(folder),
-                helps="leave the option out: the index is used anyway",
+                hint="leave the option out: the index is used anyway",
             )  # fmt: skip
     source = description.source or SIDECAR_FILE
     told = [f"{source} has {name} {stated[name]}, but the index has {shown[name]}, which is used"

@@ -55,10 +55,10 @@ def check_external_weights(lender: CheckpointView, checkpoint: CheckpointView) -
         raise UsageError(
             "--weights applies only to an optimizer that is stored without weights",
             found="a checkpoint with its own weights" if checkpoint.names(WEIGHT) else "no optimizer",
-            where=str(checkpoint.folder), helps="leave --weights out",
+            where=str(checkpoint.folder), hint="leave --weights out",
         )  # fmt: skip
     if not lender.names(WEIGHT):
-        raise UsageError("the folder of --weights has no weights", where=str(lender.folder), helps=NAME_THEM)
+        raise UsageError("the folder of --weights has no weights", where=str(lender.folder), hint=NAME_THEM)
     if mismatch := lender.format_reader.mismatch_with(checkpoint):
         raise mismatch
 
@@ -86,7 +86,7 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
             raise UnsupportedCheckpointError(
                 "the weights of another folder cannot be verified against this optimizer",
                 found=f"no master of {name} that is stored by itself", where=str(checkpoint.folder),
-                helps="resume from it, where the live model is trusted; or save once with the weights",
+                hint="resume from it, where the live model is trusted; or save once with the weights",
             )  # fmt: skip
         if weight is None or weight.shape != master.shape:
             found = f"{name}: {f'weight of {weight.shape}' if weight else 'no weight'}, master of {master.shape}"
@@ -98,6 +98,6 @@ def not_of_it(found: str, checkpoint: CheckpointView, folder: Path) -> ProofErro
     return ProofError(
         "the weights do not belong to this optimizer, or its layout is another one", found=found,
         expected=f"the weights of {folder}, in a layout of {checkpoint.layout}", where=str(checkpoint.folder),
-        helps="where the job padded its vocabulary, a checkpoint of Megatron's: a Hugging Face folder holds no such "
+        hint="where the job padded its vocabulary, a checkpoint of Megatron's: a Hugging Face folder holds no such "
         "rows; otherwise the weights of the same step; a layout that is not known can be stated",
     )  # fmt: skip

@@ -119,11 +119,11 @@ def _check_apart(base: CheckpointView, adapters: CheckpointView) -> None:
     if not all(map(is_adapter, adapters.names(WEIGHT))):
         raise UsageError(
             "the adapters are stored with their own model", found=f"--merge {base.folder}",
-            where=str(adapters.folder), helps=f"--merge {adapters.folder}",
+            where=str(adapters.folder), hint=f"--merge {adapters.folder}",
         )  # fmt: skip
     if own := [name for name in base.names(WEIGHT) if is_adapter(name)]:
         raise UsageError("the model to merge into has adapters of its own", found=some(own, 2),
-                         where=str(base.folder), helps="merge these first")  # fmt: skip
+                         where=str(base.folder), hint="merge these first")  # fmt: skip
 
 
 def _check_shape(base: CheckpointView, name: str, columns: int) -> None:
@@ -132,5 +132,5 @@ def _check_shape(base: CheckpointView, name: str, columns: int) -> None:
         raise UnsupportedCheckpointError(
             "a weight is missing, or does not have the shape of its adapter",
             found=str(tensor.shape) if tensor else "no weight", expected=f"{columns} columns",
-            where=f"{name} in {base.folder}", helps="pass the model that the adapters are for",
+            where=f"{name} in {base.folder}", hint="pass the model that the adapters are for",
         )  # fmt: skip

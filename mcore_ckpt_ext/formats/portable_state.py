@@ -184,7 +184,7 @@ def portable_chain(chain: Iterable[Mapping[str, Any]], has_expert_optimizer: boo
             "experts cannot move into or out of an optimizer of their own: which of the chained optimizers would take "
             "them is not known",
             found=f"{len(children)} chained optimizers of different kinds",
-            helps="keep the expert parallel size",
+            hint="keep the expert parallel size",
         )
     first = children[0]
     return [
@@ -228,7 +228,7 @@ def several_steps(found: Mapping[float, str], where: str) -> UnreadableCheckpoin
         found="; ".join(f"{step:g} in {place}" for step, place in sorted(found.items())),
         expected="the same step everywhere",
         where=where,
-        helps="the checkpoint was damaged or put together from several: use another iteration",
+        hint="the checkpoint was damaged or put together from several: use another iteration",
     )
 
 
@@ -248,6 +248,6 @@ def once(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 "ranks stored different settings of the same parameter group",
                 found=f"{escaped(key)} {shown(known[key])} and {shown(group[key])}",
                 expected="the same on all ranks",
-                helps="the checkpoint was edited or put together from several: use another iteration",
+                hint="the checkpoint was edited or put together from several: use another iteration",
             )
     return list(found.values())

@@ -212,7 +212,7 @@ class FormatReader(FormatTraits, ABC):
         if type(stated) is not int or not 0 <= stated < _MOST_ITERATIONS:
             raise UnreadableCheckpointError(
                 "invalid iteration number in the checkpoint", found=shown(stated),
-                expected="a whole number", where=str(self.folder), helps="its common state was edited: "
+                expected="a whole number", where=str(self.folder), hint="its common state was edited: "
                     "use another iteration",
             )  # fmt: skip
         return stated
@@ -281,7 +281,7 @@ class FormatReader(FormatTraits, ABC):
         """
         raise UsageError(
             "--weights applies only to an optimizer in a distributed checkpoint", found=self.format,
-            where=str(self.folder), helps="leave --weights out",
+            where=str(self.folder), hint="leave --weights out",
         )  # fmt: skip
 
     def with_weights_of_a_job(self, weights: Mapping[str, WeightSpec]) -> FormatReader:

@@ -36,7 +36,7 @@ def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
         raise UnsupportedCheckpointError(
             "the names of this layer spec's parameters in other layer specs are unknown", found=own,
             expected=f"{ENGINE} or {LOCAL}", where=str(source.folder),
-            helps="keep the layer spec: leave --transformer-impl out",
+            hint="keep the layer spec: leave --transformer-impl out",
         )  # fmt: skip
     view = renamed(source, names_under_spec(source.names(WEIGHT), of_engine))
     # Grouped experts are Transformer Engine's; those of the local spec are one transposed matrix.

@@ -118,7 +118,7 @@ class Proof:
                 found=f"master {mismatch.master!r}",
                 expected=f"weight {mismatch.weight!r}",
                 where=where(mismatch.position),
-                helps="the checkpoint is damaged, or its weights were edited after the save" + instead,
+                hint="the checkpoint is damaged, or its weights were edited after the save" + instead,
             )
 
 

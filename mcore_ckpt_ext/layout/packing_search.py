@@ -88,7 +88,7 @@ def _walk(
             raise PackingError(
                 "the search by content found no parameter whose weights match the masters at a place",
                 where=f"{group}, {key}, element {start}",
-                helps="the checkpoint is damaged, its weights were edited, or they belong to another iteration",
+                hint="the checkpoint is damaged, its weights were edited, or they belong to another iteration",
             )
         yield spot
         position = after
@@ -201,7 +201,7 @@ class _Assignment:
                     "the search by content cannot distinguish parameters with the same values",
                     found=sorted(names)[:4] or "none left",
                     where=f"{self._group}, {spot.key}, element {spot.start}",
-                    helps="resume once under the layout that wrote the checkpoint and save with this package installed",
+                    hint="resume once under the layout that wrote the checkpoint and save with this package installed",
                 )
         return [next(iter(names)) for names in self._open]
 

@@ -72,7 +72,7 @@ def check_gates(written: JobArguments, running: JobArguments, where: str) -> Non
     raise UnsupportedCheckpointError(
         "Megatron itself confuses the rows of gated linears when the shards of generalized tensor parallelism change",
         found=found, expected=expected, where=where,
-        helps="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "
+        hint="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "
         "written with",
     )  # fmt: skip
 
@@ -88,7 +88,7 @@ def check_gates_stand(arguments: JobArguments, where: str) -> None:
             "the rows of gated linears lie where only a job with the same weight shards reads them",
             found=f"gated linears, and {weight_shards(arguments)} weight shards of generalized tensor parallelism",
             where=where,
-            helps="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "
+            hint="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "
             "written with",
         )
 

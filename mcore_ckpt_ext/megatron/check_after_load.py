@@ -85,7 +85,7 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
         found="; ".join(str(next(item for item in found if item.name == name)) for name in names[:_SHOWN]) + more,
         expected="every master rounds to its weight, bit for bit; of each that lies in a processor's memory, one "
         f"stretch of {STRETCH:,} elements in {every} was looked at",
-        helps="resume from another iteration, or with --no-load-optim; where the masters are known to be right, "
+        hint="resume from another iteration, or with --no-load-optim; where the masters are known to be right, "
         f"{PROOF.name}={WARN} lets the training go on",
     )
     if PROOF.value != WARN:

@@ -235,7 +235,7 @@ class _Load:
                 f"the checkpoint has no state of the learning rate scheduler; {OPTIMIZER_UNCHANGED}",
                 expected="lr_scheduler or opt_param_scheduler in its common state",
                 where=str(look.folder),
-                helps="another training loop wrote it: resume with --no-load-optim, or in a loop of your own by "
+                hint="another training loop wrote it: resume with --no-load-optim, or in a loop of your own by "
                 "mcore_ckpt_ext.load_optimizer",
             )
         if self._scheduler is not None:

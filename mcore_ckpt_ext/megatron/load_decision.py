@@ -188,7 +188,7 @@ def _common_state(scope: Mapping[str, Any], call: Mapping[str, Any], directory: 
 
     Raises:
         CheckpointError: Megatron cannot read it; Megatron and torch report what they missed, this package's own reader
-            names the file, and what helps.
+            names the file, and has a hint.
     """
     try:
         return _by_megatron(scope, call, directory)
@@ -239,7 +239,7 @@ def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], dire
             found=f"--optimizer {kind_named(written.stated)}",
             expected=f"--optimizer {kind_named(vars(arguments))}",
             where=str(name),
-            helps="resume with the optimizer of the checkpoint, or with --no-load-optim",
+            hint="resume with the optimizer of the checkpoint, or with --no-load-optim",
         )
 
 

@@ -57,7 +57,7 @@ def check_lists(tree: Any, planned: Collection[Path], path: Path = ()) -> None:
             raise UnsupportedCheckpointError(
                 "a list of the state dict mixes optimizers that Megatron can load with others that it cannot",
                 found=f"{sum(within)} of {len(within)} elements that it cannot load, at {_in_words(path)}",
-                helps="give each optimizer a key of its own, as in {'first': ..., 'second': ...}",
+                hint="give each optimizer a key of its own, as in {'first': ..., 'second': ...}",
             )
     for child, value in children.items():
         check_lists(value, planned, child)

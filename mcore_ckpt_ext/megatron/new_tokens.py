@@ -78,7 +78,7 @@ def refusal(tokens: range, where: str, *, can_be_kept: bool = True) -> ResumeRef
         found=f"{tokens.start} rows in the checkpoint, padding included; new are {described(tokens)}",
         expected=f"at most {tokens.start} tokens",
         where=where,
-        helps=same + (keep if can_be_kept else ""),
+        hint=same + (keep if can_be_kept else ""),
     )
 
 

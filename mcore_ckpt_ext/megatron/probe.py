@@ -109,7 +109,7 @@ def check_all_see(seen: Sequence[tuple[bool, ...]], arguments: Any, load_arg: st
                 found=f"no {TRACKER_FILE} on rank {some([str(rank) for rank in blind])}",
                 expected="the same on all ranks",
                 where=str(folder),
-                helps="mount the folder on every machine, and start all ranks with the same --load",
+                hint="mount the folder on every machine, and start all ranks with the same --load",
             )
 
 
@@ -130,7 +130,7 @@ def check_all_have_the_same(settings: Sequence[Mapping[str, str]]) -> None:
             "the same on all ranks",
             found="; ".join(f"{name}: {' and '.join(found)}" for name, found in values.items()),
             expected="the same on all ranks",
-            helps="export the variable on every machine, or give the flag to all ranks",
+            hint="export the variable on every machine, or give the flag to all ranks",
         )
 
 
@@ -201,7 +201,7 @@ def _refusal(standing: IterationHealth, number: int, directory: str) -> ResumeRe
     if len(standing.problems) > _SHOWN:
         found += f"; and {len(standing.problems) - _SHOWN} more (mcore-ckpt verify)"
     by_hand = f"--ckpt-step {number}" if standing.has_tracker else f"writing {number} into the tracker file"
-    helps = (
+    hint = (
         f"iteration {number} is complete: {by_hand} takes it, "
         f"{FALLBACK.flag} (or {FALLBACK.name}=1) always takes the newest complete one"
     )
@@ -209,5 +209,5 @@ def _refusal(standing: IterationHealth, number: int, directory: str) -> ResumeRe
         refusal_text("looking for a complete checkpoint", f"{standing.wanted} is not complete"),
         found=found,
         where=directory,
-        helps=helps,
+        hint=hint,
     )

@@ -60,7 +60,7 @@ class UncheckedLoads:
                 found=f"{len(evidence.differing)} parameters, {some(evidence.differing)}",
                 expected="masters that round to the live weights, as those of the other parameters do",
                 where=str(folder),
-                helps="load the weights of the same checkpoint before its optimizer",
+                hint="load the weights of the same checkpoint before its optimizer",
             )
             if PROOF.value != WARN:
                 raise refusal from error

@@ -37,14 +37,14 @@ def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict
             "a GPT's checkpoint cannot be taken for a hybrid model of this pattern",
             found=f"--hybrid-layer-pattern {pattern}: {len(attention)} attention, {len(linear)} MLP layers",
             expected=f"as many {_ATTENTION} as {_DENSE}, or as {_EXPERTS}; beside them {_NEW} only",
-            helps="Megatron itself has no such translation either (gpt_checkpoint_interop.py)",
+            hint="Megatron itself has no such translation either (gpt_checkpoint_interop.py)",
         )
     if layers is not None and layers != len(attention):
         raise ModelMismatchError(
             "the pattern of the hybrid model does not have the layers of the GPT",
             found=f"{len(attention)} attention and as many MLP layers in {pattern}",
             expected=f"{layers}, as in the checkpoint",
-            helps="give --hybrid-layer-pattern as many of each as the GPT has layers",
+            hint="give --hybrid-layer-pattern as many of each as the GPT has layers",
         )
     number_in_gpt = {number: place for part in (attention, linear) for place, number in enumerate(part)}
     found: dict[str, str | None] = {}

@@ -51,7 +51,7 @@ def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
         raise UnsupportedCheckpointError(
             "the names of this layer's parameters in the other layer spec are unknown", found=some(strange, 3),
             expected="attention, plain or latent, and an MLP or experts",
-            helps="keep the layer spec: leave --transformer-impl out",
+            hint="keep the layer spec: leave --transformer-impl out",
         )  # fmt: skip
     renamed = {
         layer + suffix: layer + _replaced(suffix, dict(_pairs(suffixes, engine)))

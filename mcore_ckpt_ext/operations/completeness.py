@@ -67,7 +67,7 @@ def locate(path: Path) -> LocatedCheckpoint:
     if found is not None:
         raise UnsupportedCheckpointError(
             "a Hugging Face folder has no checksums to verify", where=str(path),
-            helps="compare it with the checkpoint it was made from: mcore-ckpt diff A B"
+            hint="compare it with the checkpoint it was made from: mcore-ckpt diff A B"
             f"{' --weights FOLDER' if found.is_adapter_folder else ''}",
         )  # fmt: skip
     if not iterations:

@@ -253,7 +253,7 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
             "the checkpoint was written damaged: elements of the optimizer are missing",
             found=", ".join(f"{count} of {name}" for name, count in list(lost.items())[:8]),
             where=str(checkpoint.folder),
-            helps="use another iteration, or accept the loss: --accept-lost",
+            hint="use another iteration, or accept the loss: --accept-lost",
         )
     return lost
 

@@ -179,7 +179,7 @@ def raise_first_contradiction(checkpoint: CheckpointView, findings: Iterable[Fin
             "the checkpoint contradicts itself",
             found=found.what,
             where=f"{found.where}, {checkpoint.folder}",
-            helps="it was put together from several, or is damaged; mcore-ckpt verify lists everything: use another "
+            hint="it was put together from several, or is damaged; mcore-ckpt verify lists everything: use another "
             "iteration",
         )
 

@@ -74,7 +74,7 @@ class Destination:
             found=found,
             expected="only files that this tool or Megatron wrote",
             where=str(self.path),
-            helps="choose another folder, or move this one away",
+            hint="choose another folder, or move this one away",
         )
 
 
@@ -92,11 +92,11 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
     found = as_path(path)
     if not is_remote(found):
         if "\0" in str(found):
-            raise DestinationError("invalid name for a folder", found=repr(str(found)), helps="choose another")
+            raise DestinationError("invalid name for a folder", found=repr(str(found)), hint="choose another")
         if found.is_symlink():
             raise DestinationError(
                 "the destination is a symbolic link", found=f"a link to {found.readlink()}", where=str(found),
-                helps="use the folder that it points to",
+                hint="use the folder that it points to",
             )  # fmt: skip
         found = Path(os.path.realpath(found))
     for source in sources:
@@ -104,7 +104,7 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
             raise DestinationError(
                 "the destination is inside the source, or would replace it", found=f"{source} is read",
                 where=str(found),
-                helps="choose a folder outside of it",
+                hint="choose a folder outside of it",
             )  # fmt: skip
     return Destination(found, iteration)
 

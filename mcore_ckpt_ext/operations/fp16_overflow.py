@@ -29,5 +29,5 @@ def check_fits(placed: WriteItem, rounded: torch.Tensor, read: Callable[[WriteIt
         raise UnsupportedCheckpointError(
             "a value is too large for float16 and would become infinite",
             found=f"{exact[lost].abs().max().item():g}", expected=f"at most {torch.finfo(torch.float16).max:g}",
-            where=placed.wanted.slice.regions[0].name, helps="choose another dtype: --dtype bfloat16",
+            where=placed.wanted.slice.regions[0].name, hint="choose another dtype: --dtype bfloat16",
         )  # fmt: skip

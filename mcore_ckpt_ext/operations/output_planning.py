@@ -36,13 +36,13 @@ def _check_vocabulary(checkpoint: CheckpointView, asked: int | None) -> None:
         raise UsageError(
             "the vocabulary would lose tokens", found=f"--vocab-size {asked}",
             expected=f"{checkpoint.tokens} or more: the number of tokens recorded in the source",
-            where=str(checkpoint.folder), helps="leave the option out",
+            where=str(checkpoint.folder), hint="leave the option out",
         )  # fmt: skip
     if asked is not None and asked > (checkpoint.vocabulary_rows or asked):
         raise UsageError(
             "the vocabulary has fewer rows than that: the other tokens would be zeros", found=f"--vocab-size {asked}",
             expected=f"{checkpoint.vocabulary_rows} or less", where=str(checkpoint.folder),
-            helps="pass the tokenizer's own size; Megatron's padding is added",
+            hint="pass the tokenizer's own size; Megatron's padding is added",
         )  # fmt: skip
 
 
@@ -55,5 +55,5 @@ def _check_experts(checkpoint: CheckpointView, asked: int | None) -> None:
     if asked is not None and asked > 1 and not any(map(of_experts, checkpoint.names(WEIGHT))):
         raise UsageError(
             "the model has no experts to distribute over expert-parallel ranks",
-            found=f"--expert-model-parallel-size {asked}", where=str(checkpoint.folder), helps="leave the option out",
+            found=f"--expert-model-parallel-size {asked}", where=str(checkpoint.folder), hint="leave the option out",
         )  # fmt: skip

@@ -43,7 +43,7 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
             "the pipeline division of the checkpoint's model is unknown",
             found="no weights" if not names else f"num_layers {job.num_layers}",
             where=str(checkpoint.folder),
-            helps="add what is missing, for example --argument num_layers=32",
+            hint="add what is missing, for example --argument num_layers=32",
         )
     _check_layers(checkpoint, job, job.num_layers, block)
     states = _States(checkpoint, job)
@@ -82,7 +82,7 @@ def _check_layers(checkpoint: CheckpointView, job: JobArguments, stated: int, bl
             found=f"num_layers {stated}",
             expected=f"{found} layers",
             where=str(checkpoint.folder),
-            helps=f"--argument num_layers={found}",
+            hint=f"--argument num_layers={found}",
         )
 
 

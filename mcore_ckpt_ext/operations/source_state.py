@@ -60,5 +60,5 @@ def check_unchanged(folder: Path, before: SourceState) -> None:
         changed = sorted({str(entry[0]) for entry in {*after} ^ {*before}})
         raise UnreadableCheckpointError(
             "the source changed while it was read; nothing was published", found=f"another state of {changed[0]}",
-            where=str(folder), helps="convert a checkpoint that no job is writing",
+            where=str(folder), hint="convert a checkpoint that no job is writing",
         )  # fmt: skip

@@ -45,7 +45,7 @@ def open_source(
         if weights is not None:
             raise UsageError(
                 "the model of a PEFT folder is given twice", found=f"--merge {merge}, --weights {weights}",
-                expected="one model", where=str(path), helps="leave --weights out",
+                expected="one model", where=str(path), hint="leave --weights out",
             )  # fmt: skip
         weights = merge
     checkpoint = open_checkpoint(path, family=family, transformer_impl=spec, facts=facts, weights=weights)
@@ -68,7 +68,7 @@ def open_source(
         raise UsageError(
             "a model family is used only where a Hugging Face folder is read or written",
             found=f"--family {family.name}, from {checkpoint.format} to {target.name}", where=str(checkpoint.folder),
-            helps="leave the option out",
+            hint="leave the option out",
         )  # fmt: skip
     return checkpoint
 
@@ -110,7 +110,7 @@ def require_weights(checkpoint: CheckpointView) -> None:
     if checkpoint.optimizer_format and not checkpoint.names(WEIGHT):
         raise UnsupportedCheckpointError(
             "the checkpoint has an optimizer without weights, and cannot be verified without them",
-            found=checkpoint.optimizer_format, where=str(checkpoint.folder), helps=NAME_THEM,
+            found=checkpoint.optimizer_format, where=str(checkpoint.folder), hint=NAME_THEM,
         )  # fmt: skip
 
 
@@ -124,13 +124,13 @@ def _merged(
     """
     if not any(map(is_adapter, checkpoint.names(WEIGHT))):
         raise UsageError("the checkpoint has no adapters to merge", found="--merge", where=str(checkpoint.folder),
-                         helps="leave the option out")  # fmt: skip
+                         hint="leave the option out")  # fmt: skip
     base = open_checkpoint(path, family=family)
     if not target.is_model_folder and (base.format_reader.is_model_folder or target.transformer_impl is not None):
         raise UsageError(
             "adapters are merged into a Hugging Face folder to be written as one, into a checkpoint of Megatron under "
             "its own layer spec", found=f"--merge {path} --to {target.name}", where=str(checkpoint.folder),
-            helps="merge first: --merge --to hf; then convert what was written",
+            hint="merge first: --merge --to hf; then convert what was written",
         )  # fmt: skip
     scaling, stated = scaling_of(checkpoint, target.lora_alpha), stated_arguments(target.arguments)
     return merged_view(base, checkpoint, scaling, family, stated)
@@ -152,6 +152,6 @@ def _under_layer_spec(checkpoint: CheckpointView, target: Target, spec: str) -> 
         raise UsageError(
             "the layer spec is chosen for jobs of Megatron-LM, from checkpoints of Megatron or from Hugging Face",
             found=f"--transformer-impl {spec}, --for bridge",
-            where=str(checkpoint.folder), helps="leave the option out",
+            where=str(checkpoint.folder), hint="leave the option out",
         )  # fmt: skip
     return checkpoint if checkpoint.arguments.transformer_impl == spec else under_layer_spec(checkpoint, spec)

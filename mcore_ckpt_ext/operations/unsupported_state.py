@@ -59,7 +59,7 @@ def settle(
             "the checkpoint has unsupported optimizer state that would be lost",
             found=listed(lost),
             where=str(checkpoint.folder),
-            helps=f"to go on without it, --drop {' '.join(dict.fromkeys(item.kind for item in lost))}; "
+            hint=f"to go on without it, --drop {' '.join(dict.fromkeys(item.kind for item in lost))}; "
             f"for the weights alone, --drop {OPTIMIZER}",
         )
     if checkpoint.optimizer_format is not None:
@@ -82,7 +82,7 @@ def _check_drop(checkpoint: CheckpointView, unread: Collection[UnreadState], dro
         raise UsageError(
             "--drop accepts only state that cannot be converted",
             found=_spelt(unknown), expected=", ".join(there) or "nothing", where=str(checkpoint.folder),
-            helps=f"leave the option out; for the weights alone, --drop {OPTIMIZER}",
+            hint=f"leave the option out; for the weights alone, --drop {OPTIMIZER}",
         )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
         found=found if checkpoint.param_groups() else f"{found}; no parameter groups",
         expected=f"{', '.join(sorted(_ADAM))} of every parameter, as Megatron has them with Adam",
         where=str(checkpoint.folder),
-        helps=f"--to {Canonical.name} keeps all of it; for the weights alone, --drop {OPTIMIZER}",
+        hint=f"--to {Canonical.name} keeps all of it; for the weights alone, --drop {OPTIMIZER}",
     )
 
 

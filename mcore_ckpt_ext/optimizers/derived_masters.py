@@ -60,7 +60,7 @@ class JoinedMasters(WrappedState):
                 found="no weight" if weight is None else f"a weight of {weight.dtype}",
                 expected="a bfloat16 weight",
                 where=name,
-                helps="the checkpoint is incomplete or its weights were edited: use another iteration",
+                hint="the checkpoint is incomplete or its weights were edited: use another iteration",
             )
         return ElementByElement(((self._weights, WEIGHT), (self.state, PARAM_REMAINDER)), join)
 
@@ -105,7 +105,7 @@ class NumbersOfRemainders(WrappedState):
                     "the masters of a precision-aware optimizer are neither remainders nor masters",
                     expected="whole numbers from -32768 to 32767",
                     where=f"param {name}",
-                    helps="the checkpoint is damaged: use another iteration",
+                    hint="the checkpoint is damaged: use another iteration",
                 )
             return numbers.to(torch.int16)
 

@@ -107,7 +107,7 @@ def check_digests(buffers: Buffers, where: str, share: tuple[int, int] = (0, 1))
             found=some(problems),
             expected="the digests that the sidecar recorded at the save",
             where=where,
-            helps="the checkpoint is damaged, or its sidecar is that of another one: use another iteration",
+            hint="the checkpoint is damaged, or its sidecar is that of another one: use another iteration",
         )
 
 

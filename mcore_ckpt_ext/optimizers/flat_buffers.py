@@ -179,7 +179,7 @@ class FlatBuffers(OptimizerState):
                     "is no order of modules",
                     found=problem,
                     where=str(group),
-                    helps="the checkpoint is damaged or was edited: resume from another iteration",
+                    hint="the checkpoint is damaged or was edited: resume from another iteration",
                 )
         return self._recover(group)
 

@@ -41,7 +41,7 @@ def checked_groups(stored: Any) -> list[dict[str, Any]]:
                 "parameter groups of the optimizer are not as Megatron writes them",
                 found=f"{odd[0]} {shown(group[odd[0]])}" if odd else f"a group that is a {type(group).__name__}",
                 expected="settings by name, of which these are plain values" if odd else "settings by name",
-                helps="the checkpoint was edited: use another iteration",
+                hint="the checkpoint was edited: use another iteration",
             )
     return groups
 
@@ -58,7 +58,7 @@ def checked_optimizer(stored: Any) -> dict[Any, Any]:
             "the state of an optimizer is not as Megatron writes it",
             found=type(stored if inner is None else inner).__name__,
             expected="a dict",
-            helps="the checkpoint was edited: use another iteration",
+            hint="the checkpoint was edited: use another iteration",
         )
     for state in (stored, inner):
         if state is not None and "param_groups" in state:

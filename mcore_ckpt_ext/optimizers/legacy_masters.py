@@ -126,7 +126,7 @@ class LegacyMasters(RankArrays, OptimizerState):
             "cannot determine which optimizer state belongs to which weight",
             found=found,
             where=f"{name}, {rank.place.file}",
-            helps="the checkpoint is damaged or its weights were edited after the save: use another iteration",
+            hint="the checkpoint is damaged or its weights were edited after the save: use another iteration",
         )
 
     def _fits(self, item: Mapping[str, TensorReference], weight: TensorReference, place: StoredObject) -> bool:
@@ -164,7 +164,7 @@ def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
                 found=f"{len(masters[number]) if number < len(masters) else 0} masters",
                 expected=f"{len(entries)}, one for each parameter of group {number}",
                 where=where,
-                helps="the file was edited, or is damaged: use another iteration",
+                hint="the file was edited, or is damaged: use another iteration",
             )
         kinds = {frozenset(entry) - {FP32_PARAM} for entry in entries}
         is_new = masters is not None and not group.get("step")  # see `first_step`
@@ -191,7 +191,7 @@ def _unknown(found: str, where: str) -> UnsupportedCheckpointError:
         expected=f"{MASTERS} where weights are not fp32, the same state for every parameter, a step in each group or "
         "beside each parameter",
         where=where,
-        helps="resume it once under its own layout, and save with --use-distributed-optimizer",
+        hint="resume it once under its own layout, and save with --use-distributed-optimizer",
     )
 
 

@@ -77,7 +77,7 @@ def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalM
                 "Megatron 0.15 to 0.19 write such a state shifted, and remainders of masters, unlike masters, cannot "
                 "show whether it is",
                 where=str(holder.folder),
-                helps="use an iteration saved without --dist-ckpt-optim-fully-reshardable",
+                hint="use an iteration saved without --dist-ckpt-optim-fully-reshardable",
             )
         return NumbersOfRemainders(state)
     return repaired(state, models(), holder.orders(), holder.weights, holder.transfer)

@@ -37,7 +37,7 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
             "the optimizer state cannot be verified: no stored weights are derived from its masters in a known way",
             found=found,
             where=str(holder.folder),
-            helps="resume under the layout, and with the optimizer's options, that it was written with (switching them "
+            hint="resume under the layout, and with the optimizer's options, that it was written with (switching them "
             "off makes Megatron take numbers for masters that are none); or resume with --no-load-optim",
         )
     in_flat_buffers = keys is not None and any(".gbuf_idx_" in key for key in keys)
@@ -47,7 +47,7 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
             "does not say under which parallel layout it was written",
             found=holder.arguments.source,
             where=str(holder.folder),
-            helps="state it (--tensor-model-parallel-size and so on; of a source --source-tensor-model-parallel-size); "
+            hint="state it (--tensor-model-parallel-size and so on; of a source --source-tensor-model-parallel-size); "
             "--drop optimizer converts its weights alone",
         )
     shards, of_experts = weight_shards(holder.arguments), expert_weight_shards(holder.arguments)
@@ -57,7 +57,7 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
             "known here which part of a weight lies where",
             found=f"{shards} shards of dense weights, {of_experts} of those of experts",
             where=str(holder.folder),
-            helps="resume under the layout, and with the --tensor-parallel-num-weight-shards, that it was written "
+            hint="resume under the layout, and with the --tensor-parallel-num-weight-shards, that it was written "
             "with, which is left to Megatron; or resume with --no-load-optim",
         )
     if FULLY_RESHARDABLE not in encodings and _transposes_experts(holder.arguments):
@@ -65,7 +65,7 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
             "the optimizer state of the experts cannot be placed: it is transposed, and the weights are not",
             found="GroupedMLP: --moe-grouped-gemm without Transformer Engine's grouped linear layers",
             where=str(holder.folder),
-            helps="under the layout that wrote it, save once with --dist-ckpt-optim-fully-reshardable (0.15, 0.16); "
+            hint="under the layout that wrote it, save once with --dist-ckpt-optim-fully-reshardable (0.15, 0.16); "
             "or resume with --no-load-optim",
         )
 

@@ -106,7 +106,7 @@ class ElementByElement:
                     "a tensor cannot be derived: its inputs are not in the checkpoint",
                     expected=f"{kind} {name}",
                     where=f"{wanted.kind} {name}",
-                    helps="the checkpoint is incomplete or damaged: use another iteration",
+                    hint="the checkpoint is incomplete or damaged: use another iteration",
                 )
             tensors[name] = replace(own, shape=tensor.shape)
         return replace(wanted, kind=kind, tensors=tensors)
@@ -253,7 +253,7 @@ def make_plan(wanted: Sequence[WantedSlice], source: Source, accept_lost: bool =
                 raise UnsupportedCheckpointError(
                     "internal error: no stored bytes for a derived tensor",
                     where=f"{want.kind} {region.name}",
-                    helps="this is a bug in this package: please report it",
+                    hint="this is a bug in this package: please report it",
                 )
             _plan_piece(index, want, target, tensor, source, accept_lost, overlaps, copies, fills)
     copies.sort(key=lambda copy: (copy.extent.file, copy.extent.offset))
@@ -282,7 +282,7 @@ def _plan_piece(
                 found=f"nothing for elements {low} to {high}",
                 expected=f"{want.tensors[name].shape} elements of {tensor.dtype}",
                 where=f"{want.kind} {name}",
-                helps="the checkpoint is incomplete: resume from another iteration",
+                hint="the checkpoint is incomplete: resume from another iteration",
             )
         fills.append(ZeroFill(index, at, at + high - low))
 
@@ -296,7 +296,7 @@ def _checked_tensor(want: WantedSlice, name: str, source: Source) -> LogicalTens
             "the model has a parameter that the checkpoint lacks",
             expected=f"a tensor of shape {live.shape}",
             where=f"{want.kind} {name}",
-            helps="resume with the model arguments that the checkpoint was written with",
+            hint="resume with the model arguments that the checkpoint was written with",
         )
     same = tensor.shape == live.shape
     if not same and not (want.may_pad and len(live.shape) > 0 and tensor.shape[1:] == live.shape[1:]):
@@ -305,7 +305,7 @@ def _checked_tensor(want: WantedSlice, name: str, source: Source) -> LogicalTens
             found=f"{tensor.shape} in the checkpoint",
             expected=f"{live.shape}",
             where=f"{want.kind} {name}",
-            helps="resume with the model arguments that the checkpoint was written with",
+            hint="resume with the model arguments that the checkpoint was written with",
         )
     return tensor
 

@@ -97,13 +97,13 @@ class SimulatedJob:
             raise UnsupportedCheckpointError(
                 "a rehearsal does not know which layers each pipeline rank of this layout has",
                 found=f"{arguments.num_layers} layers, {self.layout}",
-                helps="only the job itself can show it",
+                hint="only the job itself can show it",
             )
         if self.models.weight_shards > 1:
             raise UnsupportedCheckpointError(
                 "a rehearsal does not know the ranks of generalized tensor parallelism",
                 found=f"{self.models.weight_shards} weight shards",
-                helps="only the job itself can show it",
+                hint="only the job itself can show it",
             )
 
     @cached_property

@@ -127,7 +127,7 @@ class _Rehearsing:
             raise UnsupportedCheckpointError(
                 "the checkpoint holds no optimizer state that is read, so there is nothing to rehearse",
                 where=str(self._folder),
-                helps="weights alone are loaded by Megatron under any layout",
+                hint="weights alone are loaded by Megatron under any layout",
             )
         simulated = SimulatedJob(checkpoint, running, self._version)
         on_every_rank(PLANNING, ranks, lambda: check_job(checkpoint, [view], str, running))

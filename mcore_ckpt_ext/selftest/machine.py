@@ -29,7 +29,7 @@ def this_machine(ranks: int | None) -> Machine:
     """
     kind = accelerator_type()
     if kind is None:
-        raise UsageError("Megatron needs a GPU, and there is none here", helps=_ON_CPU)
+        raise UsageError("Megatron needs a GPU, and there is none here", hint=_ON_CPU)
     count = int(device_module(kind).device_count())
     if ranks is not None and ranks > count:
         raise UsageError("each rank needs a GPU of its own", found=f"{count} GPUs for {ranks} ranks")
@@ -45,11 +45,11 @@ def require_megatron() -> None:
         UsageError: there is no Megatron, or Megatron Core alone.
     """
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise UsageError("Megatron is not installed here", helps="pip install megatron-core (0.17 or later)")
+        raise UsageError("Megatron is not installed here", hint="pip install megatron-core (0.17 or later)")
     if find_spec("megatron.training") is None:
         raise UsageError(
             "only Megatron Core is installed here, and the self-test trains with megatron.training",
-            helps="install megatron-core 0.17 or later, which has it, or put a clone of Megatron-LM on PYTHONPATH",
+            hint="install megatron-core 0.17 or later, which has it, or put a clone of Megatron-LM on PYTHONPATH",
         )
 
 

@@ -146,7 +146,7 @@ def _another_tensor(found: str, expected: str, archive: TorchArchive) -> Unreada
         found=found,
         expected=expected,
         where=archive.where,
-        helps="the metadata belongs to another checkpoint: restore the folder as it was written",
+        hint="the metadata belongs to another checkpoint: restore the folder as it was written",
     )
 
 
@@ -158,7 +158,7 @@ def _no_tensor(found: object, where: str) -> CheckpointError:
             found=f"{found.pickled_module}.{found.pickled_name}",
             expected="plain tensors, or fp8 tensors with one scale",
             where=where,
-            helps="resume under the layout that it was written with, by stock Megatron; or save without "
+            hint="resume under the layout that it was written with, by stock Megatron; or save without "
             "--fp8-param-gather or --fp4-param-gather",
         )
     return UnreadableCheckpointError(

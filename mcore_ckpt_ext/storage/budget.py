@@ -46,7 +46,7 @@ class Budget:
                 found=f"more than {self._granted:,} steps for {shortened(purpose)}",
                 expected=f"at most so many for the {self._nbytes:,} bytes that were read",
                 where=self._where,
-                helps="do not use this file: it is damaged, or an attack; use another iteration, or another copy",
+                hint="do not use this file: it is damaged, or an attack; use another iteration, or another copy",
             )
 
 

@@ -104,7 +104,7 @@ def iteration_folder(path: Path) -> Path:
     if not tracker.folder.is_dir():
         raise UnreadableCheckpointError(
             "the tracker file names an iteration that does not exist", found=_iterations(path),
-            expected=tracker.folder.name, where=str(tracker.path), helps="use the folder of another iteration",
+            expected=tracker.folder.name, where=str(tracker.path), hint="use the folder of another iteration",
         )  # fmt: skip
     return tracker.folder
 
@@ -129,11 +129,11 @@ def check_folder_exists(path: Path) -> None:
         # The libraries of remote stores have their own, of a missing password for example.
         raise UnreadableCheckpointError(
             "the remote store cannot be read", found=f"{type(error).__name__}: {error}", where=str(path),
-            helps="check the address, and that the store's library finds your credentials (fsspec, s3fs, gcsfs, adlfs)",
+            hint="check the address, and that the store's library finds your credentials (fsspec, s3fs, gcsfs, adlfs)",
         ) from error  # fmt: skip
     if not there:
         what = "that is a file, not a folder" if path.exists() else "there is no such folder"
-        raise UnreadableCheckpointError(what, where=str(path), helps="check the path")
+        raise UnreadableCheckpointError(what, where=str(path), hint="check the path")
 
 
 def no_checkpoint(path: Path) -> UnreadableCheckpointError:
@@ -146,7 +146,7 @@ def no_checkpoint(path: Path) -> UnreadableCheckpointError:
         found=_iterations(path) if iterations else some(names) or "nothing, it is empty",
         expected=f"a run folder with its {TRACKER_FILE}, an iteration folder, a Hugging Face or a canonical folder",
         where=str(path),
-        helps=f"use {below[0]}" if len(below) == 1 else "check the path",
+        hint=f"use {below[0]}" if len(below) == 1 else "check the path",
     )
 
 

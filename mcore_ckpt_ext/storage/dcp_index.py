@@ -207,14 +207,14 @@ def _file(folder: Path) -> bytes:
             "the checkpoint's index cannot be read",
             found=error.strerror,
             where=str(folder / METADATA_FILE),
-            helps=io_hint(error),
+            hint=io_hint(error),
         ) from error
 
 
 def _parsed(data: bytes, path: Path) -> DcpIndex:
     if not data:
         raise UnreadableCheckpointError(
-            "the checkpoint's index is empty", found="0 bytes", where=str(path), helps=INTERRUPTED
+            "the checkpoint's index is empty", found="0 bytes", where=str(path), hint=INTERRUPTED
         )
     try:
         with collector_paused():

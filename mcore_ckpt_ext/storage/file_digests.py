@@ -117,7 +117,7 @@ def check_digests(folder: Path) -> None:
             raise UnreadableCheckpointError(
                 "a file of the checkpoint has changed since it was "
                 "written", found=file.what, where=str(folder / file.name),
-                helps="use another copy, or convert the source again; if the file was edited on purpose, remove "
+                hint="use another copy, or convert the source again; if the file was edited on purpose, remove "
                 f"{FILE_NAME}",
             )  # fmt: skip
 
@@ -168,12 +168,12 @@ def _read(folder: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise UnreadableCheckpointError(
             "the digests of the checkpoint's files cannot be read", found=error.strerror, where=str(path),
-            helps=io_hint(error),
+            hint=io_hint(error),
         ) from error  # fmt: skip
     except ValueError as error:
         raise UnreadableCheckpointError(
             "the digests of the checkpoint's files are damaged", found=str(error), where=str(path),
-            helps="use another copy; without this file, nothing is compared",
+            hint="use another copy; without this file, nothing is compared",
         ) from error  # fmt: skip
     return content
 

@@ -44,7 +44,7 @@ def cut_short(where: object, found: int, needed: int) -> UnreadableCheckpointErr
         found=f"{found} bytes",
         expected=f"at least {needed} bytes",
         where=str(where),
-        helps=INTERRUPTED,
+        hint=INTERRUPTED,
     )
 
 
@@ -175,7 +175,7 @@ class FolderReader:
                 "a file of the checkpoint cannot be opened",
                 found=error.strerror,
                 where=str(self.folder / path),
-                helps=io_hint(error),
+                hint=io_hint(error),
             ) from error
 
 

@@ -24,7 +24,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
         return Path(found.path) if _LOCAL & set(_protocols(found)) else found  # type: ignore[attr-defined]
     text = os.fspath(path)
     if not text:
-        raise UsageError("a path is empty", found="''", helps="pass a folder; `.` is the current one")
+        raise UsageError("a path is empty", found="''", hint="pass a folder; `.` is the current one")
     scheme, separator, rest = text.partition("://")
     if not separator:
         return Path(text)
@@ -39,7 +39,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
             "this remote store needs a library that is not installed",
             found=str(error),
             where=text,
-            helps="pip install 'mcore_ckpt_ext[remote]', and fsspec's library for the store (s3fs, gcsfs, adlfs, ...)",
+            hint="pip install 'mcore_ckpt_ext[remote]', and fsspec's library for the store (s3fs, gcsfs, adlfs, ...)",
         ) from error
 
 

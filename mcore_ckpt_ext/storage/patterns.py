@@ -32,7 +32,7 @@ def matched(pattern: str, name: str, *, whole: bool = False) -> Mapping[str, Any
     except TimeoutError:
         raise UnsupportedCheckpointError(
             "a pattern takes too long", found=shortened(repr(pattern)), expected=f"at most {_SECONDS:g} s for a name",
-            where=name, helps="write a list of names instead",
+            where=name, hint="write a list of names instead",
         ) from None  # fmt: skip
     return None if found is None else found.groupdict()
 
@@ -41,6 +41,6 @@ def _library() -> ModuleType:
     try:
         import regex
     except ImportError as error:  # installed without its dependencies, as images of frameworks are
-        raise UnsupportedCheckpointError("patterns are not matched without regex", helps="pip install regex") from error
+        raise UnsupportedCheckpointError("patterns are not matched without regex", hint="pip install regex") from error
     library: ModuleType = regex
     return library

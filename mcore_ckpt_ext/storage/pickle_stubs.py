@@ -171,7 +171,7 @@ def inert_class(module: str, name: str, where: str) -> type[Placeholder]:
     if not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
         raise UnsafePickleError(
             "a name that no class can have", found=repr(f"{module}.{name}"[:200]), where=where,
-            helps="do not use this file: it may be an attack",
+            hint="do not use this file: it may be an attack",
         )  # fmt: skip
     top = module.partition(".")[0]
     if (top in sys.stdlib_module_names or top in _SYSTEM_MODULES) and (module, name) not in _HARMLESS:
@@ -179,6 +179,6 @@ def inert_class(module: str, name: str, where: str) -> type[Placeholder]:
             "a pickle requests a function that no checkpoint needs; nothing was executed",
             found=f"{module}.{name}",
             where=where,
-            helps="do not use this file: it may be an attack",
+            hint="do not use this file: it may be an attack",
         )
     return placeholder_class(module, name)

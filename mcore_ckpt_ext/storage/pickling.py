@@ -178,7 +178,7 @@ def dumps(tree: Any, protocol: int = TORCH_PROTOCOL) -> tuple[bytes, list[Leaf]]
         raise UnsupportedCheckpointError(
             "the output would contain a class that is not allowed: whoever loads it would run its code",
             found=str(error),
-            helps="convert --to canonical, which holds data only; if this is an honest class, please report it",
+            hint="convert --to canonical, which holds data only; if this is an honest class, please report it",
         ) from error
     return buffer.getvalue(), pickler.leaves
 

@@ -166,7 +166,7 @@ class Publication:
             raise DestinationError(
                 "the destination exists already",
                 where=str(self.destination),
-                helps="choose another destination, or replace it: --force",
+                hint="choose another destination, or replace it: --force",
             )
         if status is not None:
             self._replaceable(self.destination)
@@ -186,7 +186,7 @@ class Publication:
                 raise DestinationError(
                     "another process is writing the same destination",
                     where=str(root.path),
-                    helps="wait for it, or stop it",
+                    hint="wait for it, or stop it",
                 ) from error
             except OSError as error:
                 root.close()
@@ -195,7 +195,7 @@ class Publication:
                 raise DestinationError(
                     "this file system has no locks, which keep out a second process",
                     found=f"flock: {error.strerror}", where=str(root.path),
-                    helps="have it mounted with them (Lustre: -o flock), or write to a local disk and copy the result",
+                    hint="have it mounted with them (Lustre: -o flock), or write to a local disk and copy the result",
                 ) from error  # fmt: skip
             # Whoever held it may have removed the folder when it was done.
             if _identity(root.status()) == _identity(self._parent.status(self._name)):
@@ -218,7 +218,7 @@ class Publication:
         raise DestinationError(
             "refusing to use the temporary folder: it is a symlink, owned by another user, or writable by others",
             where=str(self._parent.path / self._name),
-            helps="remove it, or choose a destination in a folder of your own",
+            hint="remove it, or choose a destination in a folder of your own",
         )
 
     def _put_back(self) -> None:
@@ -244,7 +244,7 @@ class Publication:
             raise DestinationError(
                 "the interrupted conversion to this destination had another source, other options or another version",
                 where=str(self._root.path),
-                helps="to continue it, give the source and options of the interrupted run; to throw it away and begin "
+                hint="to continue it, give the source and options of the interrupted run; to throw it away and begin "
                 "anew, leave --resume out",
             )
         return True
@@ -300,7 +300,7 @@ class Publication:
         return DestinationError(
             f"{what}; nothing was replaced",
             where=str(self.destination),
-            helps="remove it if it is not needed, and continue with --resume: what was written is kept",
+            hint="remove it if it is not needed, and continue with --resume: what was written is kept",
         )
 
 
@@ -321,7 +321,7 @@ def cannot_write(path: Path, error: OSError) -> DestinationError:
         "the destination cannot be written",
         found=error.strerror or str(error),
         where=str(error.filename or path),
-        helps="free some space or choose another destination; --resume then continues where this run stopped"
+        hint="free some space or choose another destination; --resume then continues where this run stopped"
         if full else "choose a destination that you may write to; --resume continues what this run began",
     )  # fmt: skip
 

@@ -118,7 +118,7 @@ class RemoteFolderReader(FolderReader):
             "a file of the checkpoint cannot be read",
             found=error.strerror or str(error),
             where=str(self.folder / file),
-            helps=INTERRUPTED,
+            hint=INTERRUPTED,
         )
 
 
@@ -154,7 +154,7 @@ class Upload:
             raise DestinationError(
                 "another conversion to this destination is under way, or was interrupted",
                 where=str(self._beside),
-                helps="wait for it; or, once it is certain that none is running, continue it with --resume, or delete "
+                hint="wait for it; or, once it is certain that none is running, continue it with --resume, or delete "
                 "what is there and begin anew",
             )
         with self._answering():
@@ -163,14 +163,14 @@ class Upload:
             raise DestinationError(
                 "the destination exists already",
                 where=str(self.destination),
-                helps="choose another, delete it (a remote folder cannot be replaced in one step), or continue the "
+                hint="choose another, delete it (a remote folder cannot be replaced in one step), or continue the "
                 "interrupted conversion that made it: --resume",
             )
         if resume and work and work[0] != self._fingerprint:
             raise DestinationError(
                 "the interrupted conversion to this destination had another source, or other options",
                 where=str(self._beside),
-                helps="pass the options of the interrupted run, or delete the destination and start again",
+                hint="pass the options of the interrupted run, or delete the destination and start again",
             )
         with self._answering():
             self._beside.mkdir(parents=True, exist_ok=True)
@@ -195,7 +195,7 @@ class Upload:
             raise DestinationError(
                 "another conversion took the destination meanwhile; it may be incomplete",
                 where=str(self._beside),
-                helps="let one of them finish, or stop both, delete what is there and begin anew",
+                hint="let one of them finish, or stop both, delete what is there and begin anew",
             )
 
     def _claim(self) -> list[str]:
@@ -265,7 +265,7 @@ class Upload:
             raise DestinationError(
                 "the remote store cannot be written", found=f"{type(error).__name__}: {error}",
                 where=str(self.destination),
-                helps="check the address, and that the store's library finds your credentials (fsspec, s3fs, gcsfs, "
+                hint="check the address, and that the store's library finds your credentials (fsspec, s3fs, gcsfs, "
                 "adlfs); --resume continues what this run began",
             ) from error  # fmt: skip
 

@@ -206,7 +206,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ValueError("no object")
     except OSError as error:
         raise UnreadableCheckpointError(
-            "a file of the checkpoint cannot be read", found=error.strerror, where=str(path), helps=io_hint(error)
+            "a file of the checkpoint cannot be read", found=error.strerror, where=str(path), hint=io_hint(error)
         ) from error
     except ValueError as error:
         raise UnreadableCheckpointError(
@@ -215,7 +215,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_index(stated: Mapping[str, str], found: Mapping[str, str], index: Path, helps: str) -> None:
+def check_index(stated: Mapping[str, str], found: Mapping[str, str], index: Path, hint: str) -> None:
     """Compare an index of tensors with what its files hold: of each tensor, by name, its file.
 
     Raises:
@@ -228,7 +228,7 @@ def check_index(stated: Mapping[str, str], found: Mapping[str, str], index: Path
             "the index and the files disagree about the tensors",
             found=", ".join([*(f"no {name}" for name in missing[:4]), *map(with_indefinite_article, surplus[:4])]),
             where=str(index),
-            helps=helps,
+            hint=hint,
         )
 
 

@@ -101,7 +101,7 @@ def _values(extent: ScaleCodec, scales: torch.Tensor) -> torch.Tensor:
         raise UnreadableCheckpointError(
             "a scale of quantized weights is not a finite number",
             where=extent.scales.file,
-            helps="the folder is damaged: download it again",
+            hint="the folder is damaged: download it again",
         )
     return found
 
@@ -128,7 +128,7 @@ def block_scales(band: torch.Tensor, width: int, name: str) -> torch.Tensor:
     """
     if not band.isfinite().all():
         raise UnsupportedCheckpointError(
-            "a weight is not a finite number and cannot be quantized", where=name, helps="leave --quantize out",
+            "a weight is not a finite number and cannot be quantized", where=name, hint="leave --quantize out",
         )  # fmt: skip
     largest = torch.stack([part.abs().max() for part in torch.split(band, width, dim=1)])
     scales = largest / torch.finfo(torch.float8_e4m3fn).max

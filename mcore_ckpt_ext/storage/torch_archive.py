@@ -135,7 +135,7 @@ class TorchArchive:
                 found=shortened(found.decode(errors="replace")),
                 expected="little",
                 where=self.where,
-                helps="load and save it again on such a machine with torch.serialization.set_default_load_endianness",
+                hint="load and save it again on such a machine with torch.serialization.set_default_load_endianness",
             )
 
     def payload(self, tensor: TensorReference) -> TensorLocation:

@@ -38,7 +38,7 @@ def parsed_yaml(text: str, where: str) -> Any:
         import yaml
     except ImportError as error:  # installed without its dependencies, as images of frameworks are
         raise UnsupportedCheckpointError(
-            "a file in YAML cannot be read without PyYAML", where=where, helps="pip install pyyaml"
+            "a file in YAML cannot be read without PyYAML", where=where, hint="pip install pyyaml"
         ) from error
     if len(text) > MOST_BYTES:
         raise ValueError(f"more than {MOST_BYTES:,} characters")
@@ -62,7 +62,7 @@ def dumped_yaml(content: Any) -> str:
     try:
         import yaml
     except ImportError as error:
-        raise UnsupportedCheckpointError("YAML cannot be written without PyYAML", helps="pip install pyyaml") from error
+        raise UnsupportedCheckpointError("YAML cannot be written without PyYAML", hint="pip install pyyaml") from error
     text: str = yaml.safe_dump(content)
     return text
 

@@ -88,8 +88,8 @@ class Message:
     """An error that the code raises: its class, its sentence, and its hint; `…` stands for what is filled in."""
 
     error: str
-    says: str
-    helps: str
+    sentence: str
+    hint: str
 
 
 def errors() -> str:
@@ -101,7 +101,9 @@ def errors() -> str:
     parts = []
     for name, meaning in classes.items():
         if found := by_class[name]:
-            rows = [(one.says, one.helps) for one in sorted(found, key=lambda one: one.says.strip("…'\" ").lower())]
+            rows = [
+                (one.sentence, one.hint) for one in sorted(found, key=lambda one: one.sentence.strip("…'\" ").lower())
+            ]
             general = f"In general: {_IN_GENERAL[name]}"
             parts += [f"## {name}", meaning, general, _table(("message", "hint"), rows)]
     return "\n\n".join(parts)
@@ -116,10 +118,10 @@ def messages() -> Iterator[Message]:
         constants = shared | _constants(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes and node.args:
-                says = _text(node.args[0], constants)
-                helps = next((_text(key.value, constants) for key in node.keywords if key.arg == "helps"), "")
-                if says.strip(f"{_UNKNOWN} ;:,"):
-                    yield Message(node.func.id, says, helps.strip() if helps.strip(f"{_UNKNOWN} ") else "")
+                sentence = _text(node.args[0], constants)
+                hint = next((_text(key.value, constants) for key in node.keywords if key.arg == "hint"), "")
+                if sentence.strip(f"{_UNKNOWN} ;:,"):
+                    yield Message(node.func.id, sentence, hint.strip() if hint.strip(f"{_UNKNOWN} ") else "")
 
 
 def _error_classes() -> dict[str, str]:

@@ -338,7 +338,7 @@ def test_names_of_a_stranger_write_no_lines_of_their_own(
 
 
 def test_nor_does_an_error_outside_of_the_command_line() -> None:
-    error = CheckpointError("what\n  is wrong\x1b[2J", found=f"name\n{FORGED}", where="a\rb", helps="nothing")
+    error = CheckpointError("what\n  is wrong\x1b[2J", found=f"name\n{FORGED}", where="a\rb", hint="nothing")
     assert str(error) == f"what\n  is wrong\\x1b[2J; found: name\\n{FORGED}; where: a\\rb; hint: nothing"
 
 

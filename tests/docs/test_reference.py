@@ -94,7 +94,7 @@ def test_every_error_that_is_raised_is_listed() -> None:
 
 def test_a_message_is_read_from_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "errors.py").write_text((REPOSITORY / "mcore_ckpt_ext" / "errors.py").read_text())
-    (tmp_path / "one.py").write_text('HOW = "wait"\nraise UsageError(f"no {name} | here", helps=HOW + " a bit")\n')
+    (tmp_path / "one.py").write_text('HOW = "wait"\nraise UsageError(f"no {name} | here", hint=HOW + " a bit")\n')
     monkeypatch.setattr(generated, "PACKAGE", tmp_path)
     assert generated.Message("UsageError", "no … | here", "wait a bit") in list(generated.messages())
     assert "| no … \\| here | wait a bit |" in generated.errors()

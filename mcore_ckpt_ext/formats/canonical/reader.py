@@ -69,7 +69,7 @@ class CanonicalCheckpoint(FormatReader):
             raise UnreadableCheckpointError(
                 "the file that describes the arrays is "
                 "incomplete", found=f"no {some(missing)}", where=str(folder / COMMON_FILE),
-                helps="this file was edited, or is damaged: convert the source again",
+                hint="this file was edited, or is damaged: convert the source again",
             )  # fmt: skip
         self._arrays = _Arrays(self.reader, folder)
 
@@ -111,7 +111,7 @@ class CanonicalCheckpoint(FormatReader):
                 raise UnreadableCheckpointError(
                     "a sharded key belongs to another tensor", found=f"{shown(key)} at {shown(index)}",
                     expected=shortened(name), where=str(self.folder / COMMON_FILE),
-                    helps="this file is damaged: convert the source again",
+                    hint="this file is damaged: convert the source again",
                 )  # fmt: skip
         return found
 
@@ -166,8 +166,8 @@ class _Arrays(StoredOnce):
                 kind, _, name = key.partition(".")
                 self._tensors[kind, name] = (LogicalTensor(name, tensor, extent.dtype), extent)
                 found[key] = file
-        helps = "files were edited, or are of two checkpoints: convert the source again"
-        check_index(stated, found, folder / INDEX_FILE, helps)
+        hint = "files were edited, or are of two checkpoints: convert the source again"
+        check_index(stated, found, folder / INDEX_FILE, hint)
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors if kind != WEIGHT))
 
     def checked(self) -> Iterator[RawArray]:
@@ -212,7 +212,7 @@ def _with_checksums(reader: FolderReader, file: str) -> list[tuple[str, tuple[in
         raise UnreadableCheckpointError(
             "a file of a canonical checkpoint does not have one checksum for each array",
             found=f"{checksums.length} bytes of checksums, {len(arrays)} arrays", where=str(reader.folder / file),
-            helps="this file was edited, or is damaged: convert the source again",
+            hint="this file was edited, or is damaged: convert the source again",
         )  # fmt: skip
     stored = struct.unpack(f"<{len(arrays)}I", reader.read(file, checksums.offset, checksums.length))
     return [(key, shape, extent._replace(crc=crc)) for (key, shape, extent), crc in zip(arrays, stored, strict=True)]

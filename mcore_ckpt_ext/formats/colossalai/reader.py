@@ -136,7 +136,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
                 "the optimizer's index lists files that do not exist",
                 found=", ".join((strange + absent)[:_SHOWN]),
                 where=str(index),
-                helps="the save or the copy is incomplete: use another checkpoint",
+                hint="the save or the copy is incomplete: use another checkpoint",
             )
         below = index.parent.relative_to(self.folder)
         self._group_file = str(below / groups)

@@ -73,7 +73,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
             raise UnreadableCheckpointError(
                 "the checkpoint has optimizer state of a parameter that it does not "
                 "contain", where=f"{self.folder}: {ownerless[0]}",
-                helps="it is incomplete: use another iteration",
+                hint="it is incomplete: use another iteration",
             )  # fmt: skip
         return DcpIndex(arrays, {}, {}, has_plans=True)
 
@@ -88,7 +88,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
             raise UnsupportedCheckpointError(
                 "the layer numbers of pipeline stages are unknown in this format",
                 found=f"{found} layers", expected=f"{self.stated_arguments.num_layers}, as the job's arguments have it",
-                where=str(self.folder), helps="resume it with stock Megatron",
+                where=str(self.folder), hint="resume it with stock Megatron",
             )  # fmt: skip
 
     def _parameters(self) -> Iterator[tuple[str, StoredArray]]:
@@ -190,7 +190,7 @@ def _one_above_the_other(key: str, halves: list[StoredArray | None], where: str)
         raise UnreadableCheckpointError(
             "a gated projection is stored in halves that do not match",
             found=" and ".join("none" if half is None else f"{half.dtype} {half.shape}" for half in halves),
-            where=f"{where}: {key}", helps="the checkpoint is incomplete: use another iteration",
+            where=f"{where}: {key}", hint="the checkpoint is incomplete: use another iteration",
         )  # fmt: skip
     rows = gate.shape[0]
     moved = [chunk._replace(offsets=(chunk.offsets[0] + rows, *chunk.offsets[1:])) for chunk in up.chunks]

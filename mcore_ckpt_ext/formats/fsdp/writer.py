@@ -72,7 +72,7 @@ class FsdpTarget:
         if not LOADS_FSDP_DTENSOR.is_of(version):
             raise UnsupportedCheckpointError(
                 "that version of Megatron does not have this format", found=f"--megatron-version {_dotted(version)}",
-                expected=f"{LOADS_FSDP_DTENSOR.since} or later", helps="convert --to torch_dist",
+                expected=f"{LOADS_FSDP_DTENSOR.since} or later", hint="convert --to torch_dist",
             )  # fmt: skip
         self._checkpoint = checkpoint
         self._arguments = checkpoint.arguments
@@ -88,7 +88,7 @@ class FsdpTarget:
             raise UnsupportedCheckpointError(
                 "Megatron-FSDP trains with Adam, and this is the state of another optimizer",
                 found=", ".join(kinds), expected=", ".join((FP32_PARAM, *_MOMENTS)),
-                where=str(self._checkpoint.folder), helps="--drop optimizer converts the weights alone",
+                where=str(self._checkpoint.folder), hint="--drop optimizer converts the weights alone",
             )  # fmt: skip
 
     def output(self) -> Output:

@@ -72,7 +72,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).exists():
         raise UnreadableCheckpointError(
             "the folder has weights of a Hugging Face model, but no configuration",
-            expected=CONFIG, where=str(folder), helps=f"add the model's {CONFIG} to the folder",
+            expected=CONFIG, where=str(folder), hint=f"add the model's {CONFIG} to the folder",
         )  # fmt: skip
     return read_json(folder / CONFIG)
 
@@ -81,7 +81,7 @@ def adapters_without_model(folder: Path) -> UnsupportedCheckpointError:
     """The refusal of a folder of adapters, where nothing says for which model they are."""
     return UnsupportedCheckpointError(
         "this folder holds an adapter (LoRA), not a model", found=ADAPTER, where=str(folder),
-        helps="pass the model that it is for: --weights FOLDER; or merge the two: convert --merge FOLDER",
+        hint="pass the model that it is for: --weights FOLDER; or merge the two: convert --merge FOLDER",
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
     if strange or absent:
         raise UnreadableCheckpointError(
             "the index lists files that do not exist", found=", ".join((strange + absent)[:4]), where=str(path),
-            helps="the download or copy is incomplete: download the missing files",
+            hint="the download or copy is incomplete: download the missing files",
         )  # fmt: skip
     found: dict[str, StoredTensor] = {}
     origin: dict[str, str] = {}
@@ -131,7 +131,7 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
                 raise UnreadableCheckpointError(
                     "two files of the index contain a tensor of the same "
                     "name", found=f"{name} in {origin[name]} and {file}",
-                    where=str(path), helps="files of different models or uploads are mixed: download them again",
+                    where=str(path), hint="files of different models or uploads are mixed: download them again",
                 )  # fmt: skip
             found[name] = tensor
             origin[name] = file
@@ -154,7 +154,7 @@ def tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTen
         raise UnsupportedCheckpointError(
             "a file of weights has the format of torch before 1.6", found="a pickle and not an archive",
             where=str(reader.folder / file),
-            helps="load it with torch and save it again: torch.save(torch.load(PATH, weights_only=True), PATH)",
+            hint="load it with torch and save it again: torch.save(torch.load(PATH, weights_only=True), PATH)",
         )  # fmt: skip
     content = TorchArchive(reader, file).load()
     if not isinstance(content, dict):

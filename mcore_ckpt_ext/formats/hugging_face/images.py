@@ -31,7 +31,7 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 _SHOWN = 6
 _FLOATS = ("bfloat16", "float16", "float32")
-_HELPS = "pass the folder that training started from: --tokenizer FOLDER"
+_HINT = "pass the folder that training started from: --tokenizer FOLDER"
 # Names of experts in stacks, which choose the rules for them.
 _STACKED = tuple(f"model.layers.0.mlp.experts.{one}_proj" for one in ("gate_up", "down"))
 # What a job may choose anew.
@@ -48,7 +48,7 @@ class WithImages(HuggingFaceCheckpoint):
             raise UnsupportedCheckpointError(
                 "the vision tower is quantized, which is not "
                 "supported", found=some(quantised, 1), where=str(self.folder),
-                helps="leave --for bridge out for its text, or take the folder as it was released in bf16",
+                hint="leave --for bridge out for its text, or take the folder as it was released in bf16",
             )  # fmt: skip
         text = [(_below_prefix(tensor), found) for tensor, found in super()._matched(stored)]
         named = {name: self._kind.ours(name) for name in self._images}
@@ -147,7 +147,7 @@ def seeing_tensors(checkpoint: CheckpointView, beside: Mapping[str, Any]) -> lis
         raise UnsupportedCheckpointError(
             "the vision tower is described only in config.json, which is missing", found=str(beside.get(
             "model_type", "none in the checkpoint's folder")), expected=f"model_type {whole.kind}",
-            where=str(checkpoint.folder), helps=_HELPS,
+            where=str(checkpoint.folder), hint=_HINT,
         )  # fmt: skip
     images, names = IMAGES[whole.kind], checkpoint.names(WEIGHT)
     shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in names if name not in whole.text}
@@ -215,5 +215,5 @@ def _refuse(wrong: Sequence[str], checkpoint: CheckpointView) -> None:
     if wrong:
         raise UnsupportedCheckpointError(
             "config.json describes another model than the trained one", found="; ".join(wrong[:_SHOWN]),
-            where=str(checkpoint.folder), helps=_HELPS,
+            where=str(checkpoint.folder), hint=_HINT,
         )  # fmt: skip

@@ -69,7 +69,7 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
     if family.needs_engine and transformer_impl == LOCAL:
         raise UnsupportedCheckpointError(
             f"Megatron builds {with_indefinite_article(family.name)} only with Transformer Engine's layers",
-            found=f"--transformer-impl {LOCAL}", where=str(folder), helps="leave the option out",
+            found=f"--transformer-impl {LOCAL}", where=str(folder), hint="leave the option out",
         )  # fmt: skip
     neutral = neutral_keys(config, str(whole.get("model_type")), whole)
     arguments = family.arguments(config, neutral)
@@ -78,7 +78,7 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
         raise UnsupportedCheckpointError(
             f"config.json describes {with_indefinite_article(family.name)} that Megatron would compute differently",
             found="; ".join(mismatches), where=str(folder / CONFIG),
-            helps="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
+            hint="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
         )  # fmt: skip
     return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "", whole, neutral)
 
@@ -97,13 +97,13 @@ def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folde
         return UnsupportedCheckpointError(
             "the job of the optimizer padded its vocabulary, and a Hugging Face folder has no such rows",
             found=f"{rows} rows, of which {rows - tokens} are padding", where=str(folder),
-            helps="pass a Megatron checkpoint with the weights of that step: --weights RUN",
+            hint="pass a Megatron checkpoint with the weights of that step: --weights RUN",
         )  # fmt: skip
     if found := contradictions(family, model, trained) if trained.is_complete else []:
         return ModelMismatchError(
             "the job of the optimizer trained another model than config.json describes, though the weights may fit",
             found="; ".join(found), where=str(folder / CONFIG),
-            helps="pass the folder of the model that was trained, or correct its config.json",
+            hint="pass the folder of the model that was trained, or correct its config.json",
         )  # fmt: skip
     return None
 

@@ -78,5 +78,5 @@ class HuggingFace(Target):
         if self.quantize is not None and self.pickled:
             raise UsageError(
                 "quantised weights are written as safetensors only", found="--bin and --quantize",
-                helps="leave one of them out",
+                hint="leave one of them out",
             )  # fmt: skip

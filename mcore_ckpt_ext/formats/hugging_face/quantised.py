@@ -87,7 +87,7 @@ def _pairing(config: Mapping[str, Any], where: str) -> _Pairing | None:
         raise UnreadableCheckpointError(
             "the blocks of quantized weights have invalid sizes",
             found=f"weight_block_size {shortened(repr(block))}", expected="two whole numbers above 0",
-            where=f"{where}/{CONFIG}", helps="the folder's config.json is damaged: download it again",
+            where=f"{where}/{CONFIG}", hint="the folder's config.json is damaged: download it again",
         )  # fmt: skip
     if method == "mxfp4":
         return _Pairing("_blocks", "_scales", (1, _MX_BLOCK), packed=True)
@@ -96,7 +96,7 @@ def _pairing(config: Mapping[str, Any], where: str) -> _Pairing | None:
     raise UnsupportedCheckpointError(
         "the model is quantized, and its weights cannot be converted without changing them", found=method,
         expected="fp8 (by blocks, rows or tensors), or mxfp4", where=f"{where}/{CONFIG}",
-        helps="use the model's bf16 release, or dequantize it first",
+        hint="use the model's bf16 release, or dequantize it first",
     )  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def _decoded(
     raise UnreadableCheckpointError(
         "the scales of quantized weights do not match them", found=f"scales {scales.shape} for weights {codes.shape}",
         expected=f"one for each block of {pairing.block}" if pairing.block else "one for each row, or one for all",
-        where=f"{where}: {name}", helps="the folder is damaged, or its config.json is of another model: "
+        where=f"{where}: {name}", hint="the folder is damaged, or its config.json is of another model: "
             "download it again",
     )  # fmt: skip
 

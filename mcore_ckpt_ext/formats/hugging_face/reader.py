@@ -156,7 +156,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
                 f"the tensors do not match the {self.family.name} that config.json describes",
                 found="; ".join(told + wrong[:_SHOWN]) + (f"; and {more} more" if more else ""),
                 where=str(self.folder),
-                helps="the folder mixes models, or its family differs from the one here: mcore-ckpt convert "
+                hint="the folder mixes models, or its family differs from the one here: mcore-ckpt convert "
                 "--family path.py:Name",
             )
         return [(tensor, stored[name]) for name, tensor in expected.items()]
@@ -193,14 +193,14 @@ class HuggingFaceCheckpoint(WeightsAlone):
         if copy.shape != embedding.shape or not self._same_bytes(copy, embedding):
             raise UnreadableCheckpointError(
                 "config.json ties the output layer to the embedding, but the two differ", where="lm_head.weight",
-                helps='set "tie_word_embeddings": false in config.json if the output layer has its own weights',
+                hint='set "tie_word_embeddings": false in config.json if the output layer has its own weights',
             )  # fmt: skip
 
     def _same_bytes(self, one: StoredTensor, other: StoredTensor) -> bool:
         if isinstance(one.extent, ScaleCodec) or isinstance(other.extent, ScaleCodec):
             raise UnsupportedCheckpointError(
                 "two tied tensors are quantized and cannot be compared", where=str(self.folder),
-                helps="use the model's bf16 release, or dequantize it first",
+                hint="use the model's bf16 release, or dequantize it first",
             )  # fmt: skip
         places = []
         for tensor in (one, other):

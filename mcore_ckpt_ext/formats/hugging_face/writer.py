@@ -96,7 +96,7 @@ class HuggingFaceTarget:
         if unknown := sorted(set(stated) - classified(stated)):
             raise UsageError(
                 "Megatron has no such argument", found=unknown[0], expected="as Megatron's arguments are stored: "
-                "with underscores, and by their destination", helps="correct the name after --argument",
+                "with underscores, and by their destination", hint="correct the name after --argument",
             )  # fmt: skip
         self._where = "".join((str(checkpoint.folder), *(f", --argument {text}" for text in options.arguments)))
         known = checkpoint.arguments
@@ -108,7 +108,7 @@ class HuggingFaceTarget:
         if lost := unwritten(self.fit.family, self.fit.arguments):
             raise UnsupportedCheckpointError(
                 f"config.json of {with_indefinite_article(self.fit.family.name)} cannot describe the job's model",
-                found="; ".join(lost), where=self._where, helps="pass another family: --family NAME",
+                found="; ".join(lost), where=self._where, hint="pass another family: --family NAME",
             )  # fmt: skip
         self.left_out = matching(names, self.fit.family.megatron_left_out)
         asked = options.kind == FP32_PARAM and checkpoint.optimizer_format is not None
@@ -116,7 +116,7 @@ class HuggingFaceTarget:
         if options.kind == FP32_PARAM and not self._masters:
             raise UnsupportedCheckpointError(
                 "the checkpoint has no fp32 masters", found=", ".join(checkpoint.kinds()),
-                where=str(checkpoint.folder), helps="export the weights: leave --from out",
+                where=str(checkpoint.folder), hint="export the weights: leave --from out",
             )  # fmt: skip
         self._tensors = [*text_tensors(checkpoint, self.fit.family, self.fit.arguments), *self._seeing]
         self._check_shapes()
@@ -139,7 +139,7 @@ class HuggingFaceTarget:
                 "the job was given flags that pretrain_gpt.py, or an older one, does not pass on to its model",
                 found=", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items()),
                 where=str(self._checkpoint.folder),
-                helps="pass the values used in training; with pretrain_gpt.py: "
+                hint="pass the values used in training; with pretrain_gpt.py: "
                 + " ".join(f"--argument {name}{default[name]}" for name in found),
             )
 
@@ -228,7 +228,7 @@ class HuggingFaceTarget:
             raise UnsupportedCheckpointError(
                 "the size of the vocabulary without Megatron's padding is unknown",
                 found=f"{source.vocabulary_rows} rows with it", where=str(source.folder),
-                helps="pass --vocab-size N, or --tokenizer PATH",
+                hint="pass --vocab-size N, or --tokenizer PATH",
             )  # fmt: skip
         return known
 
@@ -243,7 +243,7 @@ class HuggingFaceTarget:
         if wrong:
             raise UnsupportedCheckpointError(
                 "the checkpoint's arguments contradict its parameters", found="; ".join(wrong[:_SHOWN]),
-                where=self._where, helps="name the arguments, and --vocab-size, as the model was computed",
+                where=self._where, hint="name the arguments, and --vocab-size, as the model was computed",
             )  # fmt: skip
 
     def _notes(self, config: Mapping[str, Any], missing: Sequence[str]) -> Iterator[str]:
@@ -281,7 +281,7 @@ class HuggingFaceTarget:
         if tensor.transposed or tensor.interleaved > 1:
             raise UnsupportedCheckpointError(
                 f"--quantize does not support the transposed weights of {self.fit.family.name}",
-                found=name, where=str(self._checkpoint.folder), helps="leave --quantize out",
+                found=name, where=str(self._checkpoint.folder), hint="leave --quantize out",
             )  # fmt: skip
         rows, columns = tensor.shape
         for scales in (False, True):
@@ -317,7 +317,7 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
         return lay_out_adapters(checkpoint, target, family)
     merged = checkpoint.merger.messages if checkpoint.merger else ()
     if target.lora_alpha is not None and not merged:
-        raise UsageError("the checkpoint has no adapters", found="--lora-alpha", helps="leave the option out")
+        raise UsageError("the checkpoint has no adapters", found="--lora-alpha", hint="leave the option out")
     layout = HuggingFaceTarget(checkpoint, target, family, tokenizer_files(target.tokenizer))
     spec = layout.fit.arguments.transformer_impl
 

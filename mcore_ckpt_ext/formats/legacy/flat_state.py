@@ -77,7 +77,7 @@ class FlatStates:
                 "the order of these parameter groups in a legacy file is not known",
                 found=f"{len(groups)} groups",
                 expected="one with and one without weight decay",
-                helps="write for --megatron-version 0.14 or later",
+                hint="write for --megatron-version 0.14 or later",
             )
         weights = self._models.local.weights
         used: list[float] = []

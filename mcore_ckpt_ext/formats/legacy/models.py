@@ -54,13 +54,13 @@ class TargetModels:
             raise UnsupportedCheckpointError(
                 "this version does not know which ranks of a legacy checkpoint hold multi-token prediction",
                 found="parameters of mtp.layers",
-                helps="convert to torch_dist, which every layout can load",
+                hint="convert to torch_dist, which every layout can load",
             )
         if self.local.chunks is None:
             raise UnsupportedCheckpointError(
                 "the layers of each pipeline rank of that layout are unknown",
                 found=f"{arguments.num_layers} layers, {layout}",
-                helps="choose a pipeline size, and virtual stages, that divide the layers evenly",
+                hint="choose a pipeline size, and virtual stages, that divide the layers evenly",
             )
         self.order: ParameterOrder = order_for(checkpoint, arguments, layout.expert > 1, version)
 
@@ -85,7 +85,7 @@ class TargetModels:
             return names  # the weights alone are loaded by name
         raise UnsupportedCheckpointError(
             "the order in which the model registers its parameters is unknown", where=f"{rank}",
-            helps="convert --to torch_dist, which needs no order",
+            hint="convert --to torch_dist, which needs no order",
         )  # fmt: skip
 
     def module_buffers(self, rank: LegacyRank, stage: int) -> list[str]:

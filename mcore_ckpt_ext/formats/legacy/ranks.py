@@ -158,7 +158,7 @@ class RankFolders:
                 found=f"{len(states)} folders; {some(odd, 3)}",
                 expected=f"one for each place in {layout}",
                 where=str(self._folder),
-                helps=INTERRUPTED,
+                hint=INTERRUPTED,
             )
         for own in states[1:]:
             self._check_time(states[0], own)
@@ -206,7 +206,7 @@ class RankFolders:
     def _mixed_up(self, own: RankState, found: str, expected: str) -> UnreadableCheckpointError:
         return UnreadableCheckpointError(
             "the ranks' files are mixed up", found=found, expected=expected, where=str(self._folder / own.file),
-            helps="they were moved or copied: restore the folders as they were written, or use another iteration",
+            hint="they were moved or copied: restore the folders as they were written, or use another iteration",
         )  # fmt: skip
 
     def _check_time(self, first: RankState, own: RankState) -> None:
@@ -223,7 +223,7 @@ class RankFolders:
                     found=f"{key} {shown(found.get(key))}",
                     expected=f"{shown(expected.get(key))}, as in {first.folder}",
                     where=str(self._folder / own.file),
-                    helps="a file was edited, or is of another iteration: use another iteration",
+                    hint="a file was edited, or is of another iteration: use another iteration",
                 )
 
     def buffer_files(self, states: Sequence[RankState]) -> list[tuple[LegacyRank, str]]:

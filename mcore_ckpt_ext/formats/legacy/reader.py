@@ -130,7 +130,7 @@ class LegacyCheckpoint(FormatReader):
                 "each data-parallel rank stored what it steps in a file of its own, which this version does not read",
                 found=", ".join(sorted(set(files))),
                 where=str(self.folder),
-                helps="resume under its own layout and number of data-parallel ranks with --ckpt-format torch, which "
+                hint="resume under its own layout and number of data-parallel ranks with --ckpt-format torch, which "
                 "Megatron does by itself; or with --no-load-optim",
             )
         if self.stored_optimizer_format is None or self.arguments.use_distributed_optimizer:
@@ -138,7 +138,7 @@ class LegacyCheckpoint(FormatReader):
                 "the checkpoint holds no optimizer state",
                 expected=f"{OPTIMIZER_FILE} in the rank folders, or `optimizer` in each {MODEL_FILE}",
                 where=str(self.folder),
-                helps="resume with --no-load-optim for the weights alone",
+                hint="resume with --no-load-optim for the weights alone",
             )
         masters = LegacyMasters(self._rank_optimizers(), self.arguments, self.layout, self.transfer)
         return with_masters(masters, self.weights, lambda: self.view.models.weights)
@@ -169,7 +169,7 @@ class LegacyCheckpoint(FormatReader):
                 found=f"{sum(counts)}, by stage {' + '.join(map(str, counts))}",
                 expected=" or ".join(map(str, sorted(stated))),
                 where=str(self.folder),
-                helps="a file was edited, or is of another job: use another iteration",
+                hint="a file was edited, or is of another job: use another iteration",
             )
         spans = {
             place: range(end - count, end) for place, count, end in zip(order, counts, accumulate(counts), strict=True)

@@ -68,7 +68,7 @@ def _check_layout_known(checkpoint: CheckpointView, target: Legacy) -> None:
         raise UsageError(
             "the layout of the job that will read is not known: the source does not say its own",
             expected=", ".join(f"--{name}-model-parallel-size" for name in missing), where=str(checkpoint.folder),
-            helps="name it",
+            hint="name it",
         )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def order_for(
             "the model registers its parameters in an order that no known layer spec has, and that version registers "
             "what Mamba mixers hold in another one",
             where=str(checkpoint.folder),
-            helps="convert --to torch_dist, which needs no order",
+            hint="convert --to torch_dist, which needs no order",
         )
     if checkpoint.has_expert_optimizer == has_expert_optimizer or not any(
         of_experts(name) for names in registered for name in names
@@ -48,7 +48,7 @@ def order_for(
         "the model registers its parameters in an order that no known layer spec has, and where its experts would "
         "stand in the other layout is not known",
         where=str(checkpoint.folder),
-        helps="keep the expert parallel size, or convert --to torch_dist, which needs no order",
+        hint="keep the expert parallel size, or convert --to torch_dist, which needs no order",
     )
 
 

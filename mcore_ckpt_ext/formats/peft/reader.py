@@ -80,7 +80,7 @@ class PeftCheckpoint(WeightsAlone):
             # For Conv1D alone; with any other linear peft leaves the key aside (`dispatch_default`, lora/layer.py).
             raise UnsupportedCheckpointError(
                 "adapters of GPT-2, whose matrices are transposed, are not supported", found="fan_in_fan_out",
-                where=str(folder / ADAPTER), helps="merge them first: PeftModel.merge_and_unload(), save_pretrained",
+                where=str(folder / ADAPTER), hint="merge them first: PeftModel.merge_and_unload(), save_pretrained",
             )  # fmt: skip
         stored = self._stored()
         shapes = {name: tensor.shape for name, tensor in stored.items()}
@@ -101,7 +101,7 @@ class PeftCheckpoint(WeightsAlone):
                 "adapters of this kind are not supported in Megatron",
                 found=", ".join(f"{key}: {shortened(repr(value), 40)}" for key, value in sorted(told.items())),
                 expected="LoRA or DoRA of linears", where=str(self.folder / ADAPTER),
-                helps="merge them first: PeftModel.merge_and_unload(), then save_pretrained",
+                hint="merge them first: PeftModel.merge_and_unload(), then save_pretrained",
             )  # fmt: skip
 
     def _check_tensors(self, stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -116,7 +116,7 @@ class PeftCheckpoint(WeightsAlone):
             raise UnsupportedCheckpointError(
                 f"the tensors do not match {ADAPTER}", found=some(found, 4),
                 expected="the tensors that peft would create from that file for this model", where=str(self.folder),
-                helps="name the model that they were trained for, or mend the file: peft would read it otherwise",
+                hint="name the model that they were trained for, or mend the file: peft would read it otherwise",
             )  # fmt: skip
 
     def _stored(self) -> dict[str, StoredTensor]:
@@ -143,7 +143,7 @@ class PeftCheckpoint(WeightsAlone):
             if stored[tensor.name].shape != tensor.shape:
                 raise UnreadableCheckpointError(
                     "an adapter does not have the shape of its linear", found=str(stored[tensor.name].shape),
-                    expected=str(tensor.shape), where=tensor.name, helps="pass the model that the adapters are for",
+                    expected=str(tensor.shape), where=tensor.name, hint="pass the model that the adapters are for",
                 )  # fmt: skip
             if tensor.regions not in seen:
                 yield tensor
@@ -171,7 +171,7 @@ class PeftCheckpoint(WeightsAlone):
         if scaling.by_root:
             raise UnsupportedCheckpointError(
                 "Megatron-Bridge divides alpha by the rank, not by its root", found="use_rslora: true",
-                where=str(self.folder / ADAPTER), helps="merge them into their model: --merge FOLDER --to hf",
+                where=str(self.folder / ADAPTER), hint="merge them into their model: --merge FOLDER --to hf",
             )  # fmt: skip
         names = self._weights.names()
         peft = bridge_peft(self._of_model, names, self._adapters.rank, scaling.alpha, scaling.dropout)
@@ -179,7 +179,7 @@ class PeftCheckpoint(WeightsAlone):
             raise UnsupportedCheckpointError(
                 "Megatron-Bridge puts adapters into a linear of every layer, or of none", where=str(self.folder),
                 found=f"none in {some(without, 2)}, and some in other layers",
-                helps="merge them into their model: --merge FOLDER --to hf",
+                hint="merge them into their model: --merge FOLDER --to hf",
             )  # fmt: skip
         return run_config(self._fit.family, self._fit.arguments, peft=peft)
 

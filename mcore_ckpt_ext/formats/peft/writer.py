@@ -47,7 +47,7 @@ class PeftTarget:
         if named := [name for name, value in given.items() if value]:
             raise UsageError(
                 f"--{named[0]} has no meaning for adapters", expected="they are written as they are stored",
-                helps="leave it out",
+                hint="leave it out",
             )  # fmt: skip
 
     def output(self) -> Output:

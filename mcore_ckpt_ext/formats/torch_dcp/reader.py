@@ -108,7 +108,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
         return UnsupportedCheckpointError(
             "cannot determine which optimizer state belongs to which weight", found=found,
             expected="state for every parameter, group by group, in the order of the stored model",
-            where=f"{name}, {self.folder}", helps="resume it once with Megatron, and save in torch_dist",
+            where=f"{name}, {self.folder}", hint="resume it once with Megatron, and save in torch_dist",
         )  # fmt: skip
 
     @cached_property
@@ -126,7 +126,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
         if any("betas" in group and "step" not in group for group in groups):
             raise UnsupportedCheckpointError(
                 "the state of torch's own Adam, which counts its steps beside each parameter, is not read in this "
-                "format", where=str(self.folder), helps="resume it once with Megatron, and save in torch_dist",
+                "format", where=str(self.folder), hint="resume it once with Megatron, and save in torch_dist",
             )  # fmt: skip
         return groups
 

@@ -39,7 +39,7 @@ def run_config_file(checkpoint: CheckpointView, random_states: bool) -> tuple[Ou
     if layout.unknown & {"tensor", "pipeline"}:
         raise UnsupportedCheckpointError(
             "Megatron-Bridge needs the layout that the checkpoint was written under, which is unknown",
-            where=checkpoint.arguments.source, helps="pass it: --source-tensor-model-parallel-size and so on",
+            where=checkpoint.arguments.source, hint="pass it: --source-tensor-model-parallel-size and so on",
         )  # fmt: skip
     has_optimizer = checkpoint.optimizer_format is not None
     content = with_facts(

@@ -119,7 +119,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
                 "the checkpoint has no common state",
                 expected=f"{COMMON_FILE}, or the object {COMMON_OBJECT}",
                 where=str(self.folder),
-                helps=INTERRUPTED,
+                hint=INTERRUPTED,
             )
         if not isinstance(common, dict):
             found, where = type(common), str(self.folder)

@@ -121,7 +121,7 @@ def _chunks(
             found=f"{stored} of them",
             expected=f"{prod(counts)}, for shape {shape} in chunks {sizes}",
             where=str(path),
-            helps=INTERRUPTED,
+            hint=INTERRUPTED,
         )
     if not stored:
         return  # one axis has no elements; the others may claim any number

@@ -48,7 +48,7 @@ def chunks_of(optimizer: Any) -> list[Any]:
     if not chunks:
         raise UnsupportedCheckpointError(
             "the model of the optimizer is unknown", found=type(optimizer).__name__,
-            helps="call mcore_ckpt_ext.load_optimizer(path, model, optimizer)",
+            hint="call mcore_ckpt_ext.load_optimizer(path, model, optimizer)",
         )  # fmt: skip
     return unwrapped(list(dict.fromkeys(chunks)))
 

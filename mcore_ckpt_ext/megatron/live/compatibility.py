@@ -73,7 +73,7 @@ def check_names(checkpoint: CheckpointView, live: set[str]) -> None:
             "the checkpoint holds parameters that the model does not have",
             found=f"{len(unused)} of them, {', '.join(unused[:3])}",
             where=str(checkpoint.folder),
-            helps="resume with --untie-embeddings-and-output-weights, as the checkpoint was written"
+            hint="resume with --untie-embeddings-and-output-weights, as the checkpoint was written"
             if all(map(is_output_layer, unused))
             else "resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
         )
@@ -85,7 +85,7 @@ def check_names(checkpoint: CheckpointView, live: set[str]) -> None:
             found="no such parameter in the checkpoint",
             expected=output_layer,
             where=str(checkpoint.folder),
-            helps="resume without --untie-embeddings-and-output-weights; to train an output layer that begins anew, as "
+            hint="resume without --untie-embeddings-and-output-weights; to train an output layer that begins anew, as "
             "the optimizer then does: --no-load-optim --dist-ckpt-strictness log_all",
         )
 
@@ -108,7 +108,7 @@ def check_optimizer_was_saved(written: JobArguments, folder: str) -> None:
             "the checkpoint has no optimizer: it was saved with --no-save-optim",
             expected="the state of an optimizer to resume",
             where=folder,
-            helps="resume with --no-load-optim: the optimizer is then initialized from the weights; --finetune also "
+            hint="resume with --no-load-optim: the optimizer is then initialized from the weights; --finetune also "
             "starts at iteration 0",
         )
 
@@ -131,7 +131,7 @@ def check_tokens(tokens: int | None, arguments: JobArguments, folder: Path) -> N
             found=f"{tokens} tokens",
             expected=f"at most {rows}, padding included",
             where=str(folder),
-            helps="resume with the tokenizer, or the --vocab-size, that the checkpoint was written with",
+            hint="resume with the tokenizer, or the --vocab-size, that the checkpoint was written with",
         )
 
 
@@ -148,7 +148,7 @@ def check_adapters(checkpoint: CheckpointView, running: ParallelLayout, argument
             found=f"{some(wrong, 2)}, under TP{running.tensor}",
             expected=f"TP{checkpoint.layout.tensor}, as they were saved",
             where=str(checkpoint.folder),
-            helps="keep the size; mcore-ckpt convert RUN FOLDER --to hf writes them for peft in the right order",
+            hint="keep the size; mcore-ckpt convert RUN FOLDER --to hf writes them for peft in the right order",
         )
 
 
@@ -167,7 +167,7 @@ def check_kinds(checkpoint: CheckpointView, shard: Shard) -> None:
             found=f"{' and '.join(sorted(stored))} of this parameter",
             expected=" and ".join(sorted(wanted)) or "nothing but its master",
             where=f"{shard.name}, {checkpoint.folder}",
-            helps="what one kind keeps, Adam's moments or Muon's momentum, follows from nothing that another keeps: "
+            hint="what one kind keeps, Adam's moments or Muon's momentum, follows from nothing that another keeps: "
             "resume with the optimizer of the checkpoint (--optimizer; mcore-ckpt inspect shows which), or with "
             "--no-load-optim",
         )
@@ -189,7 +189,7 @@ def check_precision(checkpoint: CheckpointView, shard: Shard) -> None:
             found=f"{stored.dtype}",
             expected=live,
             where=f"{shard.name}, {checkpoint.folder}",
-            helps=f"resume with {_ROUNDED[stored.dtype]}, as it was written; or, in the other precision, with "
+            hint=f"resume with {_ROUNDED[stored.dtype]}, as it was written; or, in the other precision, with "
             "--no-load-optim: the optimizer is then initialized from the weights",
         )
 
@@ -206,7 +206,7 @@ def check_stored_once(checkpoint: CheckpointView) -> None:
             "the checkpoint stores elements more than once",
             found=f"overlapping chunks of {some(sorted(overlapping), 3)}",
             where=str(checkpoint.folder),
-            helps="its index was edited, or put together from several: use another iteration",
+            hint="its index was edited, or put together from several: use another iteration",
         )
 
 
@@ -223,7 +223,7 @@ def check_lost(checkpoint: CheckpointView) -> None:
             found=f"{sum(lost.values())} elements in no slot: "
             + ", ".join(f"{count} of {name}" for name, count in lost.items()),
             where=str(checkpoint.folder),
-            helps="resume from an iteration saved without --dist-ckpt-optim-fully-reshardable, or set "
+            hint="resume from an iteration saved without --dist-ckpt-optim-fully-reshardable, or set "
             f"{ACCEPT_LOST.name}=1: the lost masters are then taken from the weights, their moments are zero",
         )
 

@@ -101,5 +101,5 @@ def check_same_kinds(views: Sequence[RankSummary]) -> None:
             f"{' and '.join(sorted(kinds))} on rank {', '.join(map(str, ranks_of[kinds]))}" for kinds in ordered
         ),
         expected="the same on all ranks",
-        helps="start all ranks with the same options (--optimizer-offload-fraction, --use-precision-aware-optimizer)",
+        hint="start all ranks with the same options (--optimizer-offload-fraction, --use-precision-aware-optimizer)",
     )

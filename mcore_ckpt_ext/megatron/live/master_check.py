@@ -78,7 +78,7 @@ class Prover:
             found=error.found,
             expected="weights that are loaded before the optimizer",
             where=str(self._checkpoint.folder),
-            helps="load the weights of the same checkpoint first",
+            hint="load the weights of the same checkpoint first",
         )
 
 

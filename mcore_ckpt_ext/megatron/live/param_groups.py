@@ -102,7 +102,7 @@ def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
             "the checkpoint does not record the number of Adam steps",
             found=f"no step in any parameter group; {samples} samples scheduled by iteration {iteration}",
             expected=f"a step, or {batch_size or 'a constant number of'} samples an iteration",
-            helps="before its first step an optimizer has none (fp16 skips some): resume with --no-load-optim; nor "
+            hint="before its first step an optimizer has none (fp16 skips some): resume with --no-load-optim; nor "
             "does Megatron save one with --optimizer-cpu-offload where nothing is offloaded: save with some of it so",
         )
     return iteration
@@ -137,13 +137,13 @@ def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_b
             "the checkpoint has different steps for the same parameter group",
             found=f"steps {', '.join(sorted(str(group.get('step')) for group in matches))}",
             expected="one step",
-            helps="its optimizer state mixes several steps: resume from another iteration",
+            hint="its optimizer state mixes several steps: resume from another iteration",
         )
     raise ModelMismatchError(
         "a parameter group of the optimizer has no single counterpart in the checkpoint",
         found="; ".join(dict.fromkeys(map(_in_words, stored))) or "none",
         expected=_in_words(group),
-        helps="resume with the weight-decay and learning-rate options that the checkpoint was written with; since 0.19 "
+        hint="resume with the weight-decay and learning-rate options that the checkpoint was written with; since 0.19 "
         "--override-opt_param-scheduler has other learning rates count",
     )
 

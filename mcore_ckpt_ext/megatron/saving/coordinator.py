@@ -282,5 +282,5 @@ class Coordinator:
         if gone:  # which the first rank knows
             untouched = f"what stood there of iteration {', '.join(gone)} is gone, {untouched}"
         choice = f"{ON_SAVE_FAILURE.flag} {CONTINUE} (or {ON_SAVE_FAILURE.name}={CONTINUE})"
-        helps = f"{choice} lets training go on; {untouched}"
-        raise SaveFailedError(what, helps=helps) from None
+        hint = f"{choice} lets training go on; {untouched}"
+        raise SaveFailedError(what, hint=hint) from None

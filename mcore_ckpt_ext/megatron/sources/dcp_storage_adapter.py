@@ -193,14 +193,14 @@ class DcpStorageAdapter(ABC):
             if key not in (arrays if key in live else objects):
                 raise ModelMismatchError(
                     "the job has state that the checkpoint lacks", where=f"{key}, {self._folder}",
-                    helps="resume with the model and optimizer arguments that the checkpoint was written with",
+                    hint="resume with the model and optimizer arguments that the checkpoint was written with",
                 )  # fmt: skip
         return VirtualStorageReader({key: self._fitted(arrays[key], live[key]) for key in asked}, objects, self._filler)
 
     def _check_optimizer(self) -> None:
         if self.checkpoint.optimizer_format is None:
             raise ModelMismatchError(
-                "the checkpoint has no optimizer state", where=str(self._folder), helps="resume with --finetune"
+                "the checkpoint has no optimizer state", where=str(self._folder), hint="resume with --finetune"
             )
         if not ACCEPT_LOST.value:
             check_lost(self.checkpoint)
@@ -217,7 +217,7 @@ class DcpStorageAdapter(ABC):
         if str(live.dtype) != f"torch.{array.tensor.dtype}":
             raise UnsupportedCheckpointError(
                 "the job would round the checkpoint's values", found=f"{live.dtype}",
-                expected=array.tensor.dtype, where=array.key, helps=self.exact,
+                expected=array.tensor.dtype, where=array.key, hint=self.exact,
             )  # fmt: skip
         shape = tuple(live.shape)
         may_pad = array.tensor.name in VOCABULARY and shape[1:] == array.shape[1:]
@@ -225,7 +225,7 @@ class DcpStorageAdapter(ABC):
             raise ModelMismatchError(
                 "a parameter has different shapes in the model and the checkpoint",
                 found=f"{array.shape} in the checkpoint", expected=f"{shape}", where=array.key,
-                helps="resume with the model arguments that the checkpoint was written with",
+                hint="resume with the model arguments that the checkpoint was written with",
             )  # fmt: skip
         return replace(array, shape=shape, tensor=replace(array.tensor, shape=shape)) if may_pad else array
 

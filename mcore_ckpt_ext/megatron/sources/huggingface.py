@@ -42,7 +42,7 @@ from mcore_ckpt_ext.settings import ACCEPT_KEYS, FROM_HF
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
 
 _PRETRAINED = "pretrained_checkpoint"
-_HELPS = "convert it first: mcore-ckpt convert FOLDER RUN --to torch_dist (or fsdp_dtensor)"
+_HINT = "convert it first: mcore-ckpt convert FOLDER RUN --to torch_dist (or fsdp_dtensor)"
 # Where these are set, what is loaded takes another way than through a state dict of this rank.
 _OTHER_WAYS = ("use_megatron_fsdp", "use_torch_fsdp2", "moe_use_upcycling", "non_persistent_ckpt_type")
 
@@ -93,7 +93,7 @@ def check_arguments(arguments: Any) -> None:
     if wrong := wrong + ([] if chosen in formats else [f"--ckpt-format {chosen}"]):
         raise UsageError(
             "this option does not allow a start from a Hugging Face folder", found=", ".join(wrong), where=str(folder),
-            helps=_HELPS,
+            hint=_HINT,
         )  # fmt: skip
     with accepting(ACCEPT_KEYS.chosen(arguments)):
         described = described_model(folder, transformer_impl=_layer_spec(arguments))
@@ -103,7 +103,7 @@ def check_arguments(arguments: Any) -> None:
             f"the arguments of the job contradict config.json, which describes "
             f"{with_indefinite_article(described.family.described)}",
             found="; ".join(found), where=str(folder / CONFIG),
-            helps=f"describe the model of config.json: {shlex.join(training_flags(described.arguments))}",
+            hint=f"describe the model of config.json: {shlex.join(training_flags(described.arguments))}",
         )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def _no_folder(arguments: Any) -> UsageError:
     what = f"it holds {TRACKER_FILE}" if has_checkpoint else "no Hugging Face folder with a config.json and weights"
     return UsageError(
         f"{FROM_HF.flag}: --load names no Hugging Face folder to start from", found=what, where=named,
-        helps="a job that goes on from its own checkpoints does not need the option: --load RUN "
+        hint="a job that goes on from its own checkpoints does not need the option: --load RUN "
         "--pretrained-checkpoint FOLDER takes the folder only as long as RUN has none",
     )  # fmt: skip
 
@@ -204,6 +204,6 @@ def _check_vocabulary(checkpoint: HuggingFaceCheckpoint, chunks: Sequence[Any]) 
                 "the model has fewer tokens than the folder, and the last ones would be lost",
                 found=f"{tensor.shape[0]} rows, padding included", expected=f"at least {checkpoint.vocabulary}",
                 where=str(checkpoint.folder / CONFIG),
-                helps=f"a larger --make-vocab-size-divisible-by, or --padded-vocab-size {checkpoint.vocabulary} where "
+                hint=f"a larger --make-vocab-size-divisible-by, or --padded-vocab-size {checkpoint.vocabulary} where "
                 "Megatron has it",
             )  # fmt: skip

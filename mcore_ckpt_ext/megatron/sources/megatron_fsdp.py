@@ -76,7 +76,7 @@ class _Feed(DcpStorageAdapter):
             raise UnsupportedCheckpointError(
                 "the layer numbers of Megatron-FSDP's pipeline stages are unknown",
                 found=f"--pipeline-model-parallel-size {running.pipeline_model_parallel_size}",
-                expected="1", where=str(folder), helps="resume without pipeline stages",
+                expected="1", where=str(folder), hint="resume without pipeline stages",
             )  # fmt: skip
         spec: LayerSpec = "local" if running.transformer_impl == "local" else "transformer_engine"
         super().__init__(folder, open_source(folder, FsdpDtensor(transformer_impl=spec), None))
@@ -108,5 +108,5 @@ class _Feed(DcpStorageAdapter):
             raise ModelMismatchError(
                 "the checkpoint holds parameters that the model does not have",
                 found=f"{len(unused)} of them, {', '.join(unused[:3])}", where=str(self._folder),
-                helps="resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
+                hint="resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
             )  # fmt: skip

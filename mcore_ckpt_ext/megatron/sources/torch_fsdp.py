@@ -162,7 +162,7 @@ class _Feed(DcpStorageAdapter):
         if len(found) > 1:
             raise ModelMismatchError(
                 "parameters of one group of the running optimizer were in several ones", found=f"{len(found)} groups",
-                where=f"{names[0]}, {self._folder}", helps="resume with the optimizer arguments of the checkpoint",
+                where=f"{names[0]}, {self._folder}", hint="resume with the optimizer arguments of the checkpoint",
             )  # fmt: skip
         return groups[found.pop()] if found else {}
 
@@ -236,6 +236,6 @@ def _only_child(optimizer: Any) -> Any:
     if len(chain.whole) != 1 or chain.distributed or chain.unknown:
         raise UnsupportedCheckpointError(
             "this version does not support this kind of optimizer with torch's FSDP", found=type(optimizer).__name__,
-            expected="one optimizer of whole parameters", helps="resume with --optimizer adam; or with --no-load-optim",
+            expected="one optimizer of whole parameters", hint="resume with --optimizer adam; or with --no-load-optim",
         )  # fmt: skip
     return chain.whole[0][0]

@@ -81,7 +81,7 @@ def optimizer_adapters_of(optimizer: Any) -> list[OptimizerAdapter]:
         raise UnsupportedCheckpointError(
             "this version does not support this kind of optimizer",
             found=" over ".join(type(one).__name__ for one in (first, getattr(first, "optimizer", None)) if one),
-            helps="resume with the layout and optimizer of the checkpoint, which stock Megatron "
+            hint="resume with the layout and optimizer of the checkpoint, which stock Megatron "
             "supports; or with --no-load-optim",
         )
     check_supported(chain.distributed)
@@ -117,7 +117,7 @@ def check_supported(optimizers: Sequence[Any]) -> None:
                 "this version does not support this kind of optimizer from a checkpoint of another kind or layout",
                 found="fp8 or fp4 primary weights whose masters are in the fused optimizer, or on the CPU",
                 expected="plain fp32 masters",
-                helps="resume under the layout that the checkpoint was written with; without "
+                hint="resume under the layout that the checkpoint was written with; without "
                 "--use-precision-aware-optimizer and --optimizer-cpu-offload; or with --no-load-optim",
             )
 

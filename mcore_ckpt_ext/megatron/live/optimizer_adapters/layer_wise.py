@@ -55,5 +55,5 @@ def _not_filled(found: str) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "this version does not support this kind of layer-wise optimizer from a checkpoint of another kind or layout",
         found=found,
-        helps="resume under the layout that the checkpoint was written with; or with --no-load-optim",
+        hint="resume under the layout that the checkpoint was written with; or with --no-load-optim",
     )
