@@ -1,4 +1,4 @@
-"""The pages of `inspect --html` and `diff --html`: one file each, nothing loaded from elsewhere, the data as JSON."""
+"""The pages of `--html`: one file each, nothing loaded from elsewhere, the data as JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from mcore_ckpt_ext.errors import DestinationError, UsageError
 if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.comparison import Comparison
     from mcore_ckpt_ext.operations.inspection import Inspection
+    from mcore_ckpt_ext.operations.layout_plan import LayoutPlan
+    from mcore_ckpt_ext.rehearsal.result import Rehearsal
 
 _BEGINNING = b"<!doctype html>"
 _DATA, _STYLE, _SCRIPT = "/*DATA*/", "/*STYLE*/", "/*SCRIPT*/"
@@ -32,6 +34,11 @@ def inspection_page(found: Inspection) -> str:
 def comparison_page(found: Comparison) -> str:
     """A page of what differs between two checkpoints, with a picture for each tensor."""
     return _page("comparison.js", asdict(found))
+
+
+def plan_page(found: LayoutPlan | Rehearsal) -> str:
+    """A page of the layouts that a checkpoint can be resumed under, or of a rehearsal."""
+    return _page("plan.js", asdict(found))
 
 
 def check_place(path: Path) -> None:

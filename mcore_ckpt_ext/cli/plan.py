@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
 from mcore_ckpt_ext.cli.json_output import print_result
-from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, message, table
+from mcore_ckpt_ext.cli.page import check_place, plan_page, write_page
 from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_rehearsal
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
@@ -55,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--all", action="store_true", help="list every layout, not only the ten best")
     add_rehearsal(parser)
+    parser.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained page")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_facts(parser)
 
@@ -62,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """List the layouts, or rehearse one; exit code 1 where none is accepted or fits, or the resume is refused."""
     check_rehearsal(arguments)
+    if arguments.html is not None:
+        check_place(arguments.html)
     if arguments.rehearse is not None:
         return run_rehearsal(arguments)
     from mcore_ckpt_ext.operations.layout_plan import plan
@@ -79,6 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
         facts=facts_of(arguments),
         stated=stated_arguments(arguments.argument),
     )
+    if arguments.html is not None:
+        write_page(arguments.html, plan_page(found))
+        message(f"wrote {arguments.html}")
     if arguments.json:
         print_result("plan", found, 0 if found.fits else 1)
     else:
@@ -148,6 +156,7 @@ def _show_layouts(found: LayoutPlan) -> None:
     )
     if memory.host:
         line(f"  in the memory of its host: {readable(memory.host)} of the optimizer")
+    line(f"  read by all ranks: {readable(best.read_in_all)}; with --ckpt-ext-read-once: {readable(best.read_once)}")
 
 
 def _show_what_excludes(found: LayoutPlan) -> None:

@@ -6,7 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.json_output import print_result
-from mcore_ckpt_ext.cli.output import BAD, GOOD, Painted, heading, line, table
+from mcore_ckpt_ext.cli.output import BAD, GOOD, Painted, heading, line, message, table
+from mcore_ckpt_ext.cli.page import plan_page, write_page
 from mcore_ckpt_ext.errors import UsageError, readable
 from mcore_ckpt_ext.job.stated import stated_arguments
 
@@ -66,6 +67,9 @@ def run_rehearsal(arguments: argparse.Namespace) -> int:
         changes=stated_arguments(arguments.change),
     )
     exit_code = 0 if found.will_succeed else 1
+    if arguments.html is not None:
+        write_page(arguments.html, plan_page(found))
+        message(f"wrote {arguments.html}")
     if arguments.json:
         print_result("plan", found, exit_code)
     else:

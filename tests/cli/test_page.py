@@ -1,4 +1,4 @@
-"""The page of `inspect --html`, in a real browser without a window."""
+"""The pages of `--html`, in a real browser without a window."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page
+from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page, plan_page
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.operations.comparison import Comparison, KindComparison, TensorDifference
 from mcore_ckpt_ext.operations.inspection import Inspection, StoredTensor, inspect
+from mcore_ckpt_ext.operations.layout_plan import plan
 from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
+from mcore_ckpt_ext.rehearsal.result import SCHEMA, Rehearsal
 from tests.harness.checkpoints import fixture_named
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -189,11 +191,51 @@ def test_names_of_strangers_stay_names_in_a_comparison(browser: str, tmp_path: P
     assert_it_stays_text(browser, tmp_path / "page.html", comparison_page(found), times=8)
 
 
+def text_of(dom: str) -> str:
+    return unescape(re.sub(r"<[^>]*>", "", re.sub(r"<script.*?</script>", "", dom, flags=re.DOTALL)))
+
+
+def test_the_page_of_a_plan(browser: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    assert main(["plan", str(fixture_named("p01").run), "--gpus", "6", "--read-rate", "1MiB", "--html", str(path)]) == 0
+    assert f"wrote {path}" in capsys.readouterr().err
+    dom = shown(browser, path)
+    text = text_of(dom)
+    for expected in ("7 layouts of 6 GPUs", "Flags for TP2 x PP3 x DP1", "--decoder-last-pipeline-num-layers", "1 s",
+                     "7 of 7 layouts", "random states are reinitialized"):  # fmt: skip
+        assert expected in text, expected
+    assert len(re.findall(r'title="(?:weights|gradients|optimizer|activations): ', dom)) == 4 * 7
+
+
+def test_the_page_of_a_plan_without_a_layout(browser: str, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(plan_page(plan(fixture_named("p01").run, 24, pins={"tp": 8})))
+    text = text_of(shown(browser, path))
+    assert "no layout of 24 GPUs is accepted" in text
+    assert "4 attention heads cannot be divided by TP 8" in text
+
+
+@pytest.mark.parametrize(("layout", "code"), [("tp=2 pp=2", 0), ("tp=4 pp=8", 1)])
+def test_the_page_of_a_rehearsal(layout: str, code: int, browser: str, tmp_path: Path) -> None:
+    path, run = tmp_path / "page.html", str(fixture_named("p10").run)
+    assert main(["plan", run, "--gpus", "4", "--rehearse", layout, "--html", str(path)]) == code
+    text = text_of(shown(browser, path))
+    refused = ("this resume will be refused", "4 GPUs are no multiple of TP x PP x CP = 32")
+    succeeds = ("this resume will succeed", "each found once; placed by", "Taken for granted")
+    for expected in refused if code else succeeds:
+        assert expected in text, expected
+
+
+def test_names_of_strangers_stay_names_in_a_rehearsal(browser: str, tmp_path: Path) -> None:
+    found = Rehearsal(SCHEMA, HOSTILE, 1, HOSTILE, HOSTILE, HOSTILE, refusal=HOSTILE)
+    assert_it_stays_text(browser, tmp_path / "page.html", plan_page(found), times=4)
+
+
 def test_a_page_takes_no_others_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = fixture_named("p01").copy_to(tmp_path / "source").run
     file = run / "iter_0000004" / "common.pt"
     before = file.read_bytes()
-    for words in (["inspect", str(run)], ["diff", str(run), str(run)]):
+    for words in (["inspect", str(run)], ["diff", str(run), str(run)], ["plan", str(run), "--gpus", "4"]):
         assert main([*words, "--html", str(file)]) == 2
         assert "would overwrite a file that is not an HTML page" in capsys.readouterr().err
         assert main([*words, "--html", str(tmp_path / "nowhere" / "page.html")]) == 2
