@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, prod
 
 import torch
 
-from mcore_ckpt_ext.errors import some
+from mcore_ckpt_ext.errors import CheckpointError, some
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.layout.master_check import Mismatch
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Mismatch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.operations.findings import COPIES, PROOF, VALUES, Finding, error, warning
-from mcore_ckpt_ext.operations.reading import CachedSource, Rooms, blocks
+from mcore_ckpt_ext.operations.findings import COPIES, PROOF, VALUES, Check, Finding, Results, error, warning
+from mcore_ckpt_ext.operations.reading import CachedSource, Rooms, blocks, threads
 from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
@@ -154,6 +154,55 @@ class ContentCheck:
         for first, last in optimizer.lost(kind, region.name):
             different[max(0, first - wanted.start) : max(0, last - wanted.start)] = True
         return int(different.sum())
+
+
+def check_parameters(
+    checkpoint: CheckpointView,
+    state: bool,
+    unreadable: set[str],
+    checksums: Checksums,
+    workers: int,
+    advance: Callable[[int], None],
+    results: Results,
+) -> None:
+    """Check the elements of all parameters.
+
+    Args:
+        checkpoint: an open checkpoint.
+        state: whether its optimizer's state can be read.
+        unreadable: see `ContentCheck`, like `checksums`.
+        checksums: compared on the way.
+        workers: threads.
+        advance: called with the number of bytes that were read.
+        results: where findings and checks are added.
+    """
+    content = ContentCheck(checkpoint, state, unreadable, checksums)
+
+    def check(name: str) -> ParameterReport:
+        try:
+            report = content.check(name)
+        except CheckpointError as problem:
+            report = ParameterReport([error(PROOF, name, str(problem))])
+        advance(report.bytes_read)
+        return report
+
+    names = dict.fromkeys([*checkpoint.names(WEIGHT), *(checkpoint.optimizer.names() if state else ())])
+    with threads(workers) as pool:
+        reports = list(pool.map(check, names))
+    results.findings.extend(finding for report in reports for finding in report.findings)
+    proven, joined = (sum(getattr(report, field) for report in reports) for field in ("proven", "joined"))
+    if proven or not joined:
+        how = "" if checkpoint.proof is BY_ROUNDING else f", {checkpoint.proof.words}"
+        results.checks.append(Check(PROOF, f"{proven:,} masters equal to their weights{how}", done=proven > 0))
+    if joined:
+        known = " and ".join(checkpoint.optimizer.witnesses())
+        what = f"{joined:,} masters joined from weights and remainders, placed by {known}"
+        if checkpoint.weights_derived_from_masters:
+            what = f"{joined:,} masters, stored in place of the weights, which are their roundings"
+        results.checks.append(Check(PROOF, what))
+    if copied := sum(report.copied for report in reports):
+        results.checks.append(Check(COPIES, f"{copied:,} elements of tied or replicated copies"))
+    results.checks.append(Check(VALUES, f"{sum(report.elements for report in reports):,} elements"))
 
 
 def _count_values(kind: str, block: torch.Tensor, tally: _Tally) -> None:

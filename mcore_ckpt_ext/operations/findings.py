@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Severity = Literal["error", "warning"]
@@ -57,6 +57,19 @@ class Verification:
     def sound(self) -> bool:
         """Whether nothing is wrong."""
         return not any(finding.severity == "error" for finding in self.findings)
+
+
+@dataclass
+class Results:
+    """What the steps of a verification have found so far, and what they checked."""
+
+    findings: list[Finding] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    def extend(self, other: Results) -> None:
+        """Append the findings and checks of other steps."""
+        self.findings += other.findings
+        self.checks += other.checks
 
 
 def error(check: str, where: str, what: str, file: str | None = None, offset: int | None = None) -> Finding:

@@ -12,10 +12,21 @@ from typing import TypeVar
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.operations.findings import CHECKSUMS, MANIFEST, Finding, error
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.findings import (
+    CHECKSUMS,
+    FILE_DIGESTS,
+    MANIFEST,
+    Check,
+    Finding,
+    Results,
+    error,
+    warning,
+)
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.checked_files import open_file, read_file
 from mcore_ckpt_ext.storage.checksums import Confirmed, verify_array
+from mcore_ckpt_ext.storage.file_digests import compare_digests
 from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.paths import is_remote
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -26,6 +37,76 @@ _HASH_BLOCK = 1 << 22
 Advance = Callable[[int], None]
 Archive = tuple[str, int, int]
 Item = TypeVar("Item")
+
+
+def check_file_digests(folder: Path, results: Results) -> bool:
+    """Compare the small files of a folder with their digests, where it has any.
+
+    Returns:
+        Whether the rest of the folder can be read by them.
+    """
+    try:
+        found = compare_digests(folder)
+    except UnreadableCheckpointError as problem:
+        results.findings.append(error(FILE_DIGESTS, str(folder), str(problem)))
+        return False
+    if found is None:
+        return True
+    if found.stale:
+        what = f"they are of files that were written over: {found.stale}"
+        results.checks.append(Check(FILE_DIGESTS, what, done=False))
+        return True
+    for file in found.changed:
+        kind = warning if file.editable else error
+        results.findings.append(kind(FILE_DIGESTS, str(folder / file.name), file.what, file.name))
+    results.checks.append(Check(FILE_DIGESTS, f"SHA-256 of {found.compared:,} files"))
+    return all(file.editable for file in found.changed)
+
+
+class StoredChecksums:
+    """The checksums that a checkpoint has of its own bytes.
+
+    Args:
+        checkpoint: an open checkpoint.
+        failed: files that are missing or cut off.
+    """
+
+    def __init__(self, checkpoint: CheckpointView, failed: set[str]) -> None:
+        self._checkpoint = checkpoint
+        self._archives = [archive for archive in checkpoint.archives() if archive[0] not in failed]
+        self._arrays = [array for array in checkpoint.checked_arrays() if array.file not in failed]
+        self._manifest_bytes = manifest_bytes(checkpoint.folder)
+
+    @property
+    def _guarded(self) -> int:
+        return sum(length for *_, length in self._archives) + sum(array.length for array in self._arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes have to be read."""
+        return self._guarded + self._manifest_bytes
+
+    def check(self, confirmed: Confirmed, workers: int, advance: Advance, results: Results) -> None:
+        """Compare all of them but those of `confirmed`, which are known to be right."""
+        read_rest(confirmed, workers)
+        if self._manifest_bytes:
+            results.findings.extend(check_manifest(self._checkpoint.folder, workers, advance))
+            results.checks.append(Check(MANIFEST, f"SHA-256 of {self._manifest_bytes:,} bytes"))
+        left = [archive for archive in self._archives if archive not in confirmed.right]
+        results.findings.extend(check_archives(self._checkpoint, left, workers, advance, confirmed))
+        bare = [array for array in self._arrays if (array.file, array.offset, array.length) not in confirmed.right]
+        results.findings.extend(check_bare_arrays(self._checkpoint, bare, workers, advance))
+        if self._guarded:
+            results.checks.append(Check(CHECKSUMS, f"CRC-32 of {self._guarded:,} bytes"))
+        if not self._manifest_bytes and _has_bare_numbers(self._checkpoint):
+            what = "this format has no checksums of tensors: a flipped bit of a moment is not detected"
+            results.checks.append(Check(CHECKSUMS, what, done=False))
+
+
+def _has_bare_numbers(checkpoint: CheckpointView) -> bool:
+    """Whether tensors are stored as nothing but their elements."""
+    stored = (one for name in checkpoint.names(WEIGHT) for one in checkpoint.stored(WEIGHT, name)[:1])
+    return any(isinstance(one.extent, RawArray) and one.extent.crc is None for one in stored)
 
 
 def labels(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import mcore_ckpt_ext
 from mcore_ckpt_ext import Legacy, TorchDist
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.operations import verification
+from mcore_ckpt_ext.operations import integrity, verification
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
@@ -215,10 +215,10 @@ def test_verify_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.Monkey
     run = verification._Run(checkpoint.folder, False, 1, lambda done, total: None, lambda: checkpoint)
     compared: list[str] = []
     monkeypatch.setattr(
-        verification, "check_archives", lambda of, archives, *_: compared.extend(file for file, *_ in archives) or []
+        integrity, "check_archives", lambda of, archives, *_: compared.extend(file for file, *_ in archives) or []
     )
-    run.verify()
-    assert [finding for finding in run.findings if finding.severity == "error"] == []
+    run.verify_or_note()
+    assert [finding for finding in run.results.findings if finding.severity == "error"] == []
     assert len(compared) < 0.5 * len(list(checkpoint.archives()))
 
 
@@ -228,8 +228,8 @@ def test_verify_reads_large_files_of_many_tensors_once(name: str, monkeypatch: p
     monkeypatch.setattr(Checksums, "WORTH", 1 << 9)
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run)
     run = verification._Run(checkpoint.folder, False, 1, lambda done, total: None, lambda: checkpoint)
-    run.verify()
-    assert [finding for finding in run.findings if finding.severity == "error"] == []
+    run.verify_or_note()
+    assert [finding for finding in run.results.findings if finding.severity == "error"] == []
     assert checkpoint.reader.bytes_read < 1.6 * sum(path.stat().st_size for path in checkpoint.folder.rglob("*.*"))
 
 

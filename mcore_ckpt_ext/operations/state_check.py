@@ -1,0 +1,129 @@
+"""Checks of a checkpoint's optimizer state before its elements are read: by metadata, and by recovering its packing."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.portable_state import once, portable_group
+from mcore_ckpt_ext.formats.steps import check_step
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
+from mcore_ckpt_ext.operations.coverage import check_arrays, check_groups, check_state
+from mcore_ckpt_ext.operations.findings import COMPLETE, COVERED, DIGESTS, PROOF, Check, Results, error, warning
+from mcore_ckpt_ext.operations.group_settings import check_group_of_each, check_settings
+from mcore_ckpt_ext.optimizers.digests import differing
+from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
+from mcore_ckpt_ext.optimizers.table import opens_by_metadata
+
+_FILES_GONE = "files of the optimizer's state are missing or cut off"
+
+
+class StateCheck:
+    """The checks of one checkpoint.
+
+    Args:
+        checkpoint: an open checkpoint.
+        results: where findings and checks are added.
+        failed: files that are missing or cut off, and have a finding already.
+    """
+
+    def __init__(self, checkpoint: CheckpointView, results: Results, failed: set[str]) -> None:
+        self._checkpoint, self._results, self._failed = checkpoint, results, failed
+        self._folder = str(checkpoint.folder)
+
+    def check_metadata(self) -> None:
+        """Check what metadata alone shows; which parameter lies where in flat buffers takes a look at elements."""
+        checkpoint, results = self._checkpoint, self._results
+        with self._refusals(COVERED):
+            if checkpoint.optimizer_format is None or not opens_by_metadata(checkpoint.optimizer_format):
+                return
+            optimizer = checkpoint.optimizer
+            for buffers in optimizer.buffers:
+                results.findings.extend([*check_arrays(buffers), *check_groups(buffers)])
+                results.checks.append(Check(COVERED, f"{len(buffers.groups):,} groups of flat optimizer arrays"))
+            if not optimizer.buffers:
+                results.findings.extend(check_state(checkpoint))
+                results.checks.append(Check(COVERED, f"optimizer state of {len(optimizer.names()):,} parameters"))
+
+    def recover(self) -> bool:
+        """Check everything but the elements, and recover the packing of flat buffers.
+
+        Returns:
+            Whether the state can be read, parameter by parameter.
+        """
+        checkpoint, findings = self._checkpoint, self._results.findings
+        if checkpoint.optimizer_format is None:
+            if not checkpoint.format_reader.is_model_folder:
+                what = "it has no supported optimizer state: only its weights were checked"
+                findings.append(warning(COVERED, self._folder, what))
+            return False
+        with self._refusals(PROOF):
+            check_step(checkpoint)
+            groups = checkpoint.param_groups()
+            once(map(portable_group, groups))
+            if not groups:
+                what = "the optimizer has no parameter groups: its step and other settings are missing"
+                findings.append(error(COMPLETE, self._folder, what))
+            findings.extend(check_settings(checkpoint, groups))
+            optimizer = checkpoint.optimizer
+            for buffers in optimizer.buffers:
+                findings.extend([*check_arrays(buffers), *check_groups(buffers)])
+                if not self._recover_packing(buffers):
+                    return False
+            findings.extend([*check_state(checkpoint), *check_group_of_each(checkpoint, groups)])
+            what = f"optimizer state of {len(optimizer.names()):,} parameters"
+            self._results.checks.append(Check(COVERED, what))
+            return True
+        return False
+
+    def _recover_packing(self, optimizer: Buffers) -> bool:
+        findings, checks = self._results.findings, self._results.checks
+        arrays = [array for of_group in optimizer.arrays.values() for array in of_group.values()]
+        if self._failed & {piece.extent.file for array in arrays for piece in array.pieces}:
+            checks.append(Check(PROOF, _FILES_GONE, done=False))
+            return False
+        sidecar = str(self._checkpoint.folder / SIDECAR_FILE)
+        before, looked_at = len(findings), len(checks)
+        for group in optimizer.groups.values():
+            with self._refusals(PROOF, str(group)):
+                if reason := optimizer.packing_of(group).disbelieved:
+                    findings.append(warning(PROOF, sidecar, f"ignored for {group}: {reason}"))
+        wrong = any(finding.severity == "error" for finding in findings[before:])
+        recovered = not wrong and all(check.done for check in checks[looked_at:])
+        if recovered and optimizer.digests:
+            problems = differing(optimizer)
+            findings.extend(error(DIGESTS, sidecar, problem) for problem in problems)
+            checks.append(Check(DIGESTS, f"state of {len(optimizer.names()):,} parameters as it was saved"))
+            return recovered and not problems
+        return recovered
+
+    def _refusals(self, check: str, where: str = "") -> _FindingOnRefusal:
+        return _FindingOnRefusal(self._results, self._failed, check, where or self._folder)
+
+
+class _FindingOnRefusal:
+    """Turns a refusal to read the optimizer into a finding."""
+
+    def __init__(self, results: Results, failed: set[str], check: str, where: str) -> None:
+        self._results, self._failed, self._check, self._where = results, failed, check, where
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(problem, CheckpointError):
+            return False
+        findings, checks = self._results.findings, self._results.checks
+        if any(file in str(problem) for file in self._failed):
+            # The file has its finding already.
+            checks.append(Check(self._check, _FILES_GONE, done=False))
+        elif isinstance(problem, UnsupportedCheckpointError):
+            # Nothing is wrong with what is not read.
+            findings.append(warning(self._check, self._where, str(problem)))
+            checks.append(Check(self._check, str(problem).partition(";")[0], done=False))
+        else:
+            findings.append(error(self._check, self._where, str(problem)))
+        return True
