@@ -19,7 +19,8 @@ from typing import Any, Literal
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, table
-from mcore_ckpt_ext.errors import escaped
+from mcore_ckpt_ext.cli.torch_plugins import failures_explained, is_registered
+from mcore_ckpt_ext.errors import UsageError, escaped
 from mcore_ckpt_ext.job.releases import TORCH_IS_SUPPORTED, TORCH_LOADS_PLUGINS
 from mcore_ckpt_ext.megatron.patch_points import SEAMS
 from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
@@ -29,8 +30,6 @@ State = Literal["ok", "note", "FAILED"]
 
 _STYLES: dict[State, str] = {"ok": GOOD, "note": REMARKABLE, "FAILED": BAD}
 _NO_MEGATRON = "Megatron is not installed here"
-_ENTRY_POINTS = "torch.backends"
-_ENTRY = "mcore_ckpt_ext"
 # What to install for a seam's framework.
 _DISTRIBUTIONS = {
     "megatron.bridge": "megatron-bridge", "megatron": "megatron-core", "nvidia_resiliency_ext": "nvidia-resiliency-ext",
@@ -44,7 +43,7 @@ _LOOPS = {
     "ms-swift": ("loop: ms-swift", ("swift.", "megatron.core.optimizer")),
     "verl": ("loop: verl", ("megatron.core.optimizer",)),
 }
-# torch/__init__.py:_is_device_backend_autoload_enabled, 2.5 to 2.13.
+# torch/__init__.py:_is_device_backend_autoload_enabled, 2.5 to 2.15.
 _AUTOLOAD = Setting("TORCH_DEVICE_BACKEND_AUTOLOAD", "0: torch loads no plugins", True, lambda text: text == "1")
 
 
@@ -96,7 +95,12 @@ def _verdict(report: Report) -> Painted:
 def _lines(save: Path | None) -> Iterator[Line]:
     yield Line("mcore_ckpt_ext", "ok", f"{mcore_ckpt_ext.__version__}, {Path(mcore_ckpt_ext.__file__).parent}")
     yield Line("python", "ok", f"{platform.python_version()}, {sys.executable}")
-    import torch
+    try:
+        with failures_explained():
+            import torch
+    except Exception as error:  # noqa: BLE001 - whatever makes it fail is what doctor reports
+        yield Line("torch", "FAILED", _import_failure(error))
+        return
 
     version = parse_version(torch.__version__)
     yield Line("torch", "ok" if version and TORCH_IS_SUPPORTED.is_of(version) else "FAILED", torch.__version__)
@@ -111,6 +115,12 @@ def _lines(save: Path | None) -> Iterator[Line]:
         yield from _loops()
     if save is not None:
         yield _writable(save)
+
+
+def _import_failure(error: Exception) -> str:
+    if isinstance(error, UsageError):
+        return f"{error.message}: {error.details['found']}; {error.details['hint']}"
+    return f"cannot be imported: {type(error).__name__}: {escaped(str(error))}"
 
 
 def _megatron() -> Line:
@@ -142,8 +152,9 @@ def _autoload(version: Version | None) -> Line:
         return Line(what, "note", f"no: torch loads plugins since {TORCH_LOADS_PLUGINS.since}; {by_hand}")
     if not _AUTOLOAD.value:
         return Line(what, "note", f"no: TORCH_DEVICE_BACKEND_AUTOLOAD=0; {by_hand}")
-    if not any(entry.name == _ENTRY for entry in metadata.entry_points(group=_ENTRY_POINTS)):
-        return Line(what, "FAILED", f"no: the package is on the path, but not installed (pip install); or {by_hand}")
+    if not is_registered():
+        hint = f"pip install . in its clone; or {by_hand}"
+        return Line(what, "FAILED", f"no: the package is on the path, but not installed: {hint}")
     if not SWITCH.value:
         return Line(what, "note", f"no: {SWITCH.name}=0")
     return Line(what, "ok", "yes, at the end of `import torch`")

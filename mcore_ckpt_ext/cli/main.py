@@ -20,6 +20,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.completion import SHELLS, script
 from mcore_ckpt_ext.cli.json_output import print_error, wants_json
 from mcore_ckpt_ext.cli.output import error_message, line, message
+from mcore_ckpt_ext.cli.torch_plugins import failures_explained
 from mcore_ckpt_ext.errors import CheckpointError, UsageError
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
@@ -80,12 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == [_COMPLETION]:
             return _completion(words)
-        arguments, unknown = parser_of(words).parse_known_args(words)
-        if unknown:
-            raise UsageError("there is no such option", found=" ".join(unknown))
-        if argv is None:  # a process of its own: the collector need not walk what was imported, now and at the end
-            gc.freeze()
-        code: int = import_module(f"mcore_ckpt_ext.cli.{arguments.command}").run(arguments)
+        with failures_explained():
+            arguments, unknown = parser_of(words).parse_known_args(words)
+            if unknown:
+                raise UsageError("there is no such option", found=" ".join(unknown))
+            if argv is None:  # a process of its own: the collector need not walk what was imported, now and at the end
+                gc.freeze()
+            code: int = import_module(f"mcore_ckpt_ext.cli.{arguments.command}").run(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
     except CheckpointError as error:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -18,10 +19,10 @@ REPOSITORY = Path(__file__).parents[2]
 SOURCES = ("mcore_ckpt_ext", "mcore_ckpt_ext_autoload.py", "pyproject.toml", "setup.py", "LICENSE", "README.md")
 NOBODY = 65534
 
-# What `import torch` does at its end (torch/__init__.py, 2.5 to 2.13), once for each installation in a process of its
+# What `import torch` does at its end (torch/__init__.py, 2.5 to 2.15), once for each installation in a process of its
 # own: torch itself, which takes seconds, is imported once. `-S`, so that nothing of this environment is found as well.
 LOOK = """
-import json, os, sys, tempfile
+import json, os, site, sys, tempfile
 import torch
 
 def looked(folder, user):
@@ -32,6 +33,7 @@ def looked(folder, user):
             if user:
                 os.setuid(user)
             sys.path.insert(0, folder)
+            site.addsitedir(folder)  # an editable installation is found by a file in it
             code = 1
             try:
                 torch._import_device_backends()
@@ -60,17 +62,39 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `pip install --target` makes of this package."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed") / "whole"
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a clone has of this package."""
+    folder = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
-        copy(REPOSITORY / name, source / name)
+        copy(REPOSITORY / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install --target` makes of this package."""
+    target = tmp_path_factory.mktemp("installed") / "whole"
     options = ["--no-deps", "--no-build-isolation", "--no-compile", "--disable-pip-version-check"]
     subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)],
         check=True, capture_output=True, env={**os.environ, "PYTHONPATH": ""},
     )  # fmt: skip
+    return target
+
+
+@pytest.fixture(scope="module")
+def editable(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install --editable` makes of it; the clone that it names was moved away thereafter."""
+    wheels, target = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("editable")
+    clone = tmp_path_factory.mktemp("clones") / "clone"
+    shutil.copytree(source, clone)
+    code = "import sys, setuptools.build_meta as build; build.build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(wheels)], cwd=clone, check=True, capture_output=True)
+    (wheel,) = wheels.glob("*.whl")
+    with ZipFile(wheel) as archive:
+        archive.extractall(target)
+    clone.rename(clone.with_name("moved"))
     return target
 
 
@@ -214,8 +238,11 @@ DAMAGES: Mapping[Callable[[Path], None], str] = {
 }
 
 
+MOVED = "an editable installation whose clone was moved"
+
+
 @pytest.fixture(scope="module")
-def told(whole: Path, libraries: Path) -> Mapping[str, tuple[int, str]]:
+def told(whole: Path, editable: Path, libraries: Path) -> Mapping[str, tuple[int, str]]:
     """Of each damage, how torch ended, and what stood on stderr."""
     places = []
     # Root may read what nobody may: these are looked at as a user who is none.
@@ -228,9 +255,11 @@ def told(whole: Path, libraries: Path) -> Mapping[str, tuple[int, str]]:
         shutil.copytree(whole, site)
         damage(site)
         places.append([str(site), user if "may_not" in damage.__name__ else 0])
+    places.append([str(editable), 0])
     code, out, err = python(libraries, LOOK, json.dumps(places), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert code == 0, err
-    return dict(zip((damage.__name__ for damage in DAMAGES), map(tuple, json.loads(out)), strict=True))
+    names = [*(damage.__name__ for damage in DAMAGES), MOVED]
+    return dict(zip(names, map(tuple, json.loads(out)), strict=True))
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -243,6 +272,12 @@ def test_torch_goes_on(damage: Callable[[Path], None], told: Mapping[str, tuple[
     assert not err or ("the hooks are not installed" in err and "pip uninstall mcore_ckpt_ext" in err)
 
 
+def test_torch_goes_on_without_the_clone_of_an_editable_installation(told: Mapping[str, tuple[int, str]]) -> None:
+    code, err = told[MOVED]
+    assert code == 0, err
+    assert "the hooks are not installed: ModuleNotFoundError: No module named 'mcore_ckpt_ext'" in err
+
+
 @pytest.mark.parametrize("damage", [without_the_package, a_module_that_ends_the_program], ids=lambda d: d.__name__)
 def test_a_whole_program_goes_on(
     damage: Callable[[Path], None], told: Mapping[str, tuple[int, str]], whole: Path, libraries: Path
@@ -252,6 +287,23 @@ def test_a_whole_program_goes_on(
     assert python(libraries, "import torch; print(torch.ones(2).sum())", before=site) == (
         0, "tensor(2.)\n", told[damage.__name__][1],
     )  # fmt: skip
+
+
+def test_a_command_explains_an_entry_point_without_its_module(whole: Path, libraries: Path, tmp_path: Path) -> None:
+    """There torch raises before any code of this package runs."""
+    site = tmp_path / "site"
+    shutil.copytree(whole, site)
+    (site / "mcore_ckpt_ext_autoload.py").unlink()
+    for command in (["doctor"], ["verify", "run"]):
+        code, out, err = python(
+            libraries, "from mcore_ckpt_ext.cli.main import main; raise SystemExit(main())", *command, before=str(site)
+        )
+        assert code == (1 if command == ["doctor"] else 2)
+        text = " ".join((out + err).split())
+        assert "torch cannot be imported: its plugin mcore_ckpt_ext cannot be loaded" in text
+        assert "No module named 'mcore_ckpt_ext_autoload'" in text
+        assert "pip uninstall mcore_ckpt_ext" in text and "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in text
+        assert "Traceback" not in text
 
 
 def test_it_is_the_package_that_would_stop_it(whole: Path, libraries: Path, tmp_path: Path) -> None:
