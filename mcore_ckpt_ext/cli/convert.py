@@ -18,6 +18,7 @@ from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import UsageError, readable
+from mcore_ckpt_ext.families.checked import checked
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import FAMILIES, registered_here
 from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
@@ -119,23 +120,30 @@ class _ListFamilies(argparse.Action):
 
     @override
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        rows = [("model_type", "family", "trained by", "models"), *map(_family_row, FAMILIES)]
+        rows = [_FAMILY_HEAD, *map(_family_row, FAMILIES)]
         rows += [
-            (one.model_type, one.class_name, "(not loaded)", f"registered by {one.distribution}")
+            (one.model_type, one.class_name, "(not loaded)", "", "", f"registered by {one.distribution}")
             for one in registered_here()
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_FAMILY_HEAD) - 1)]
         for row in rows:
             line("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]))
-        line("both directions: a Hugging Face folder to Megatron, and back")
+        line("since: the first release of Megatron Core with the arguments of such a model")
+        line("directions: from Hugging Face to Megatron (import), and back (export)")
         line(f"not in Megatron Core up to 0.19.2: {', '.join(sorted(NOT_IN_MEGATRON))}")
         parser.exit()
 
 
-def _family_row(family: Family) -> tuple[str, str, str, str]:
+_FAMILY_HEAD = ("model_type", "family", "trained by", "since", "directions", "models (released ones that were checked)")
+
+
+def _family_row(family: Family) -> tuple[str, ...]:
     models = (sys.modules[type(family).__module__].__doc__ or "").partition("\n")[0].rstrip(".")
     spec = "Megatron (Transformer Engine)" if family.needs_engine else "Megatron"
-    return family.model_type, family.name, "Megatron-Bridge" if family.bridge_only_reason else spec, models
+    since, names = checked(family.model_type)
+    shown = f"{models} ({', '.join(names)})" if names else models
+    trained_by = "Megatron-Bridge" if family.bridge_only_reason else spec
+    return family.model_type, family.name, trained_by, since, "import, export", shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from mcore_ckpt_ext.families.minimax_m2 import MiniMaxM2
 from mcore_ckpt_ext.families.ministral3 import Ministral3
 from mcore_ckpt_ext.families.mistral import Mistral
 from mcore_ckpt_ext.families.mixtral import Mixtral
+from mcore_ckpt_ext.families.nearest import unknown_family
 from mcore_ckpt_ext.families.nemotron import Nemotron
 from mcore_ckpt_ext.families.nemotron_h import NemotronH
 from mcore_ckpt_ext.families.olmoe import OLMoE
@@ -52,7 +53,7 @@ from mcore_ckpt_ext.families.seed_oss import SeedOss
 from mcore_ckpt_ext.families.smollm3 import SmolLM3
 from mcore_ckpt_ext.families.stablelm import StableLM
 from mcore_ckpt_ext.families.starcoder2 import StarCoder2
-from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON, describe_nearest, nearest_families
+from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 FAMILIES: tuple[Family, ...] = (
@@ -132,8 +133,13 @@ def _from_file(path: str, name: str) -> Family:
     return found()
 
 
-def family_of_config(config: Mapping[str, Any], where: str) -> Family:
+def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], Collection[str]] = tuple) -> Family:
     """The family that `config.json` names.
+
+    Args:
+        config: the model's `config.json`.
+        where: the file, for messages.
+        names: returns those of the model's tensors; called where no family is known.
 
     Raises:
         UnsupportedCheckpointError: none here; or its class is that of another family.
@@ -151,15 +157,7 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
             "Megatron Core has no such model, up to 0.19.2", found=f"model_type {config['model_type']}: {why}",
             where=where, hint="to map it to layers of your own: mcore-ckpt convert --family path.py:Name",
         )  # fmt: skip
-    nearest = nearest_families(config, FAMILIES)
-    raise UnsupportedCheckpointError(
-        "unknown model family",
-        found=f"model_type {config.get('model_type')}; nearest by its keys: {describe_nearest(nearest)}",
-        expected="one of mcore-ckpt convert --list-families",
-        where=where,
-        hint=f"if it computes as the nearest: mcore-ckpt convert --family {nearest[0][0].name}; else write its family "
-        "(CONTRIBUTING.md shows how): --family path.py:Name",
-    )
+    raise unknown_family(config, names(), FAMILIES, where)
 
 
 def _check_class(family: Family, classes: object, where: str) -> None:

@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_indefinite_article
+from mcore_ckpt_ext.families.checked import TABLE
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_of_config
 from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from tests.harness.huggingface import CONFIGS, make
+from scripts import checked_models
+from tests.harness.huggingface import make
 
 
 @pytest.mark.parametrize(
@@ -112,15 +114,6 @@ def test_codes_beside_numbers_have_no_array_in_common(tmp_path: Path) -> None:
         mcore_ckpt_ext.convert(source, tmp_path / "run", mcore_ckpt_ext.TorchDist())
 
 
-def test_a_family_that_is_not_known_is_refused_with_the_nearest() -> None:
-    """By the keys of its configuration, with those that decide, and one command that goes on."""
-    config = {**CONFIGS["llama"]().to_dict(), "model_type": "parrot", "architectures": ["ParrotForCausalLM"]}
-    with pytest.raises(UnsupportedCheckpointError, match="nearest by its keys: Llama.*--family Llama"):
-        family_of_config(config, "here")
-    with pytest.raises(UnsupportedCheckpointError, match="but for feather_count"):
-        family_of_config({**config, "feather_count": 3}, "here")
-
-
 @pytest.mark.parametrize(("kind", "why"), [("falcon", "parallel blocks"), ("mpt", "ALiBi"), ("olmo3", "it norms what")])
 def test_a_family_that_megatron_core_cannot_build_is_refused_with_the_reason(kind: str, why: str) -> None:
     with pytest.raises(UnsupportedCheckpointError, match=f"up to 0.19.2.*{kind}.*{why}"):
@@ -131,10 +124,17 @@ def test_no_family_is_served_and_refused() -> None:
     assert NOT_IN_MEGATRON.keys() & {family.model_type for family in FAMILIES} == set()
 
 
+def test_the_table_of_checked_models_is_as_generated() -> None:
+    """`scripts/checked_models.py` writes it."""
+    assert json.loads(TABLE.read_text()) == checked_models.table()
+
+
 def test_the_list_of_families(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["convert", "--list-families"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
     assert all(re.search(rf"^{family.model_type} +{family.name} ", shown, re.MULTILINE) for family in FAMILIES)
+    mixtral = next(line for line in shown.splitlines() if line.startswith("mixtral "))
+    assert re.search(r"  Megatron +0.10 +import, export +Mixtral \(mixtral-8x7b-v0.1, .*mixtral-8x22b\)", mixtral)
     assert "falcon" in shown

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.auxiliary_files import CONFIG as CONFIG
 from mcore_ckpt_ext.planning.array_location import PlainExtent, ScaleCodec
 from mcore_ckpt_ext.storage.dcp_index import extent_of
@@ -109,6 +109,14 @@ def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, Store
     read = {Path(tensor.extent.file).name for tensor in tensors.values()} | {first}
     strays = {path.name for pattern in _WEIGHTS for path in folder.glob(pattern)} - read
     return tensors, sorted(strays | set(others))
+
+
+def stored_names(folder: Path) -> list[str]:
+    """The names of a folder's tensors, for a message; none where its weights cannot be read."""
+    try:
+        return [*read_tensors(FolderReader(folder))[0]]
+    except CheckpointError:
+        return []
 
 
 def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str, StoredTensor]:

@@ -21,7 +21,7 @@ from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.families.text_parts import text_config
-from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, read_config
+from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, read_config, stored_names
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -65,7 +65,7 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
     whole = read_config(folder)
     text = text_config(whole)
     config = text or whole
-    family = family or family_of_config(config, str(folder / CONFIG))
+    family = family or family_of_config(config, str(folder / CONFIG), lambda: stored_names(folder))
     if family.needs_engine and transformer_impl == LOCAL:
         raise UnsupportedCheckpointError(
             f"Megatron builds {with_indefinite_article(family.name)} only with Transformer Engine's layers",

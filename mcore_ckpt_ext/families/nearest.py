@@ -1,0 +1,158 @@
+"""The refusal of a model whose family is not known: what it has that decides it, and which families are nearest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.config_keys import WITHOUT_EFFECT
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.rules import Rule, matching
+from mcore_ckpt_ext.families.text_parts import text_names
+from mcore_ckpt_ext.families.unsupported import (
+    ALIBI,
+    CLIPPED,
+    CROSS_ATTENTION,
+    ENCODER,
+    FACTORS,
+    MAMBA_1,
+    NORMS_BEHIND,
+    PARALLEL_BLOCKS,
+)
+
+_NEAREST, _SHOWN = 3, 4
+_LAYER = re.compile(r"(^|\.)(layers|h|blocks|block)\.#\.")
+_OF_HEADS = re.compile(r"(q|k|query|key|q_a|kv_a|value|v)_?(layer)?_?norm|inner_attn|(attn|attention|mixer)\.norm")
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """A family, and what keeps a model from being of it: keys of `config.json`, and tensors (`#`: any number)."""
+
+    family: Family
+    keys: Sequence[str]
+    tensors: Sequence[str]
+
+    def __str__(self) -> str:
+        """For messages."""
+        unmapped = [
+            f"{_some(names)} ({kind})" for names, kind in ((self.keys, "keys"), (self.tensors, "tensors")) if names
+        ]
+        return f"{self.family.name}, except {' and '.join(unmapped)}" if unmapped else f"{self.family.name}, in full"
+
+
+def unknown_family(
+    config: Mapping[str, Any], names: Collection[str], families: Iterable[Family], where: str
+) -> UnsupportedCheckpointError:
+    """The refusal of a model of a type that no family has.
+
+    Args:
+        config: the model's `config.json`; of one that has other parts than its text, that of the text decides.
+        names: of its tensors; empty where they cannot be read.
+        families: those that are known.
+        where: the file, for the message.
+    """
+    inside = config.get("text_config")
+    text = inside if isinstance(inside, Mapping) else config
+    names = [name for name in text_names(names).values() if name is not None]
+    nearest = nearest_families(text, names, families)
+    traits = deciding_traits(text, names)
+    told = f"; what Megatron Core cannot build: {'; '.join(traits)}" if traits else ""
+    return UnsupportedCheckpointError(
+        "unknown model family",
+        found=f"model_type {config.get('model_type')}; nearest: {'; '.join(map(str, nearest))}{told}",
+        expected="one of mcore-ckpt convert --list-families", where=where, hint=_hint(nearest[0], bool(traits)),
+    )  # fmt: skip
+
+
+def _hint(nearest: Nearest, cannot_be_built: bool) -> str:
+    """The command that goes on: with the nearest family, unless it has no place for some tensors."""
+    write = "mcore-ckpt convert --family path.py:Name (CONTRIBUTING.md shows how to write one)"
+    if cannot_be_built or nearest.tensors:
+        return f"write a family that maps it to layers of your own: {write}"
+    accept = "".join(f" --accept-key {key}" for key in nearest.keys)
+    same = f"mcore-ckpt convert --family {nearest.family.name}{accept}"
+    return f"if it computes as {nearest.family.name}: {same}; else write its family: {write}"
+
+
+def nearest_families(config: Mapping[str, Any], names: Collection[str], families: Iterable[Family]) -> list[Nearest]:
+    """The families that explain most keys of a `config.json` and most kinds of tensors, the nearest first."""
+    stated = {key for key, value in config.items() if value is not None} - WITHOUT_EFFECT
+    kinds = _kinds(names)
+    found = []
+    for family in families:
+        keys, tensors = sorted(stated - family.mapped_keys), sorted(_unexplained(kinds, family))
+        absent = {key for setting in family.settings for key in setting.keys} - config.keys()
+        without = _kinds_of(family.rules) - kinds if kinds else set()
+        found.append((len(keys) + len(tensors) + len(without), len(absent), Nearest(family, keys, tensors)))
+    found.sort(key=lambda one: one[:2])
+    return [nearest for _, _, nearest in found[:_NEAREST]]
+
+
+def _kinds(names: Collection[str]) -> set[str]:
+    """Names with `#` for every number."""
+    return {re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name) for name in names}
+
+
+def _kinds_of(rules: Iterable[Rule]) -> set[str]:
+    return {re.sub(r"\{\w+\}", "#", rule.hugging_face) for rule in rules}
+
+
+def _unexplained(kinds: Collection[str], family: Family) -> set[str]:
+    explained = _kinds_of((*family.rules, *family.repeated, *family.read_rules))
+    return {kind for kind in kinds if kind not in explained} - set(matching(kinds, family.left_out))
+
+
+def deciding_traits(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """What a model has that Megatron Core cannot build, whatever its type is called."""
+    kinds = _kinds(names)
+    return [reason for reason, is_shown in _TRAITS if is_shown(config, kinds)]
+
+
+def _has_true(*keys: str) -> Callable[[Mapping[str, Any], set[str]], bool]:
+    return lambda config, kinds: any(config.get(key) not in (None, False, 0) for key in keys)
+
+
+def _of_layer(kinds: Collection[str], mark: str) -> set[str]:
+    return {kind for kind in kinds if _LAYER.search(kind) and re.search(mark, kind)}
+
+
+def _has_parallel_blocks(config: Mapping[str, Any], kinds: set[str]) -> bool:
+    """Stated, or a layer of attention and MLP with one norm for both."""
+    if _has_true("parallel_attn", "use_parallel_residual", "parallel_residual", "parallel_attention")(config, kinds):
+        return True
+    norms = {kind for kind in _of_layer(kinds, r"(norm|ln_?\w*)\.weight$") if not _OF_HEADS.search(kind)}
+    attends, has_mlp = _of_layer(kinds, r"(attn|attention)\."), _of_layer(kinds, r"(mlp|feed_forward|ffn|fc_in)\.")
+    return len(norms) == 1 and bool(attends) and bool(has_mlp)
+
+
+def _has_alibi(config: Mapping[str, Any], kinds: set[str]) -> bool:
+    inside = config.get("attn_config")
+    nested = isinstance(inside, Mapping) and bool(inside.get("alibi"))
+    return nested or bool(config.get("alibi")) or config.get("position_embedding_type") == "alibi"
+
+
+def _norms_behind(config: Mapping[str, Any], kinds: set[str]) -> bool:
+    """A norm after the MLP and none before it."""
+    before = _of_layer(kinds, r"(pre_feedforward|pre_mlp|input)_layernorm|(ln_1|attention_norm)\.")
+    return bool(_of_layer(kinds, "post_feedforward_layernorm")) and not before
+
+
+_TRAITS: tuple[tuple[str, Callable[[Mapping[str, Any], set[str]], bool]], ...] = (
+    (PARALLEL_BLOCKS, _has_parallel_blocks),
+    (ALIBI, _has_alibi),
+    (NORMS_BEHIND, _norms_behind),
+    (FACTORS, _has_true("residual_multiplier", "scale_depth", "mlp_multipliers")),
+    (CLIPPED, _has_true("clip_qkv")),
+    (MAMBA_1, lambda config, kinds: bool(_of_layer(kinds, r"\.x_proj\.weight"))),
+    (ENCODER, _has_true("is_encoder_decoder")),
+    (CROSS_ATTENTION, _has_true("cross_attention_layers", "add_cross_attention")),
+)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

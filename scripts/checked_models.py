@@ -1,0 +1,103 @@
+"""Generate the table of the models that each family was checked with, and since which release Megatron builds it.
+
+    python scripts/checked_models.py
+
+Of a family, the oldest release that has the arguments of one of its models, by `since` of the arguments' table. The
+models are those of tests/huggingface: `published`, and `own_code`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.families.checked import TABLE
+from mcore_ckpt_ext.families.recognition import FAMILIES, family_of_config
+from mcore_ckpt_ext.families.text_parts import text_config
+from mcore_ckpt_ext.job.arguments.row import Changes
+from mcore_ckpt_ext.job.arguments.table import ROWS
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
+from mcore_ckpt_ext.versions import OLDEST, Version, parse_version
+
+_MODELS = Path(__file__).parents[1] / "tests" / "huggingface"
+_BY_TYPE = "ipex"
+_OF_OWN_CODE = re.compile(r"^\| `(\w+)` \|.* of \S+/(\S+) \|$", re.MULTILINE)
+_RENAMED = {"layernorm_epsilon", "layernorm_zero_centered_gamma", "hybrid_layer_pattern"}
+"""Older releases have them under another name."""
+_NOT_NEEDED = {"rope_type": "yarn"}
+"""A value that older releases have without the argument."""
+_YARN = Version(0, 19)
+"""`--position-embedding-type yarn` (megatron/training/arguments.py)."""
+
+
+def table() -> dict[str, dict[str, Any]]:
+    """By model type: the release, and the models."""
+    since: dict[str, list[Version]] = defaultdict(list)
+    models: dict[str, list[str]] = defaultdict(list)
+    for name, config in [*_published(), *_tiny()]:
+        described = text_config(config) or config
+        try:
+            family = family_of_config(described, name)
+            arguments = family.mapped_arguments(described).changed(mtp_num_layers=None)
+            since[family.model_type].append(_release(arguments))
+        except CheckpointError:  # a published model that Megatron cannot build
+            continue
+        if name:
+            models[family.model_type].append(name)
+    return {
+        family.model_type: {
+            "since": str(min(since[family.model_type])),
+            "models": [*dict.fromkeys(models[family.model_type])],
+        }
+        for family in FAMILIES
+    }
+
+
+def _published() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names and configurations; one that repositories vendor for its type alone has no name."""
+    for file in sorted((_MODELS / "published").glob("*.json")):
+        origin, _, name = file.stem.rpartition("--")
+        yield "" if origin == _BY_TYPE else name, json.loads(file.read_text())
+    for folder, name in _OF_OWN_CODE.findall((_MODELS / "own_code" / "README.md").read_text()):
+        yield name, json.loads((_MODELS / "own_code" / folder / "config.json").read_text())
+
+
+def _tiny() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The models of the tests, which are no published ones."""
+    from tests.harness.huggingface import CONFIGS
+
+    return (("", make().to_dict()) for make in CONFIGS.values())
+
+
+def _release(arguments: ModelArguments) -> Version:
+    """The oldest release that has the arguments of a model."""
+    needed = [OLDEST]
+    for name, value in arguments.stated().items():
+        row = ROWS.get(name)
+        since = parse_version(row.since or "") if row and name not in _RENAMED else None
+        if row is None or since is None or value in (None, row.values.default, _NOT_NEEDED.get(name)):
+            continue
+        conditions = row.effect.only_with if isinstance(row.effect, Changes) else ()
+        if not conditions or any(condition.holds(arguments.stated_value) for condition in conditions):
+            needed.append(since)
+    if arguments.position_embedding_type == "yarn" and not arguments.multi_latent_attention:
+        needed.append(_YARN)
+    return max(needed)
+
+
+def main() -> None:
+    """Write the table."""
+    rows = ",\n".join(f" {json.dumps(kind)}: {json.dumps(entry)}" for kind, entry in table().items())
+    TABLE.write_text(f"{{\n{rows}\n}}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The refusal of a model whose family is not known: the nearest families, and what decides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.nearest import deciding_traits
+from mcore_ckpt_ext.families.recognition import family_of_config
+from mcore_ckpt_ext.formats.hugging_face.model import described_model
+from tests.harness.huggingface import CONFIGS, tensors
+
+
+def _parrot() -> dict[str, Any]:
+    return {**CONFIGS["llama"]().to_dict(), "model_type": "parrot", "architectures": ["ParrotForCausalLM"]}
+
+
+def test_a_family_that_is_not_known_is_refused_with_the_nearest() -> None:
+    """By the keys of its configuration, with those that decide, and one command that goes on."""
+    with pytest.raises(UnsupportedCheckpointError, match="nearest: Llama, in full.*--family Llama;"):
+        family_of_config(_parrot(), "here")
+    with pytest.raises(UnsupportedCheckpointError, match=r"except feather_count \(keys\).*--accept-key feather_count"):
+        family_of_config({**_parrot(), "feather_count": 3}, "here")
+    with pytest.raises(UnsupportedCheckpointError, match="nearest: Llama, in full"):
+        family_of_config({"model_type": "owl", "text_config": _parrot()}, "here")
+
+
+def test_the_nearest_family_is_also_that_of_its_tensors(models: dict[str, Path], tmp_path: Path) -> None:
+    """Keys like Qwen2's with tensors of Qwen3; and what no family of them has a place for."""
+    stored = {**tensors(models["qwen3"]), "model.layers.0.self_attn.feather.weight": torch.ones(1)}
+    (tmp_path / "config.json").write_text(json.dumps(_parrot()))
+    save_file(stored, tmp_path / "model.safetensors")
+    nearest = r"nearest: Qwen3, except mlp_bias \(keys\) and model.layers.#.self_attn.feather.weight \(tensors\)"
+    with pytest.raises(UnsupportedCheckpointError, match=f"{nearest}.*write a family"):
+        described_model(tmp_path)
+
+
+_LAYER = "model.layers.3."
+_WEIGHTS = (f"{_LAYER}self_attn.q_proj.weight", f"{_LAYER}mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("stated", "names", "why"),
+    [
+        ({"use_parallel_residual": True}, [], "parallel blocks"),
+        ({}, [*_WEIGHTS, f"{_LAYER}input_layernorm.weight", f"{_LAYER}self_attn.q_norm.weight"], "parallel blocks"),
+        ({"attn_config": {"alibi": True}}, [], "ALiBi"),
+        ({}, [f"{_LAYER}post_attention_layernorm.weight", f"{_LAYER}post_feedforward_layernorm.weight"], "norms what"),
+        ({"scale_depth": 1.4}, [], "by a factor"),
+        ({"clip_qkv": 8.0}, [], "clips"),
+        ({"is_encoder_decoder": True}, [], "an encoder"),
+        ({"cross_attention_layers": [3]}, [], "cross-attention"),
+        ({}, ["backbone.layers.0.mixer.x_proj.weight"], "first Mamba"),
+    ],
+)  # fmt: skip
+def test_what_megatron_cannot_build_is_named_whatever_the_type(
+    stated: dict[str, Any], names: list[str], why: str
+) -> None:
+    with pytest.raises(UnsupportedCheckpointError, match=f"what Megatron Core cannot build: .*{why}"):
+        family_of_config({**_parrot(), **stated}, "here", lambda: names)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "deepseek_v3", "nemotron_h", "gemma3", "gpt_oss"])
+def test_what_megatron_can_build_has_no_such_trait(name: str, models: dict[str, Path]) -> None:
+    config = json.loads((models[name] / "config.json").read_text())
+    assert deciding_traits(config, tensors(models[name])) == []
