@@ -22,7 +22,11 @@ _SHOWN = 4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        help="run folder (newest iteration), iteration, or a folder of Hugging Face, PEFT, ColossalAI or canonical",
+    )
     parser.add_argument("--quick", action="store_true", help="check metadata only, without reading tensors")
     parser.add_argument("--all", action="store_true", help="list every finding, also many of one kind")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

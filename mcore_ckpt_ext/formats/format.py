@@ -19,6 +19,7 @@ from mcore_ckpt_ext.job.facts import NOTHING, Facts
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
     from mcore_ckpt_ext.formats.laid_out import OutputPlan
+    from mcore_ckpt_ext.formats.listing import Listing
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
     from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
@@ -102,6 +103,10 @@ class Format(ABC, Generic[Options]):
         """
         return ()
 
-    def can_be_verified(self, folder: Path) -> bool:
-        """Whether a folder holds something to verify it by."""
-        return True
+    def list_tensors(self, folder: Path) -> Listing | None:
+        """List the stored tensors of a folder of weights, and what is wrong with its files, without its model.
+
+        Returns:
+            None where opening a folder checks its files.
+        """
+        return None

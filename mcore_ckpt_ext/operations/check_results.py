@@ -12,10 +12,14 @@ from mcore_ckpt_ext.operations.findings import (
     COPIES,
     COVERED,
     DIGESTS,
+    DTYPES,
     FILE_DIGESTS,
     KNOWN,
     MANIFEST,
     PROOF,
+    RECORDED_FILES,
+    RECORDED_TENSORS,
+    SCALES,
     VALUES,
     Severity,
     Verification,
@@ -26,11 +30,14 @@ Status = Literal["passed", "failed", "skipped", "not applicable"]
 IDS = {
     COMPLETE: "complete", FILE_DIGESTS: "file-digests", COVERED: "every-element-once", KNOWN: "every-key-known",
     MANIFEST: "integrity-manifest", CHECKSUMS: "checksums", DIGESTS: "optimizer-digests", PROOF: "masters",
-    COPIES: "copies", VALUES: "values",
+    COPIES: "copies", VALUES: "values", DTYPES: "dtypes", SCALES: "scales", RECORDED_FILES: "recorded-files",
+    RECORDED_TENSORS: "recorded-tensors",
 }  # fmt: skip
 """The id of each check by its name in text; ids are public, and never given to another check."""
 _OF_CONTENT = {MANIFEST, CHECKSUMS, DIGESTS, PROOF, COPIES, VALUES}
-SCHEMA = 2
+# Checks that a checkpoint need not have anything for, whatever ended a verification.
+_OPTIONAL = {FILE_DIGESTS, DTYPES, SCALES, RECORDED_FILES, RECORDED_TENSORS}
+SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,7 @@ def _checks(found: Verification) -> Iterator[CheckResult]:
             yield CheckResult(identifier, "skipped", extent)
         elif found.quick and name in _OF_CONTENT:
             yield CheckResult(identifier, "skipped", ("--quick checks metadata only",))
-        elif ended and name != FILE_DIGESTS:
+        elif ended and name not in _OPTIONAL:
             yield CheckResult(identifier, "skipped", ("an earlier check failed",))
         else:
             yield CheckResult(identifier, "not applicable", ())

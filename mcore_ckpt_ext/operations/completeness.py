@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, some
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.format import Format
 from mcore_ckpt_ext.formats.registry import format_of
@@ -62,14 +62,8 @@ def locate(path: Path) -> LocatedCheckpoint:
     found = format_of(path)
     if _is_iteration(path, found):
         return LocatedCheckpoint(path, tuple(_ahead_of_tracker(path)))
-    if found is not None and found.can_be_verified(path):
-        return LocatedCheckpoint(path, ())
     if found is not None:
-        raise UnsupportedCheckpointError(
-            "a Hugging Face folder has no checksums to verify", where=str(path),
-            hint="compare it with the checkpoint it was made from: mcore-ckpt diff A B"
-            f"{' --weights FOLDER' if found.is_adapter_folder else ''}",
-        )  # fmt: skip
+        return LocatedCheckpoint(path, ())
     if not iterations:
         raise no_checkpoint(path)
     what = "missing, although there are iterations: no save has finished, since Megatron writes it last"

@@ -39,7 +39,7 @@ class ParameterReport:
 
 
 @dataclass
-class _Tally:
+class Tally:
     """Counts over the blocks of one tensor."""
 
     nan: int = 0
@@ -100,12 +100,12 @@ class ContentCheck:
 
     def _check_elements(self, name: str, held: dict[str, LogicalTensor], report: ParameterReport) -> None:
         region = Region.whole(name, next(iter(held.values())).shape)
-        tallies = {kind: _Tally() for kind in held}
+        tallies = {kind: Tally() for kind in held}
         proof = proof_beside(self._checkpoint, [name], self._checkpoint.proof, self._transfer)
         for wanted in blocks((region,)):
             values = {kind: self._read(kind, wanted) for kind in held}
             for kind, block in values.items():
-                _count_values(kind, block, tallies[kind])
+                count_values(kind, block, tallies[kind])
                 report.elements += block.numel()
                 report.bytes_read += block.nbytes
             if FP32_PARAM in values and WEIGHT in values:
@@ -205,7 +205,8 @@ def check_parameters(
     results.checks.append(Check(VALUES, f"{sum(report.elements for report in reports):,} elements"))
 
 
-def _count_values(kind: str, block: torch.Tensor, tally: _Tally) -> None:
+def count_values(kind: str, block: torch.Tensor, tally: Tally) -> None:
+    """Count the values of a block that no training leaves behind; of second moments also negative ones."""
     if not block.is_floating_point():
         return
     values = block.float() if block.element_size() == 1 else block
@@ -218,21 +219,27 @@ def _count_values(kind: str, block: torch.Tensor, tally: _Tally) -> None:
         tally.negative += int((values < 0).sum())
 
 
-def _tally_mismatch(mismatch: Mismatch | None, start: int, tally: _Tally) -> None:
+def _tally_mismatch(mismatch: Mismatch | None, start: int, tally: Tally) -> None:
     if mismatch is not None:
         tally.wrong += mismatch.count
         tally.first = tally.first or (start + mismatch.position, mismatch.master, mismatch.weight)
 
 
-def _judge(kind: str, name: str, shape: tuple[int, ...], tally: _Tally) -> Iterator[Finding]:
+def _judge(kind: str, name: str, shape: tuple[int, ...], tally: Tally) -> Iterator[Finding]:
     where = f"{kind} {name}"
     if tally.first is not None:
         position, master, weight = tally.first
         what = f"{tally.wrong:,} masters do not round to their weights; the first is {master!r} beside {weight!r}"
         yield error(PROOF, where, f"{what}, at {index_of(position, shape)}")
+    yield from judge(where, tally)
+
+
+def judge(where: str, tally: Tally, file: str | None = None, offset: int | None = None) -> Iterator[Finding]:
+    """Report values that no training leaves behind, of a tensor at byte `offset` of a file where it is in one place."""
     odd = [(tally.nan, "NaN"), (tally.infinite, "infinite"), (tally.negative, "negative")]
     if any(count for count, _ in odd):
-        yield warning(VALUES, where, some([f"{count:,} elements are {what}" for count, what in odd if count]))
+        what = some([f"{count:,} elements are {what}" for count, what in odd if count])
+        yield warning(VALUES, where, what, file, offset)
 
 
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -17,6 +17,10 @@ DIGESTS = "digests"
 COPIES = "copies"
 VALUES = "values"
 KNOWN = "every key known"
+DTYPES = "dtypes"
+SCALES = "scales"
+RECORDED_FILES = "recorded files"
+RECORDED_TENSORS = "recorded tensors"
 
 
 @dataclass(frozen=True, slots=True)

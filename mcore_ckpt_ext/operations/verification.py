@@ -14,12 +14,15 @@ from mcore_ckpt_ext.errors import (
     ProofError,
     UnreadableCheckpointError,
     UnsafePickleError,
+    UnsupportedCheckpointError,
     readable,
     reraise_as_unreadable,
     some,
 )
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.external_weights import NAME_THEM
+from mcore_ckpt_ext.formats.listing import Listing
+from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
@@ -41,6 +44,7 @@ from mcore_ckpt_ext.operations.findings import (
 from mcore_ckpt_ext.operations.integrity import StoredChecksums, check_file_digests
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
 from mcore_ckpt_ext.operations.state_check import StateCheck
+from mcore_ckpt_ext.operations.stored_tensors import check_listing, check_stored_tensors, listed_bytes
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checksums import Confirmed
 from mcore_ckpt_ext.storage.paths import as_path
@@ -58,13 +62,14 @@ def verify(
     """Verify a checkpoint.
 
     Args:
-        path: a run folder (its newest iteration), an iteration folder, a canonical folder, or a Hugging Face folder
-            that this package wrote.
+        path: a run folder (its newest iteration), an iteration folder, or a canonical, Hugging Face, PEFT or
+            ColossalAI folder.
         quick: look at metadata only.
         workers: threads.
         progress: told the bytes read so far and the bytes to read, about.
         facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
-        weights: where the weights lie, if the checkpoint holds an optimizer alone; its masters are proven by them.
+        weights: where the weights lie, if the checkpoint holds an optimizer alone; its masters are proven by them. Of
+            adapters alone, the model that they are for.
 
     Raises:
         UsageError: facts are given of a checkpoint that describes its job itself, or they contradict its index.
@@ -111,6 +116,10 @@ class _Run:
     def _verify(self) -> None:
         if not check_file_digests(self.folder, self.results):
             return
+        found = format_of(self.folder)
+        if found is not None and (listing := found.list_tensors(self.folder)) is not None:
+            self._verify_listed(listing)
+            return
         try:
             checkpoint = self._opens()
             _ = checkpoint.names(WEIGHT), checkpoint.common, checkpoint.layout, checkpoint.iteration
@@ -125,6 +134,29 @@ class _Run:
             else:
                 self._check_bytes(checkpoint, failed)
 
+    def _verify_listed(self, listing: Listing) -> None:
+        """Verify a folder of weights: its files and elements as they are, its names and shapes by its model."""
+        check_listing(listing, self.results)
+        if listing.is_readable:
+            try:
+                checkpoint = self._opens()
+                self._check_weights(checkpoint)
+            except UnsupportedCheckpointError as problem:
+                reason = "; ".join(filter(None, map(problem.details.get, ("found", "hint"))))
+                what = f"names and shapes are not compared with a model: {problem.message}; {reason}"
+                self.results.checks.append(Check(COVERED, what, done=False))
+            except (UnreadableCheckpointError, UnsafePickleError) as problem:
+                self._error(COVERED, problem)
+        if not self._quick:
+            counter = ByteCounter(listed_bytes(listing), self._progress)
+            check_stored_tensors(listing, self._workers, counter.add, self.results)
+            counter.finish()
+
+    def _check_weights(self, checkpoint: CheckpointView) -> None:
+        self.results.findings.extend(check_weights(checkpoint))
+        self.results.checks.append(Check(COVERED, f"{len(checkpoint.names(WEIGHT)):,} weights"))
+        self._check_known(checkpoint)
+
     def _check_metadata(self, checkpoint: CheckpointView) -> set[str]:
         """Check what needs no tensor; returns the files that are missing or cut off."""
         findings = self.results.findings
@@ -134,12 +166,10 @@ class _Run:
         for what in (*checkpoint.format_reader.problems, *checkpoint.contradictions):
             findings.append(warning(COMPLETE, str(self.folder), what))
         failed = self._check_files(checkpoint)
-        findings.extend(check_weights(checkpoint))
-        self.results.checks.append(Check(COVERED, f"{len(checkpoint.names(WEIGHT)):,} weights"))
+        self._check_weights(checkpoint)
         if _has_optimizer_alone(checkpoint):
             what = f"it has an optimizer without weights, so its masters cannot be verified: {NAME_THEM}"
             findings.append(error(PROOF, str(self.folder), what))
-        self._check_known(checkpoint)
         return failed
 
     def _check_bytes(self, checkpoint: CheckpointView, failed: set[str]) -> None:

@@ -21,7 +21,8 @@ from mcore_ckpt_ext.storage.json_text import parsed
 WRITER = "mcore_ckpt_ext"
 """In the header of every file that this package writes, so that it can be recognized."""
 SUFFIX = ".safetensors"
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
+"""The key of a header under which a file is described, and no array."""
 _CHECKSUMS = "mcore_ckpt_ext.crc32"
 """Of `__metadata__`: the CRC-32 of each array of the file in hexadecimal, in the order of their names."""
 _DIGITS = 8
@@ -61,7 +62,7 @@ def lay_out_checked_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputF
 
 
 def _lay_out(name: str, arrays: Sequence[Declared], about: Mapping[str, str]) -> tuple[OutputFile, list[int]]:
-    header: dict[str, Any] = {_METADATA: {"format": "pt", "writer": WRITER, **about}}
+    header: dict[str, Any] = {METADATA: {"format": "pt", "writer": WRITER, **about}}
     starts, at = [], 0
     for array in arrays:
         end = at + array.nbytes
@@ -91,7 +92,7 @@ def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
     found: list[tuple[str, tuple[int, ...], RawArray]] = []
     try:
         for key, entry in header.items():
-            if key == _METADATA:
+            if key == METADATA:
                 continue
             shape = tuple(entry["shape"])
             numel = elements_of(shape)
@@ -101,7 +102,7 @@ def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
                 raise ValueError(f"{shown(key)} would lie at {shown(low)}:{shown(high)} of {size} bytes")
             found.append((key, shape, RawArray(file, low, high - low, dtype, numel)))
         _check_filled([extent for *_, extent in found], begin, size)
-        return _with_checksums(found, header.get(_METADATA))
+        return _with_checksums(found, header.get(METADATA))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(reader, file, error) from error
 
@@ -145,7 +146,7 @@ def header_in(file: OutputFile) -> dict[str, Any]:
 
 def declared_arrays(header: Mapping[str, Any]) -> dict[str, Any]:
     """What a header states of its arrays, without what it states of the file."""
-    return {key: entry for key, entry in header.items() if key != _METADATA}
+    return {key: entry for key, entry in header.items() if key != METADATA}
 
 
 def _check_filled(arrays: Sequence[RawArray], begin: int, size: int) -> None:
@@ -165,7 +166,7 @@ def writer_of(reader: FolderReader, file: str) -> str | None:
         UnreadableCheckpointError: it is not a safetensors file.
     """
     try:
-        found = _header(reader, file)[0].get(_METADATA, {}).get("writer")
+        found = _header(reader, file)[0].get(METADATA, {}).get("writer")
     except AttributeError as error:
         raise _damaged(reader, file, error) from error
     return found if isinstance(found, str) else None

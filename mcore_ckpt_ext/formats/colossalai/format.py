@@ -11,6 +11,7 @@ from mcore_ckpt_ext.formats.format import Format, OpenOptions
 from mcore_ckpt_ext.formats.target import Target
 
 if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.listing import Listing
     from mcore_ckpt_ext.formats.reader import FormatReader
 
 
@@ -33,3 +34,9 @@ class ColossalAIFormat(Format[Target]):
         return ColossalAICheckpoint(
             folder, options.witnesses, family=options.family, transformer_impl=options.transformer_impl
         )
+
+    @override
+    def list_tensors(self, folder: Path) -> Listing:
+        from mcore_ckpt_ext.formats.colossalai.listing import list_checkpoint
+
+        return list_checkpoint(folder)

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.formats.hugging_face.folder import INDICES, is_huggingface
+from mcore_ckpt_ext.formats.hugging_face.folder import INDICES, StoredTensor, is_huggingface, stored_tensor_of
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
@@ -38,6 +38,18 @@ _OPTIMIZER_INDICES = ("pytorch_optim.bin.index.json", "optimizer.safetensors.ind
 _SHARD = re.compile(r"^(?:pytorch_model|model)(?:-stage-\d{5}-shard)?-\d{5}\.(?:bin|safetensors)$")
 _WHY = "state of ColossalAI's optimizer, by the numbers of its parameters"
 _SHOWN = 4
+
+
+class OptimizerIndex(NamedTuple):
+    """What an index of the optimizer's states lists; files are relative to the checkpoint's folder.
+
+    Args:
+        group_file: the file of the parameter groups.
+        files: the files of states, and the numbers of the parameters in each.
+    """
+
+    group_file: str
+    files: dict[str, set[str]]
 
 
 class OptimizerShard(NamedTuple):
@@ -116,37 +128,18 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         super().__init__(
             folder, witnesses, family=family, transformer_impl=transformer_impl, below=weights_below(folder) or ""
         )
-        places = [folder, *sorted(_folders(folder))]
-        self._indices = [index for index in map(_optimizer_index, places) if index is not None]
-        self._optimizer_files = {file: keys for index in self._indices for file, keys in self._listed(index)}
-
-    def _listed(self, index: Path) -> Iterator[tuple[str, set[str]]]:
-        """Every file of states that an index names, with the parameters that should be in it."""
-        content = read_json(index)
-        numbers, groups = content.get("weight_map"), content.get("metadata", {}).get("param_groups")
-        if not isinstance(numbers, Mapping) or not isinstance(groups, str):
-            raise UnreadableCheckpointError("the optimizer's index has no weight_map or no groups", where=str(index))
-        files: dict[str, set[str]] = {}
-        for number, file in numbers.items():
-            files.setdefault(str(file), set()).add(str(number))
-        strange = [file for file in (*files, groups) if Path(file).name != file]
-        absent = [file for file in (*files, groups) if file not in strange and not (index.parent / file).exists()]
-        if strange or absent:
-            raise UnreadableCheckpointError(
-                "the optimizer's index lists files that do not exist",
-                found=", ".join((strange + absent)[:_SHOWN]),
-                where=str(index),
-                hint="the save or the copy is incomplete: use another checkpoint",
-            )
-        below = index.parent.relative_to(self.folder)
-        self._group_file = str(below / groups)
-        return ((str(below / file), keys) for file, keys in files.items())
+        self._indices = [optimizer_index_of(folder, path) for path in optimizer_indices(folder)]
+        self._optimizer_files = {file: keys for index in self._indices for file, keys in index.files.items()}
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:
         yield from super().stored_parts()
         for shard in self.optimizer_shards:
             yield StoredPart(shard.file, shard.kind, f"{shard.kind} of parameter {shard.parameter}", shard.nbytes)
+
+    @property
+    def _group_files(self) -> list[str]:
+        return [index.group_file for index in self._indices]
 
     @cached_property
     def optimizer_shards(self) -> list[OptimizerShard]:
@@ -173,32 +166,75 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         """The optimizer's states, each under its number and kind."""
         shards = self.optimizer_shards
         states = [UnreadState(f"{one.kind} of parameter {one.parameter}", one.kind, one.nbytes, _WHY) for one in shards]
-        groups = [UnreadState(self._group_file, UNKNOWN, self.reader.size(self._group_file), _WHY)] if shards else []
+        groups = [UnreadState(file, UNKNOWN, self.reader.size(file), _WHY) for file in self._group_files if shards]
         return [*super().unread(objects=objects), *joined([*states, *groups])]
 
     @override
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """The torch archives among its files; safetensors have no checksums."""
         weights = [file for file, _, _ in super().archives()]
-        groups = [self._group_file] if self._indices else []
-        files = [file for file in (*weights, *self._optimizer_files, *groups) if file.endswith(".bin")]
+        files = [file for file in (*weights, *self._optimizer_files, *self._group_files) if file.endswith(".bin")]
         return ((file, 0, self.reader.size(file)) for file in files)
 
 
-def _shards(reader: FolderReader, file: str) -> Iterator[OptimizerShard]:
+def optimizer_indices(folder: Path) -> list[Path]:
+    """The indexes of optimizer states, in a checkpoint's folder or in those below it."""
+    places = [folder, *sorted(_folders(folder))]
+    return [index for index in map(_optimizer_index, places) if index is not None]
+
+
+def optimizer_index_of(folder: Path, index: Path) -> OptimizerIndex:
+    """Read an index of the optimizer's states.
+
+    Args:
+        folder: the checkpoint's folder.
+        index: the index.
+
+    Raises:
+        UnreadableCheckpointError: it is damaged, or lists files that do not exist.
+    """
+    content = read_json(index)
+    numbers, groups = content.get("weight_map"), content.get("metadata", {}).get("param_groups")
+    if not isinstance(numbers, Mapping) or not isinstance(groups, str):
+        raise UnreadableCheckpointError("the optimizer's index has no weight_map or no groups", where=str(index))
+    files: dict[str, set[str]] = {}
+    for number, file in numbers.items():
+        files.setdefault(str(file), set()).add(str(number))
+    strange = [file for file in (*files, groups) if Path(file).name != file]
+    absent = [file for file in (*files, groups) if file not in strange and not (index.parent / file).exists()]
+    if strange or absent:
+        raise UnreadableCheckpointError(
+            "the optimizer's index lists files that do not exist",
+            found=", ".join((strange + absent)[:_SHOWN]),
+            where=str(index),
+            hint="the save or the copy is incomplete: use another checkpoint",
+        )
+    below = index.parent.relative_to(folder)
+    return OptimizerIndex(str(below / groups), {str(below / file): keys for file, keys in files.items()})
+
+
+def states_of(reader: FolderReader, file: str) -> Iterator[tuple[str, str, StoredTensor | None]]:
+    """The states of one file: number of the parameter, kind, and tensor; None for a number.
+
+    Raises:
+        UnreadableCheckpointError: it is damaged, or holds something else.
+    """
     if file.endswith(".safetensors"):
         # Written asynchronously, as "state.<number>.<kind>" (0.5.0, utils/safetensors.py: _flatten_optim_state_dict).
         for key, shape, extent in read_header(reader, file):
             _, number, kind = (*key.split(".", 2), "", "")[:3]
-            yield OptimizerShard(file, number, kind, prod(shape) * ITEM_SIZE[extent.dtype])
+            yield number, kind, StoredTensor(shape, extent)
         return
     content = TorchArchive(reader, file).load()
     if not isinstance(content, Mapping) or not all(isinstance(state, Mapping) for state in content.values()):
         raise UnreadableCheckpointError("a file contains no optimizer states", where=str(reader.folder / file))
     for number, state in content.items():
         for kind, value in state.items():
-            yield OptimizerShard(file, str(number), str(kind), _nbytes(value))
+            is_tensor = isinstance(value, TensorReference) and value.is_contiguous
+            yield str(number), str(kind), stored_tensor_of(reader, file, value) if is_tensor else None
 
 
-def _nbytes(value: Any) -> int:
-    return prod(value.shape) * value.storage.dtype.itemsize if isinstance(value, TensorReference) else 0
+def _shards(reader: FolderReader, file: str) -> Iterator[OptimizerShard]:
+    for number, kind, tensor in states_of(reader, file):
+        nbytes = 0 if tensor is None else prod(tensor.shape) * ITEM_SIZE[tensor.extent.dtype]
+        yield OptimizerShard(file, number, kind, nbytes)

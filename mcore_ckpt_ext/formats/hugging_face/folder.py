@@ -21,7 +21,7 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 # (`_get_resolved_checkpoint_files`, modeling_utils.py, 4.36 to 5.23).
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_IN_ORDER = (_SINGLE[0], INDICES[0], _SINGLE[1], INDICES[1])
+WEIGHT_FILES = (_SINGLE[0], INDICES[0], _SINGLE[1], INDICES[1])
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 # How `torch.save` began its files before 1.6 (`MAGIC_NUMBER`, torch/serialization.py).
 _BEFORE_ZIP = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
@@ -56,7 +56,7 @@ def is_peft(folder: Path) -> bool:
 
 def is_model(folder: Path) -> bool:
     """Whether a folder holds a configuration and weights; of either alone, other programs leave files, too."""
-    has_weights = any((folder / name).is_file() for name in _IN_ORDER)
+    has_weights = any((folder / name).is_file() for name in WEIGHT_FILES)
     return has_weights and (folder / CONFIG).is_file() and is_huggingface(folder)
 
 
@@ -96,7 +96,7 @@ def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, Store
         UnreadableCheckpointError: a file is missing or damaged, or the index names what is not there.
     """
     folder = reader.folder / below
-    found = [name for name in _IN_ORDER if (folder / name).exists()]
+    found = [name for name in WEIGHT_FILES if (folder / name).exists()]
     if not found:
         raise UnreadableCheckpointError(
             "the folder contains no weights", expected=" or ".join((*_SINGLE, *INDICES)), where=str(folder)
@@ -107,8 +107,12 @@ def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, Store
     else:
         tensors = dict(tensors_of(reader, _joined(below, first)))
     read = {Path(tensor.extent.file).name for tensor in tensors.values()} | {first}
-    strays = {path.name for pattern in _WEIGHTS for path in folder.glob(pattern)} - read
-    return tensors, sorted(strays | set(others))
+    return tensors, sorted((weight_files_of(folder) - read) | set(others))
+
+
+def weight_files_of(folder: Path) -> set[str]:
+    """The names of all files of weights in a folder, whatever an index lists."""
+    return {path.name for pattern in _WEIGHTS for path in folder.glob(pattern)}
 
 
 def stored_names(folder: Path) -> list[str]:
@@ -174,7 +178,7 @@ def tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTen
                 "tensor", found=f"{type(value).__name__} {name}",
                 where=str(reader.folder / file),
             )  # fmt: skip
-        yield str(name), StoredTensor(value.shape, extent_of(value, _whole_file(reader, file)), value.offset)
+        yield str(name), stored_tensor_of(reader, file, value)
 
 
 def written_by_us(folder: Path) -> bool:
@@ -185,8 +189,10 @@ def written_by_us(folder: Path) -> bool:
     return {*plain, *pickled} == {WRITER}
 
 
-def _whole_file(reader: FolderReader, file: str) -> StoredObject:
-    return StoredObject(file, 0, reader.size(file))
+def stored_tensor_of(reader: FolderReader, file: str, tensor: TensorReference) -> StoredTensor:
+    """Where a contiguous tensor lies in the torch archive that is a whole file."""
+    whole = StoredObject(file, 0, reader.size(file))
+    return StoredTensor(tensor.shape, extent_of(tensor, whole), tensor.offset)
 
 
 def _joined(below: str, name: str) -> str:

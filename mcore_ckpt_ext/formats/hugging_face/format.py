@@ -13,6 +13,7 @@ from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
     from mcore_ckpt_ext.formats.laid_out import OutputPlan
+    from mcore_ckpt_ext.formats.listing import Listing
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
 
@@ -48,10 +49,10 @@ class HuggingFaceFormat(Format[HuggingFace]):
         )
 
     @override
-    def can_be_verified(self, folder: Path) -> bool:
-        from mcore_ckpt_ext.storage.file_digests import FILE_NAME
+    def list_tensors(self, folder: Path) -> Listing:
+        from mcore_ckpt_ext.formats.hugging_face.listing import list_model
 
-        return (folder / FILE_NAME).exists()
+        return list_model(folder)
 
     @override
     def lay_out(self, checkpoint: CheckpointView, target: HuggingFace, family: Family | None) -> OutputPlan:

@@ -11,6 +11,7 @@ from mcore_ckpt_ext.formats.format import Format, OpenOptions
 from mcore_ckpt_ext.formats.target import Target
 
 if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.listing import Listing
     from mcore_ckpt_ext.formats.reader import FormatReader
 
 
@@ -37,5 +38,7 @@ class PeftFormat(Format[Target]):
         return PeftCheckpoint(folder, options.model, options.family)
 
     @override
-    def can_be_verified(self, folder: Path) -> bool:
-        return False
+    def list_tensors(self, folder: Path) -> Listing:
+        from mcore_ckpt_ext.formats.peft.listing import list_adapters
+
+        return list_adapters(folder)

@@ -28,11 +28,11 @@ from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.hugging_face.folder import ADAPTER, StoredTensor, tensors_of
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
+from mcore_ckpt_ext.formats.peft.listing import ADAPTER_FILES
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.storage.safetensors import read_json
 
 NAME = "peft"
-_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # Keys that say which linears have adapters, which is compared with their tensors, or how they were made.
 _WITHOUT_EFFECT = {
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "r", "lora_dropout",
@@ -120,9 +120,9 @@ class PeftCheckpoint(WeightsAlone):
             )  # fmt: skip
 
     def _stored(self) -> dict[str, StoredTensor]:
-        file = next((name for name in _FILES if (self.folder / name).is_file()), None)
+        file = next((name for name in ADAPTER_FILES if (self.folder / name).is_file()), None)
         if file is None:
-            raise UnreadableCheckpointError("the folder contains no adapters", expected=" or ".join(_FILES),
+            raise UnreadableCheckpointError("the folder contains no adapters", expected=" or ".join(ADAPTER_FILES),
                                             where=str(self.folder))  # fmt: skip
         end = f".{MAGNITUDES}.weight"  # as peft before 0.10 wrote it
         return {

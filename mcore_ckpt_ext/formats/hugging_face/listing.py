@@ -1,0 +1,182 @@
+"""The files of a folder that transformers loads, checked against its index and `config.json`, whatever its model.
+
+Sources: `_get_resolved_checkpoint_files`, `load_state_dict` (modeling_utils.py, transformers 4.41 to 5.23); `Metadata`
+(safetensors/src/tensor.rs, 0.3 to 0.8).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, some
+from mcore_ckpt_ext.formats.hugging_face.folder import (
+    CONFIG,
+    INDICES,
+    WEIGHT_FILES,
+    StoredTensor,
+    tensors_of,
+    weight_files_of,
+)
+from mcore_ckpt_ext.formats.hugging_face.quantised import dequantised
+from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
+from mcore_ckpt_ext.planning.array_location import ScaleCodec
+from mcore_ckpt_ext.storage.remote import folder_reader
+from mcore_ckpt_ext.storage.safetensors import METADATA, SUFFIX, read_arrays, read_json
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_FORMATS = ("pt", "tf", "flax", "mlx")
+_QUANTISED = ("quantization_config", "compression_config")
+# How quantizers end the names of their scales: DeepSeek's fp8, compressed-tensors, mxfp4, GPTQ, AWQ.
+_SCALES = ("_scale_inv", "_scale", "_scales", ".scales")
+_SHOWN = 4
+
+
+def list_model(folder: Path, below: str = "") -> Listing:
+    """List the tensors of a folder, and what is wrong with its files.
+
+    Args:
+        folder: the checkpoint's folder.
+        below: the folder in it that the weights lie in.
+    """
+    listing = Listing(folder, folder_reader(folder))
+    config = _read_object(listing, _below(below, CONFIG))
+    found = [name for name in WEIGHT_FILES if (folder / below / name).exists()]
+    if not found:
+        listing.add("files", below, f"no weights: there is no {' and no '.join(WEIGHT_FILES)}")
+        return listing
+    first, *others = found
+    if first in INDICES:
+        stored = _list_index(listing, below, first)
+    else:
+        stored = dict(list_file(listing, _below(below, first)))
+        listing.files = 1
+    read = {Path(tensor.extent.file).name for tensor in stored.values()} | {first}
+    for name in sorted(({*others} | weight_files_of(folder / below)) - read):
+        if not any(problem.file == _below(below, name) for problem in listing.problems):
+            listing.add("files", _below(below, name), f"not used: {first} takes precedence", is_error=False)
+    settings = config or {}
+    is_quantised = any(settings.get(key) for key in _QUANTISED)
+    for name, tensor in stored.items():
+        if not isinstance(tensor.extent, ScaleCodec):
+            is_scale = is_quantised and name.endswith(_SCALES)
+            listing.tensors.append(ListedTensor(name, tensor.shape, tensor.extent, tensor.first, is_scale))
+    if config is not None and listing.is_readable:
+        _check_scales(listing, stored, config, below)
+        _check_dtypes(listing, config, is_quantised)
+    return listing
+
+
+def list_file(listing: Listing, file: str) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of one file; a problem of the listing where it cannot be read."""
+    try:
+        found = list(tensors_of(listing.reader, file))
+        if file.endswith(SUFFIX):
+            _check_metadata(listing, file, read_arrays(listing.reader, file).get(METADATA))
+        else:
+            listing.archives.append(file)
+    except CheckpointError as problem:
+        listing.add_refusal(file, problem)
+        return
+    yield from found
+
+
+def _read_object(listing: Listing, file: str) -> dict[str, Any] | None:
+    try:
+        return read_json(listing.folder / file)
+    except UnreadableCheckpointError as problem:
+        listing.add_refusal(file, problem)
+        return None
+
+
+def _check_metadata(listing: Listing, file: str, metadata: object) -> None:
+    """Check what a header states of its file."""
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        listing.add("files", file, f"{METADATA} has values that are not text, which safetensors refuses", offset=8)
+    elif metadata.get("format") not in _FORMATS:
+        what = f"{METADATA} names no format: transformers 4 loads only {', '.join(_FORMATS)}"
+        listing.add("files", file, what, offset=8, is_error=False)
+
+
+def _list_index(listing: Listing, below: str, index: str) -> dict[str, StoredTensor]:
+    content = _read_object(listing, _below(below, index))
+    if content is None:
+        return {}
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        listing.add("files", _below(below, index), "it has no weight_map")
+        return {}
+    stated: defaultdict[str, list[str]] = defaultdict(list)
+    for name, file in weight_map.items():
+        stated[file].append(name)
+    listing.files = len(stated)
+    found: dict[str, StoredTensor] = {}
+    for file, names in sorted(stated.items()):
+        for name, tensor in _list_shard(listing, below, index, file, names):
+            if name in found:
+                what = f"{name} is also in {Path(found[name].extent.file).name}: files of different models are mixed"
+                listing.add("tensors", _below(below, file), what)
+            found[name] = tensor
+    return found
+
+
+def _list_shard(
+    listing: Listing, below: str, index: str, file: str, names: list[str]
+) -> Iterator[tuple[str, StoredTensor]]:
+    place = _below(below, file)
+    if Path(file).name != file:
+        listing.add("files", _below(below, index), f"it names a file outside of its folder: {file!r}")
+        return
+    if not (listing.folder / place).exists():
+        listing.add("files", place, f"missing; {index} lists {len(names)} tensors in it: {some(names, _SHOWN)}")
+        return
+    before = len(listing.problems)
+    held = dict(list_file(listing, place))
+    if not any(problem.is_error for problem in listing.problems[before:]):
+        if absent := [name for name in names if name not in held]:
+            listing.add("tensors", place, f"{index} lists tensors that it does not hold: {some(absent, _SHOWN)}")
+        if surplus := sorted(held.keys() - set(names)):
+            listing.add("tensors", place, f"it holds tensors that {index} does not list there: {some(surplus, _SHOWN)}")
+    yield from held.items()
+
+
+def _check_scales(listing: Listing, stored: Mapping[str, StoredTensor], config: Mapping[str, Any], below: str) -> None:
+    """Check that quantized weights have scales, of a shape that fits, where their quantization is supported."""
+    try:
+        dequantised(stored, config, str(listing.folder / below))
+    except UnsupportedCheckpointError:
+        return
+    except UnreadableCheckpointError as problem:
+        listing.add("scales", below, str(problem))
+
+
+def _check_dtypes(listing: Listing, config: Mapping[str, Any], is_quantised: bool) -> None:
+    """Compare the dtypes of floating-point tensors with that of `config.json`.
+
+    Vectors in float32 are passed over: many models keep norms and biases of routers in it.
+    """
+    inside = config.get("text_config")
+    places = (config, inside if isinstance(inside, Mapping) else {})
+    stated = next((place[key] for place in places for key in ("dtype", "torch_dtype") if place.get(key)), None)
+    if not isinstance(stated, str) or stated.removeprefix("torch.") not in _FLOATS:
+        return
+    stated = stated.removeprefix("torch.")
+    others: defaultdict[str, list[ListedTensor]] = defaultdict(list)
+    for tensor in listing:
+        dtype = tensor.extent.dtype
+        is_kept = dtype == "float32" and (len(tensor.shape) < 2 or is_quantised)
+        if dtype in _FLOATS and dtype != stated and not tensor.is_scale and not is_kept:
+            others[dtype].append(tensor)
+    for dtype, tensors in others.items():
+        names = some([tensor.name for tensor in tensors], _SHOWN)
+        what = f"{len(tensors):,} tensors are in {dtype}, where config.json states {stated}: {names}"
+        listing.add("dtypes", tensors[0].extent.file, what, is_error=False)
+    listing.dtypes = f"{stated}, as config.json states"
+
+
+def _below(below: str, name: str) -> str:
+    return f"{below}/{name}" if below else name

@@ -1,0 +1,140 @@
+"""Checks of a folder of weights as it is stored, whatever its model: its files, and each element of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.formats.listing import About, ListedTensor, Listing
+from mcore_ckpt_ext.operations.content import Tally, count_values, judge
+from mcore_ckpt_ext.operations.findings import (
+    CHECKSUMS,
+    COMPLETE,
+    COVERED,
+    DTYPES,
+    SCALES,
+    VALUES,
+    Check,
+    Finding,
+    Results,
+    error,
+    warning,
+)
+from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, threads
+from mcore_ckpt_ext.planning.array_location import RawArray
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.crc32 import crc32
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from mcore_ckpt_ext.transfer import Transfer
+
+_CHECKS: dict[About, str] = {"files": COMPLETE, "tensors": COVERED, "dtypes": DTYPES, "scales": SCALES}
+_NOT_A_NUMBER = 255
+"""Of an exponent of two in a byte (E8M0, OCP Microscaling Formats 1.0)."""
+
+
+def check_listing(listing: Listing, results: Results) -> None:
+    """Report what is wrong with the files of a folder of weights; no element is read."""
+    for one in listing.problems:
+        kind = error if one.is_error else warning
+        results.findings.append(kind(_CHECKS[one.about], one.where, one.what, one.file, one.offset))
+    files = "1 file" if listing.files == 1 else f"{listing.files:,} files"
+    results.checks.append(Check(COMPLETE, f"{files}, {len(listing.tensors):,} tensors"))
+    if listing.dtypes:
+        results.checks.append(Check(DTYPES, listing.dtypes))
+    if scales := sum(tensor.is_scale for tensor in listing):
+        results.checks.append(Check(SCALES, f"{scales:,} tensors of scales"))
+
+
+def listed_bytes(listing: Listing) -> int:
+    """The bytes of all tensors and archives."""
+    return sum(map(_bytes_of, listing)) + sum(map(listing.reader.size, listing.archives))
+
+
+def check_stored_tensors(listing: Listing, workers: int, advance: Callable[[int], None], results: Results) -> None:
+    """Check every element of a folder of weights, and the checksums that it has.
+
+    Args:
+        listing: of the folder.
+        workers: threads.
+        advance: called with the number of bytes that were read.
+        results: where findings and checks are added.
+    """
+    check = _ElementCheck(listing, advance)
+    with threads(workers) as pool:
+        findings = [*pool.map(check.archive, listing.archives), *pool.map(check.tensor, listing)]
+    results.findings.extend(finding for of_one in findings for finding in of_one)
+    results.checks.append(Check(VALUES, f"{sum(prod(tensor.shape) for tensor in listing):,} elements"))
+    checked = sum(_bytes_of(tensor) for tensor in listing if _checksum_of(tensor) is not None)
+    if guarded := checked + sum(map(listing.reader.size, listing.archives)):
+        results.checks.append(Check(CHECKSUMS, f"CRC-32 of {guarded:,} bytes"))
+    else:
+        what = "no checksums stored: record some with --record FILE, and compare with --against FILE"
+        results.checks.append(Check(CHECKSUMS, what, done=False))
+
+
+def _bytes_of(tensor: ListedTensor) -> int:
+    return prod(tensor.shape) * ITEM_SIZE[tensor.extent.dtype]
+
+
+def _checksum_of(tensor: ListedTensor) -> int | None:
+    return tensor.extent.crc if isinstance(tensor.extent, RawArray) else None
+
+
+class _ElementCheck:
+    """Checks one tensor or archive at a time; to be called from several threads."""
+
+    def __init__(self, listing: Listing, advance: Callable[[int], None]) -> None:
+        self._reader, self._advance = listing.reader, advance
+        self._transfer = Transfer(listing.reader, workers=1)
+        self._rooms = Rooms()
+
+    def archive(self, file: str) -> list[Finding]:
+        """Compare the checksums of an archive."""
+        try:
+            TorchArchive(self._reader, file).verify_checksums()
+        except CheckpointError as problem:
+            return [error(CHECKSUMS, file, str(problem), file)]
+        finally:
+            self._advance(self._reader.size(file))
+        return []
+
+    def tensor(self, tensor: ListedTensor) -> list[Finding]:
+        """Check the elements of a tensor."""
+        try:
+            return self._check(tensor)
+        except CheckpointError as problem:
+            return [error(COMPLETE, tensor.name, str(problem), tensor.extent.file, tensor.extent.offset)]
+
+    def _check(self, tensor: ListedTensor) -> list[Finding]:
+        payload = self._transfer.locate(tensor.extent)
+        size, numel, crc = payload.dtype.itemsize, prod(tensor.shape), 0
+        begin, tally, wrong_scales = payload.offset + tensor.first * size, Tally(), 0
+        expected = _checksum_of(tensor)
+        for start in range(0, numel, BLOCK_ELEMENTS):
+            block = self._rooms.of("tensor")(min(BLOCK_ELEMENTS, numel - start), payload.dtype)
+            data = memoryview(block.view(torch.uint8).numpy())
+            self._reader.read_into(payload.file, begin + start * size, data)
+            crc = crc32(data, crc) if expected is not None else crc
+            count_values("", block, tally)
+            wrong_scales += _wrong_scales(block) if tensor.is_scale else 0
+            self._advance(len(data))
+        found: list[Finding] = []
+        if expected is not None and crc != expected:
+            what = "its checksum differs from the stored one: the tensor is damaged"
+            found.append(error(CHECKSUMS, tensor.name, what, payload.file, begin))
+        if wrong_scales:
+            what = f"{wrong_scales:,} scales are negative, infinite or not a number"
+            found.append(error(SCALES, tensor.name, what, payload.file, begin))
+        else:
+            found.extend(judge(tensor.name, tally, payload.file, begin))
+        return found
+
+
+def _wrong_scales(block: torch.Tensor) -> int:
+    if block.dtype == torch.uint8:
+        return int((block == _NOT_A_NUMBER).sum())
+    values = block.float()
+    return int((~torch.isfinite(values) | (values < 0)).sum())
