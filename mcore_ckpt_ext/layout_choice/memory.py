@@ -7,6 +7,7 @@ from enum import Enum
 from math import ceil
 
 from mcore_ckpt_ext.layout.grad_buffer import align, bucket_alignment
+from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise
 from mcore_ckpt_ext.layout_choice.model_table import Holding, StageHolding
 from mcore_ckpt_ext.layout_choice.rules import Choice
 
@@ -52,12 +53,14 @@ class Buffers:
         is_distributed: parameters lie in buffers that are padded for the data-parallel ranks.
         high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
         offloaded: the part of the optimizer that lies in host memory (`--optimizer-offload-fraction`).
+        layer_wise: how a layer-wise optimizer shares whole parameters out; None for other optimizers.
     """
 
     gradient_bytes: int
     is_distributed: bool = True
     high_bandwidth: bool = False
     offloaded: float = 0.0
+    layer_wise: LayerWise | None = None
 
 
 def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations: int) -> Memory:

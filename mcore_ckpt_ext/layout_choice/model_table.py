@@ -8,13 +8,11 @@ from functools import cached_property
 from math import prod
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_parameters import Cut
-
-_Numbers = NDArray[np.int64]
+from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS, BEFORE_LAYERS, Flags, LocalColumns, Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +83,6 @@ class StageHolding:
     experts: Holding
 
 
-_FIRST, _LAST = -1, -2
-
-
 @dataclass(frozen=True, slots=True)
 class _Totals:
     """What `Holding` counts, one column for each of its attributes.
@@ -99,19 +94,19 @@ class _Totals:
         copied: of the word embeddings, of which the last stage may hold copies.
     """
 
-    inside: _Numbers
-    before: _Numbers
-    after: _Numbers
-    copied: _Numbers
+    inside: Numbers
+    before: Numbers
+    after: Numbers
+    copied: Numbers
 
     def holding(self, spans: Sequence[range], ends: Sequence[int], copies: int) -> Holding:
         """What stands in these layers, before the first and after the last one."""
         found = np.zeros_like(self.before)
         for span in spans:
             found += self.inside[span.stop] - self.inside[span.start]
-        if _FIRST in ends:
+        if BEFORE_LAYERS in ends:
             found += self.before
-        if _LAST in ends:
+        if AFTER_LAYERS in ends:
             found += self.after
         found += copies * self.copied
         return Holding(*found.tolist())
@@ -135,7 +130,7 @@ def place_after_layers(name: str, job: JobArguments) -> int:
     core_v0.16.0 to 0.19.2; before, it always stood on the last stage).
     """
     is_norm = name.startswith("decoder.final_")
-    return job.num_layers - 1 if is_norm and job.mtp_num_layers and job.num_layers else _LAST
+    return job.num_layers - 1 if is_norm and job.mtp_num_layers and job.num_layers else AFTER_LAYERS
 
 
 class PaddedRows:
@@ -217,7 +212,7 @@ class ModelTable:
         found = []
         for rank, spans in enumerate(ranges):
             places = [*(span for span in spans if span)]
-            ends = ([_FIRST] if rank == 0 else []) + ([_LAST] if rank == last else [])
+            ends = ([BEFORE_LAYERS] if rank == 0 else []) + ([AFTER_LAYERS] if rank == last else [])
             copies = self._copies if rank == last and last > 0 else 0
             found.append(
                 StageHolding(
@@ -240,7 +235,18 @@ class ModelTable:
             self._cache[key] = self._counted(tensor, expert_tensor, expert)
         return self._cache[key]
 
-    def _counted(self, tensor: int, expert_tensor: int, expert: int | None) -> _Totals:
+    def local(self, tensor: int, expert_tensor: int, expert: int | None) -> LocalColumns:
+        """What one rank has of every parameter; see `_totals` for the arguments."""
+        local, chosen = self._divided(tensor, expert_tensor, expert)
+        return local.chosen(chosen)
+
+    @property
+    def copies(self) -> int:
+        """Copies of the word embedding on the last of several stages."""
+        return self._copies
+
+    def _divided(self, tensor: int, expert_tensor: int, expert: int | None) -> tuple[LocalColumns, Flags]:
+        """Every parameter as one rank has it, and which of them some rank has."""
         columns = self._columns
         is_expert = columns["expert"] >= 0
         if expert is None:
@@ -252,13 +258,25 @@ class ModelTable:
             chosen = is_expert & (columns["expert"] < experts // expert)
         ranks = np.where(is_expert, expert_tensor, tensor)
         whole = np.where(columns["rows"] > 0, columns["rest"] * self._padded_rows(tensor), columns["numel"])
-        elements = np.where(columns["is_cut"] > 0, whole // ranks, whole)
+        elements = np.where(columns["cut"] >= 0, whole // ranks, whole)
+        is_matrix = columns["matrix_columns"] > 0
+        width = np.where(columns["cut"] == 1, columns["matrix_columns"] // ranks, columns["matrix_columns"])
+        local = LocalColumns(
+            elements, elements // np.maximum(width, 1), width, elements * columns["state_bytes"], is_matrix,
+            columns["place"], (columns["rows"] > 0) & (columns["place"] == BEFORE_LAYERS),
+        )  # fmt: skip
+        return local, chosen
+
+    def _counted(self, tensor: int, expert_tensor: int, expert: int | None) -> _Totals:
+        columns = self._columns
+        local, chosen = self._divided(tensor, expert_tensor, expert)
+        elements = local.elements
         aligned = -(-elements // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
         # The embedding stands before layer 0, what follows the layers after the last one.
-        place = np.where(columns["place"] == _FIRST, self.layers, columns["place"])
-        place = np.where(columns["place"] == _LAST, self.layers + 1, place)
+        place = np.where(columns["place"] == BEFORE_LAYERS, self.layers, columns["place"])
+        place = np.where(columns["place"] == AFTER_LAYERS, self.layers + 1, place)
 
-        def by_place(values: _Numbers) -> _Numbers:
+        def by_place(values: Numbers) -> Numbers:
             counted = np.bincount(place, weights=np.where(chosen, values, 0), minlength=self.layers + 2)
             return counted.astype(np.int64)
 
@@ -268,14 +286,14 @@ class ModelTable:
             elements,
             aligned,
             elements * columns["weight_bytes"],
-            np.where(shared, elements * columns["state_bytes"], 0),
-            np.where(shared, 0, elements * columns["state_bytes"]),
+            np.where(shared, local.state, 0),
+            np.where(shared, 0, local.state),
             np.where(shared, elements * columns["stored_bytes"], 0),
             np.where(shared, 0, elements * columns["stored_bytes"]),
         )
         totals = np.stack([by_place(value) for value in values], axis=1)
         start = np.zeros((1, len(values)), dtype=np.int64)
-        embeddings = (columns["rows"] > 0) & (columns["place"] == _FIRST) & chosen
+        embeddings = local.is_embedding & chosen
         return _Totals(
             inside=np.concatenate([start, np.cumsum(totals[: self.layers], axis=0)]),
             before=totals[self.layers],
@@ -284,8 +302,8 @@ class ModelTable:
         )
 
     @cached_property
-    def _columns(self) -> dict[str, _Numbers]:
-        def column(values: Iterable[int]) -> _Numbers:
+    def _columns(self) -> dict[str, Numbers]:
+        def column(values: Iterable[int]) -> Numbers:
             return np.fromiter(values, dtype=np.int64, count=len(self.parameters))
 
         all_of = self.parameters
@@ -293,7 +311,10 @@ class ModelTable:
             "numel": column(prod(one.shape) for one in all_of),
             "rest": column(prod(one.shape[1:]) for one in all_of),
             "rows": column(one.shape[0] if one.is_vocabulary else 0 for one in all_of),
-            "is_cut": column(one.cut is not None for one in all_of),
+            "cut": column(-1 if one.cut is None else one.cut.axis for one in all_of),
+            "matrix_columns": column(
+                one.shape[1] if len(one.shape) == 2 and not one.is_vocabulary else 0 for one in all_of
+            ),
             "expert": column(-1 if one.expert is None else one.expert for one in all_of),
             "place": column(one.place for one in all_of),
             "weight_bytes": column(one.weight_bytes for one in all_of),

@@ -11,6 +11,7 @@ from math import log2, prod
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout_choice.layer_wise import layer_wise_stages
 from mcore_ckpt_ext.layout_choice.memory import (
     Buffers,
     Memory,
@@ -127,6 +128,14 @@ def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Sear
     def holdings(split: StageSplit, tensor: int, expert_tensor: int, expert: int) -> tuple[StageHolding, ...]:
         return tuple(table.stages(split.ranges(), tensor, expert_tensor, expert))
 
+    def shared_out(split: StageSplit, layout: ParallelLayout) -> tuple[StageHolding, ...]:
+        held = holdings(split, layout.tensor, layout.expert_tensor, layout.expert)
+        if buffers.layer_wise is None:
+            return held
+        return layer_wise_stages(
+            table, split.ranges(), layout, held, buffers.layer_wise, high_bandwidth=buffers.high_bandwidth
+        )
+
     def is_excluded(choice: Choice, rules: Sequence[NamedRule]) -> bool:
         broken = next(violations(choice, rules), None)
         if broken is not None:
@@ -148,8 +157,7 @@ def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Sear
                 split = splits(staged.pipeline, staged.virtual_pipeline)
                 choice = with_batch(choice_of(staged, split))
                 if not is_excluded(choice, STAGE_RULES) and split is not None:
-                    held = holdings(split, staged.tensor, staged.expert_tensor, staged.expert)
-                    result.found.append(_weighed(choice, held, wish, buffers))
+                    result.found.append(_weighed(choice, shared_out(split, staged), wish, buffers))
     result.found.sort(key=lambda one: _rank(one, old, wish))
     return result
 

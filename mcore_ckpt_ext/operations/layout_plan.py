@@ -13,12 +13,15 @@ from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, SPLITS_LAYER_WISE
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
+from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, Recomputation
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.search import PINS, FoundLayout, Search, SearchRequest, batch_of, search
 from mcore_ckpt_ext.operations.parameter_table import table_of
+from mcore_ckpt_ext.optimizers.model_space_formats import is_layer_wise
 from mcore_ckpt_ext.optimizers.table import stock_can_load
 from mcore_ckpt_ext.versions import Version
 
@@ -145,7 +148,8 @@ def plan(
         job = checkpoint.arguments.changed(**stated) if stated else checkpoint.arguments
         version = version_number(megatron_version)
         old = ParallelLayout.from_arguments(job)
-        table, buffers = table_of(checkpoint, job), buffers_of(job)
+        table = table_of(checkpoint, job)
+        buffers = buffers_of(job, table, version)
         wish = SearchRequest(
             gpus, gpus_per_node, version, gpu_memory, recomputation=_recomputation(job, recomputation),
             pins=_sizes_of(pins or {}),
@@ -186,17 +190,36 @@ def _as_before(
     return replace(wish, memory=before[0].memory.total, is_least=True), f"at least: {old} needs it, and its job ran"
 
 
-def buffers_of(job: JobArguments) -> Buffers:
-    """How a job keeps its gradients and its optimizer, by its arguments."""
+def buffers_of(job: JobArguments, table: ModelTable, version: Version) -> Buffers:
+    """How a job of a release keeps its gradients and its optimizer, by its arguments."""
     is_fp32 = bool(job.accumulate_allreduce_grads_in_fp32) or not (job.bf16 or job.fp16)
     fraction = job.stated.get("optimizer_offload_fraction")
     offloads = bool(job.optimizer_cpu_offload) and isinstance(fraction, float)
+    layer_wise = _layer_wise(job, table, version)
     return Buffers(
         4 if is_fp32 else 2,
-        bool(job.use_distributed_optimizer),
+        bool(job.use_distributed_optimizer) or layer_wise not in (None, LayerWise.DEALT),
         bool(job.ddp_pad_buckets_for_high_nccl_busbw),
         float(fraction) if offloads and isinstance(fraction, float) else 0.0,
+        layer_wise,
     )
+
+
+def _layer_wise(job: JobArguments, table: ModelTable, version: Version) -> LayerWise | None:
+    """How a layer-wise optimizer shares parameters out; None for other optimizers.
+
+    Experts with biases make a part for a DistributedOptimizer impossible (`_get_megatron_emerging_optimizer`,
+    megatron/core/optimizer/__init__.py, core_v0.19.1 and the development head of August 2026).
+    """
+    if not is_layer_wise(job):
+        return None
+    has_plain_experts = all(len(one.shape) == 2 for one in table.parameters if one.expert is not None)
+    if job.stated.get("use_layer_wise_param_layout") is False or not has_plain_experts:
+        return LayerWise.DEALT
+    if SPLITS_LAYER_WISE.is_of(version):
+        return LayerWise.PACKED_BY_COMPUTATION
+    was_split = any(one.is_distributed for one in table.parameters)
+    return LayerWise.PACKED_BY_SIZE if was_split and MAY_SPLIT_LAYER_WISE.is_of(version) else LayerWise.DEALT
 
 
 def _recomputation(job: JobArguments, wanted: str | None) -> Recomputation:

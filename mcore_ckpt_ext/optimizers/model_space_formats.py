@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mcore_ckpt_ext.errors import PackingError
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR, LOADS_FULLY_RESHARDABLE, LOADS_MODEL_SPACE
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.master_check import first_mismatch
@@ -33,6 +34,16 @@ NOT_DISTRIBUTED = "no_distributed_optimizer"
 FSDP_DTENSOR = "fsdp_dtensor"
 _FULLY_RESHARDABLE_MASTER = "param"
 _SAMPLE = 64
+
+
+def is_layer_wise(arguments: JobArguments) -> bool:
+    """Whether a job shares whole parameters out between its data-parallel ranks.
+
+    `use_layer_wise_distributed_optimizer` since core_v0.17; before it, the optimizer's name alone
+    (megatron/training/arguments.py).
+    """
+    named = str(arguments.stated.get("optimizer") or "")
+    return bool(arguments.stated.get("use_layer_wise_distributed_optimizer")) or named.startswith("dist_")
 
 
 def encoding_of(keys: StoredKeys) -> dict[str, str]:

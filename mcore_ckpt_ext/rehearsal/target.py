@@ -107,7 +107,8 @@ def target_job(
         UnsupportedCheckpointError: the checkpoint does not say enough of its model.
     """
     old = ParallelLayout.from_arguments(written)
-    table, buffers = table_of(checkpoint, written), buffers_of(written)
+    table = table_of(checkpoint, written)
+    buffers = buffers_of(written, table, version)
     result = search(written, table, old, SearchRequest(gpus, gpus, version, pins=sizes), buffers)
     if not result.found:
         _, layout, reason = min(result.nearest.values(), key=lambda one: one[0])

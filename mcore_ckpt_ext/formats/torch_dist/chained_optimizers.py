@@ -21,11 +21,11 @@ from mcore_ckpt_ext.formats.portable_state import (
     undistributed,
 )
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, SPLITS_LAYER_WISE
 from mcore_ckpt_ext.optimizers.description import MOMENTUM
 from mcore_ckpt_ext.optimizers.groups import MOMENTUM as BY_MOMENTUM
 from mcore_ckpt_ext.optimizers.groups import rule_of
+from mcore_ckpt_ext.optimizers.model_space_formats import is_layer_wise
 
 
 class ChainedOptimizers:
@@ -92,21 +92,11 @@ class ChainedOptimizers:
         others = [child for child in self._source if not _is_muons(child)]
         return (
             SPLITS_LAYER_WISE.is_of(self._version)
-            and _is_layer_wise(arguments)
+            and is_layer_wise(arguments)
             and arguments.stated.get("use_layer_wise_param_layout") is not False
             and 0 < len(others) < len(self._source)
             and not has_experts(others)
         )
-
-
-def _is_layer_wise(arguments: JobArguments) -> bool:
-    """Whether a job shares whole parameters out between its data-parallel ranks.
-
-    `use_layer_wise_distributed_optimizer` since core_v0.17; before it, the optimizer's name alone
-    (megatron/training/arguments.py).
-    """
-    named = str(arguments.stated.get("optimizer") or "")
-    return bool(arguments.stated.get("use_layer_wise_distributed_optimizer")) or named.startswith("dist_")
 
 
 def _is_muons(child: Mapping[str, Any]) -> bool:

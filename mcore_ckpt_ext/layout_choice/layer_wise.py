@@ -1,0 +1,161 @@
+"""What each rank of a layer-wise optimizer keeps: whole parameters, each on one data-parallel rank.
+
+Source: `LayerWiseDistributedOptimizer` (megatron/core/optimizer/layer_wise_optimizer.py, core_v0.16.0 to 0.19.2 and the
+development head of August 2026). Without a parameter layout it deals all parameters out, the smallest first
+(`shard_params`, `_shard_params_ping_pong`). With one it steps matrices alone, and packs them into shards of a buffer of
+their own (`_compute_per_buffer_param_layout`); a DistributedOptimizer steps the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import ceil, lcm
+
+import numpy as np
+
+from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, align, bucket_alignment
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS, BEFORE_LAYERS, Flags, LocalColumns, Numbers
+from mcore_ckpt_ext.layout_choice.model_table import Holding, ModelTable, StageHolding
+
+# `_NUMEL_EPSILON` of `_compute_per_buffer_param_layout`.
+_EXCESS = 0.3
+
+
+class LayerWise(Enum):
+    """How a layer-wise optimizer shares parameters out.
+
+    `DEALT`: all of them in turn, forth and back between the ranks, the smallest first.
+    `PACKED_BY_SIZE`: matrices only, the largest first, each to the shard with the fewest elements (core_v0.19.1 and
+    0.19.2).
+    `PACKED_BY_COMPUTATION`: matrices only, the one that takes longest first, each to the shard that is done first,
+    unless that gets too large (development head of August 2026).
+    """
+
+    DEALT = "dealt"
+    PACKED_BY_SIZE = "packed by size"
+    PACKED_BY_COMPUTATION = "packed by computation"
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Matrices in the shards of a buffer.
+
+    Attributes:
+        shard_of: the shard of each matrix.
+        shard_size: elements of each shard, padding included.
+    """
+
+    shard_of: Numbers
+    shard_size: int
+
+
+def dealt(elements: Numbers, is_matrix: Flags, ranks: int) -> Numbers:
+    """The rank of each parameter; of equally large ones, matrices come first, as Muon's groups do."""
+    order = np.lexsort((~is_matrix, elements))
+    turn = np.arange(len(order)) % (2 * ranks)
+    found = np.empty_like(order)
+    found[order] = np.where(turn < ranks, turn, 2 * ranks - 1 - turn)
+    return found
+
+
+def packed(rows: Numbers, columns: Numbers, ranks: int, rule: LayerWise, *, high_bandwidth: bool = False) -> Packing:
+    """Pack matrices into one shard for each rank.
+
+    Args:
+        rows: of each matrix, as one tensor-parallel rank has it.
+        columns: likewise.
+        ranks: data-parallel ranks.
+        rule: of the release.
+        high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
+    """
+    elements = rows * columns
+    by_computation = rule is LayerWise.PACKED_BY_COMPUTATION
+    # Newton-Schulz iterations multiply a matrix with its transpose (`_ns_compute_cost`).
+    cost = elements * np.minimum(rows, columns) if by_computation else elements
+    most = elements.sum() / ranks * (1 + _EXCESS)
+    ends, done = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
+    shard_of = np.zeros_like(elements)
+    for index in np.argsort(-cost, kind="stable"):
+        starts = -(-ends // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
+        shard = int(ends.argmin())
+        if by_computation and (fits := starts + elements[index] <= most).any():
+            shard = int(np.where(fits, done, np.iinfo(np.int64).max).argmin())
+        shard_of[index], ends[shard] = shard, starts[shard] + elements[index]
+        done[shard] += cost[index]
+    divisor = lcm(PARAMETER_ALIGNMENT, bucket_alignment(ranks, high_bandwidth) // ranks)
+    return Packing(shard_of, align(int(ends.max(initial=0)), divisor))
+
+
+def layer_wise_stages(
+    table: ModelTable, ranges: Sequence[Sequence[range]], layout: ParallelLayout, held: Sequence[StageHolding],
+    rule: LayerWise, *, high_bandwidth: bool,
+) -> tuple[StageHolding, ...]:  # fmt: skip
+    """What the fullest rank of each pipeline stage holds.
+
+    Args:
+        table: the model.
+        ranges: global decoder layers by `[pipeline rank][virtual stage]`.
+        layout: the parallel sizes.
+        held: the same stages as `ModelTable.stages` returns them, for all data-parallel ranks together.
+        rule: how parameters are shared out.
+        high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
+    """
+    apart = layout.expert > 1
+    dense = table.local(layout.tensor, layout.expert_tensor, None if apart else 1)
+    experts = table.local(layout.tensor, layout.expert_tensor, layout.expert) if apart else None
+    found = []
+    for pipeline, stage in enumerate(held):
+        chunks = _chunks(dense, ranges, pipeline, table.copies)
+        ranks = layout.data * layout.context
+        shared = _shared_out(stage.dense, dense, chunks, ranks, rule, high_bandwidth)
+        if experts is None:
+            found.append(StageHolding(shared, stage.experts))
+            continue
+        chunks = _chunks(experts, ranges, pipeline, 0)
+        own = _shared_out(stage.experts, experts, chunks, layout.expert_data, rule, high_bandwidth)
+        found.append(StageHolding(shared, own))
+    return tuple(found)
+
+
+def _chunks(local: LocalColumns, ranges: Sequence[Sequence[range]], pipeline: int, copies: int) -> Iterator[Numbers]:
+    """The numbers of the parameters of each model chunk of a pipeline rank."""
+    is_last = pipeline == len(ranges) - 1
+    for stage, span in enumerate(ranges[pipeline]):
+        chosen = (local.place >= span.start) & (local.place < span.stop)
+        if pipeline == 0 and stage == 0:
+            chosen |= local.place == BEFORE_LAYERS
+        more = np.zeros(0, dtype=np.int64)
+        if is_last and stage == len(ranges[pipeline]) - 1:
+            chosen |= local.place == AFTER_LAYERS
+            more = np.tile(np.flatnonzero(local.is_embedding), copies if pipeline else 0)
+        yield np.concatenate([np.flatnonzero(chosen), more])
+
+
+def _shared_out(
+    holding: Holding, local: LocalColumns, chunks: Iterable[Numbers], ranks: int, rule: LayerWise, high_bandwidth: bool
+) -> Holding:
+    """Replace the state that all ranks together keep by that of the fullest one.
+
+    `chunks`: the parameters of each model chunk, as their numbers in `local`.
+    """
+    if not holding.elements:
+        return holding
+    stored = holding.shared_stored + holding.whole_stored
+    holding = replace(holding, shared_state=0, shared_stored=stored, whole_stored=0)
+    if rule is LayerWise.DEALT:
+        every = local.chosen(np.concatenate(list(chunks)))
+        state = np.bincount(dealt(every.elements, every.is_matrix, ranks), weights=every.state, minlength=ranks)
+        return replace(holding, whole_state=int(state.max()))
+    kept, others, elements = np.zeros(ranks), 0, 0
+    for chunk in map(local.chosen, chunks):
+        matrices, rest = chunk.chosen(chunk.is_matrix), chunk.chosen(~chunk.is_matrix)
+        packing = packed(matrices.rows, matrices.columns, ranks, rule, high_bandwidth=high_bandwidth)
+        kept += np.bincount(packing.shard_of, weights=matrices.state, minlength=ranks)
+        ends = int((-(-rest.elements // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT).sum())
+        padded = align(ends, bucket_alignment(ranks, high_bandwidth))
+        others += ceil(rest.state.sum() * padded / max(rest.elements.sum(), 1) / ranks)
+        elements += packing.shard_size * ranks + padded
+    return replace(holding, aligned=elements, whole_state=int(kept.max()) + others)
