@@ -118,13 +118,21 @@ def _linear_attention(choice: Choice) -> str | None:
 
 
 def _mamba(choice: Choice) -> str | None:
-    """`MambaMixer.__init__` (megatron/core/ssm/mamba_mixer.py): heads and groups are multiples of TP x CP."""
-    job, ranks = choice.job, choice.layout.tensor * choice.layout.context
+    """`MambaMixer.__init__` and `MambaContextParallel.__init__` (megatron/core/ssm): heads are a multiple of TP x CP,
+    groups one of TP; of a tensor-parallel rank's groups, context-parallel ranks have equal shares, or share each.
+    """
+    job, tensor, context = choice.job, choice.layout.tensor, choice.layout.context
     if not is_hybrid(job) or "M" not in str(job.hybrid_layer_pattern or job.stated.get("hybrid_override_pattern")):
         return None
-    for name, count in (("heads", job.mamba_num_heads), ("groups", job.mamba_num_groups)):
-        if count and count % ranks:
-            return f"{count} Mamba {name} cannot be divided by TP x CP = {ranks}"
+    # Without a number there are heads of `--mamba-head-dim` for twice the hidden size (`expand`).
+    heads = job.mamba_num_heads or 2 * (job.hidden_size or 0) // (job.mamba_head_dim or 64)
+    groups = job.mamba_num_groups
+    if heads and heads % (tensor * context):
+        return f"{heads} Mamba heads cannot be divided by TP x CP = {tensor * context}"
+    if not groups:
+        return None
+    if groups % tensor or max(groups // tensor, context) % min(groups // tensor, context):
+        return f"{groups} Mamba groups cannot be divided by TP {tensor} and CP {context}"
     return None
 
 
@@ -185,11 +193,15 @@ def _shared_indexers(choice: Choice) -> str | None:
 
 def _hybrid_stages(choice: Choice) -> str | None:
     """`validate_args` (core_v0.17.0 on): virtual stages of a hybrid model are the segments that its pattern names, a
-    multiple of PP; a pattern without `|` has none, as no hybrid model had before (`MambaStack`, mamba_block.py).
+    multiple of PP; a pattern without `|` has none, as no hybrid model had before (`MambaStack`, mamba_block.py), whose
+    stages take no account of embedding and loss, either.
     """
     job, layout = choice.job, choice.layout
     if not is_hybrid(job):
         return None
+    split = dict(choice.split.arguments) if choice.split else {}
+    if accounted := next((name for name, value in split.items() if name.startswith("account_for") and value), None):
+        return f"the stages of a hybrid model do not depend on --{accounted.replace('_', '-')}"
     segments = (job.hybrid_layer_pattern or "").partition("/")[0].count("|") + 1
     if segments == 1:
         return None if layout.virtual_pipeline == 1 else "a --hybrid-layer-pattern without | has no virtual stages"

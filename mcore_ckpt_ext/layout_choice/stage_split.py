@@ -78,7 +78,7 @@ def _candidates(
 ) -> Iterator[dict[str, Any]]:
     if is_hybrid(job):
         # A pattern may name its segments; whether these fit is answered by `layers_by_chunk`.
-        yield {name: job.value(name) for name in _SPLIT_ARGUMENTS}
+        yield {name: job.value(name) for name in _SPLIT_ARGUMENTS if not name.startswith("account_for")}
         return
     accounted = {name: bool(job.value(name)) for name in _SPLIT_ARGUMENTS if name.startswith("account_for")}
     if any(accounted.values()):

@@ -14,12 +14,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from megatron_on_cpu import launch
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import model_space_name, whole_cut
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.parameter_parts import parts_of
+from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise, packed
 from mcore_ckpt_ext.layout_choice.memory import Buffers
 from mcore_ckpt_ext.layout_choice.model_table import (
     ModelTable,
@@ -38,15 +41,17 @@ from tests.harness import checkouts
 from tests.harness.jobs import RANK_SCRIPTS
 
 SEED = 20261126
-PAIRS = 42
-"""Random layouts of each model: with fourteen models, more than 500 pairs."""
+PAIRS = 36
+"""Random layouts of each model: with fifteen models or more, more than 500 pairs."""
 COMMON = ["--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "2", "--tokenizer-type", "NullTokenizer"]
-COMMON += ["--mock-data", "--bf16", "--use-distributed-optimizer", "--transformer-impl", "local"]
+COMMON += ["--mock-data", "--bf16", "--use-distributed-optimizer"]
 COMMON += [f"--no-{kind}-fusion" for kind in ("gradient-accumulation", "masked-softmax", "bias-gelu", "bias-swiglu")]
 COMMON += ["--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm"]
 PLAIN = "--position-embedding-type learned_absolute"
 TIED = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
 LLAMA = f"{TIED} --untie-embeddings-and-output-weights"
+MAMBA = "--position-embedding-type none --normalization RMSNorm --disable-bias-linear "
+MAMBA += "--untie-embeddings-and-output-weights --mamba-state-dim 8 --mamba-head-dim 8"
 EXPERTS = f"{LLAMA} --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 
 
@@ -78,9 +83,16 @@ MODELS: Mapping[str, str] = {
     "predicting, tied": f"{TIED} {sizes(5, 32, 4, 32, 127)} --mtp-num-layers 2",
     "shared groups": f"{LLAMA} {sizes(3, 64, 16, 32, 127)} --group-query-attention --num-query-groups 1 "
     "--kv-channels 4",
+    "hybrid": f"{MAMBA} {sizes(8, 64, 8, 64, 127)} --hybrid-override-pattern M*M-M*M- --mamba-num-groups 4 "
+    "--mamba-num-heads 16",
+    "hybrid, few groups": f"{MAMBA} {sizes(6, 48, 12, 48, 127)} --hybrid-override-pattern M*M-MM --mamba-num-groups 2",
+    "hybrid in segments": f"{MAMBA} {sizes(8, 64, 8, 64, 127)} --hybrid-layer-pattern M*|M-|M*|M- --mamba-num-groups 4 "
+    "--mamba-num-heads 16",
 }
-AT_RUN_TIME = {"sequence length"}
-"""Rules of which a part shows in the forward pass alone."""
+SEGMENTS = 4
+Matrices = tuple[Sequence[Sequence[int]], int]
+AT_RUN_TIME = {"batch sizes": "with VPP", "sequence length": "CP x TP"}
+"""Rules of which a part shows in the forward pass alone, and what that part says."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +104,21 @@ class Case:
     split: Mapping[str, Any]
     micro_batch: int
     global_batch: int
+    implementation: str = "local"
 
     def words(self) -> list[str]:
         """The job's command line."""
         layout, split = self.layout, dict(self.split)
         words = [*COMMON, *MODELS[self.model].split(), "--max-position-embeddings", "128"]
         words[words.index("--micro-batch-size") + 1] = str(self.micro_batch)
-        words += ["--global-batch-size", str(self.global_batch)]
+        words += ["--global-batch-size", str(self.global_batch), "--transformer-impl", self.implementation]
         words += ["--tensor-model-parallel-size", str(layout.tensor)]
         words += ["--pipeline-model-parallel-size", str(layout.pipeline)]
         words += ["--expert-model-parallel-size", str(layout.expert)]
         words += ["--expert-tensor-parallel-size", str(layout.expert_tensor)]
         words += ["--context-parallel-size", str(layout.context)]
-        if layout.virtual_pipeline > 1 and not split.get("pipeline_model_parallel_layout"):
+        has_segments = "--hybrid-layer-pattern" in words
+        if layout.virtual_pipeline > 1 and not split.get("pipeline_model_parallel_layout") and not has_segments:
             words += ["--num-virtual-stages-per-pipeline-rank", str(layout.virtual_pipeline)]
         for name, value in split.items():
             flag = f"--{name.replace('_', '-')}"
@@ -112,10 +126,12 @@ class Case:
         return words
 
 
-def judged(cases: Sequence[Case], checkout: str | None, folder: Path) -> list[dict[str, Any]]:
-    """What genuine Megatron makes of each case."""
+def answers_of(
+    cases: Sequence[Case], checkout: str | None, folder: Path, matrices: Sequence[Matrices] = ()
+) -> dict[str, Any]:
+    """What genuine Megatron makes of each case, and how it packs matrices for so many ranks."""
     asked = [{"arguments": case.words(), "world": case.layout.world} for case in cases]
-    (folder / "cases.json").write_text(json.dumps(asked))
+    (folder / "cases.json").write_text(json.dumps({"cases": asked, "matrices": matrices}))
     command = [sys.executable, RANK_SCRIPTS / "accepted_layouts.py", folder / "cases.json", folder / "results.json"]
     environment = {**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1]), "MCORE_CKPT_EXT": "0"}
     done = subprocess.run(
@@ -123,9 +139,14 @@ def judged(cases: Sequence[Case], checkout: str | None, folder: Path) -> list[di
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    answer = json.loads((folder / "results.json").read_text())
+    answer: dict[str, Any] = json.loads((folder / "results.json").read_text())
     assert parse_version(answer["version"]) == version_of(checkout is not None)
-    results: list[dict[str, Any]] = answer["results"]
+    return answer
+
+
+def judged(cases: Sequence[Case], checkout: str | None, folder: Path) -> list[dict[str, Any]]:
+    """What genuine Megatron makes of each case."""
+    results: list[dict[str, Any]] = answers_of(cases, checkout, folder)["results"]
     return results
 
 
@@ -140,15 +161,36 @@ def table_of(result: Mapping[str, Any]) -> tuple[JobArguments, ModelTable]:
     job = JobArguments.of(result["arguments"])
     parameters = []
     for local, shape in result["stages"][0][0]:
-        name = model_space_name(local, 0, 0, job)
-        layer, _ = split_layer(name)
-        place = layer.number if layer else (-1 if name.startswith("embedding.") else place_after_layers(name, job))
-        tokens = in_vocabulary(name)
-        whole = (job.vocab_size, *shape[1:]) if tokens else tuple(shape)
-        cut = whole_cut(name, tuple(shape), job)
-        parameters.append(Parameter(name, whole, 2, place, cut, parse(name).expert, tokens, 12, 12))
+        for name, part in parts_of(model_space_name(local, 0, 0, job), tuple(shape), 1, job).items():
+            layer, _ = split_layer(name)
+            place = layer.number if layer else (-1 if name.startswith("embedding.") else place_after_layers(name, job))
+            tokens = in_vocabulary(name)
+            whole = (job.vocab_size, *part[1:]) if tokens else part
+            cut = whole_cut(name, part, job)
+            parameters.append(Parameter(name, whole, 2, place, cut, parse(name).expert, tokens, 12, 12))
     rows = PaddedRows(job.vocab_size, 0, job.make_vocab_size_divisible_by)
     return job, ModelTable(parameters, job.num_layers, copies=embedding_copies(job), padded_rows=rows)
+
+
+def some_matrices() -> list[Matrices]:
+    """Matrices of several sizes, and the ranks to pack them for."""
+    dice = random.Random(SEED)
+    sides = [8, 32, 64, 96, 100, 128, 130]
+    return [
+        (
+            [[dice.choice(sides), dice.choice(sides)] for _ in range(dice.choice([1, 3, 10, 60]))],
+            dice.choice([1, 2, 3, 8]),
+        )
+        for _ in range(60)
+    ]
+
+
+def check_packing(genuine: Sequence[tuple[list[int], int] | None], rule: LayerWise) -> None:
+    """A layer-wise optimizer keeps each matrix where the plan says, in shards of the same size."""
+    for (shapes, ranks), found in zip(some_matrices(), genuine, strict=True):
+        rows, columns = np.array(shapes).T
+        packing = packed(rows, columns, ranks, rule)
+        assert found is None or found == [packing.shard_of.tolist(), packing.shard_size]
 
 
 def random_cases(models: Mapping[str, JobArguments]) -> Iterator[Case]:
@@ -161,16 +203,19 @@ def random_cases(models: Mapping[str, JobArguments]) -> Iterator[Case]:
             has_experts = bool(job.num_experts)
             expert = dice.choice([1, 2, 3, 4]) if has_experts else dice.choice([1] * 9 + [2])
             expert_tensor = dice.choice([tensor, tensor, 1, 2]) if expert > 1 else tensor
-            data = dice.choice([1, 2, 3, 4])
+            data, context = dice.choice([1, 2, 3, 4]), dice.choice([*[1] * 6, 2, 2, 3, 4])
             split = dice.choice([{}, {}, {}, {}, *_splits(dice, job.num_layers or 0, pipeline)])
-            world = tensor * pipeline * data + dice.choice([0] * 12 + [1])
-            data = max(1, world // (tensor * pipeline))
+            if "hybrid-layer-pattern" in MODELS[model]:  # the pattern names the stages
+                virtual, split = max(SEGMENTS // pipeline, 1) if SEGMENTS % pipeline == 0 else 1, {}
+            world = tensor * pipeline * context * data + dice.choice([0] * 12 + [1])
+            data = max(1, world // (tensor * pipeline * context))
             layout = plain_layout(
-                tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual, expert=expert, expert_tensor=expert_tensor,
-                data=data, world=world,
+                tensor=tensor, pipeline=pipeline, virtual_pipeline=virtual if pipeline > 1 else 1, expert=expert,
+                expert_tensor=expert_tensor, context=context, data=data, world=world,
             )  # fmt: skip
             micro = dice.choice([1, 2])
-            yield Case(model, layout, split, micro, dice.choice([*[data * micro * 4] * 5, 8]))
+            implementation = dice.choice(["local", *["transformer_engine"] * 4]) if context > 1 else "local"
+            yield Case(model, layout, split, micro, dice.choice([*[data * micro * 4] * 5, 8]), implementation)
 
 
 def _splits(dice: random.Random, layers: int, pipeline: int) -> list[dict[str, Any]]:
@@ -191,6 +236,7 @@ def _splits(dice: random.Random, layers: int, pipeline: int) -> list[dict[str, A
 def choice_of(case: Case, job: JobArguments, table: ModelTable, version: Version) -> Choice:
     """The case as this package sees it."""
     extra = job.mtp_num_layers or 0
+    job = job.changed(transformer_impl=case.implementation)
     split = applied_split(job, case.split, case.layout.pipeline, case.layout.virtual_pipeline, extra)
     return Choice(job, table, case.layout, split, case.micro_batch, case.global_batch, version)
 
@@ -227,10 +273,18 @@ def models(
     """Every model, by its name."""
     # Since 0.20, layers of multi-token prediction cannot be built where Transformer Engine is not installed.
     names = [model for model in MODELS if release[0] < (0, 20) or not model.startswith("predicting")]
+    names.remove("hybrid in segments")
     cases = [Case(model, plain_layout(), {}, 1, 8) for model in names]
-    results = judged(cases, release[1], tmp_path_factory.mktemp("models"))
-    assert not [result for result in results if "error" in result]
-    return {case.model: table_of(result) for case, result in zip(cases, results, strict=True)}
+    answers = answers_of(cases, release[1], tmp_path_factory.mktemp("models"), some_matrices())
+    check_packing(
+        answers["packed"], LayerWise.PACKED_BY_SIZE if release[0] < (0, 20) else LayerWise.PACKED_BY_COMPUTATION
+    )
+    assert not [result for result in answers["results"] if "error" in result]
+    found = {case.model: table_of(result) for case, result in zip(cases, answers["results"], strict=True)}
+    if release[0] >= (0, 17):  # before, a pattern named no segments
+        job, table = found["hybrid"]
+        found["hybrid in segments"] = job.changed(hybrid_layer_pattern="M*|M-|M*|M-"), table
+    return found
 
 
 def test_what_megatron_accepts(
@@ -242,8 +296,7 @@ def test_what_megatron_accepts(
     differing, accepted = [], 0
     for case, result in zip(cases, results, strict=True):
         choice = choice_of(case, *models[case.model], release[0])
-        broken = [(rule, reason) for rule, reason in violations(choice) if rule not in AT_RUN_TIME]
-        broken = [one for one in broken if not (one[0] == "batch sizes" and "with VPP" in one[1])]
+        broken = [one for one in violations(choice) if AT_RUN_TIME.get(one[0], "in no reason") not in one[1]]
         if bool(broken) != ("error" in result):
             differing.append((case, broken, result.get("error")))
         elif not broken:
@@ -260,14 +313,16 @@ def test_what_is_listed(
     dice = random.Random(SEED)
     cases, choices = [], []
     for name, (job, table) in models.items():
-        for gpus in (8, 12, 24):
+        for gpus, implementation in ((8, "local"), (12, "transformer_engine"), (24, "local")):
             wish = SearchRequest(gpus, 8, release[0])
             old = replace(plain_layout(), data=gpus, world=gpus)
+            job = job.changed(transformer_impl=implementation)
             found = search(job, table, old, wish, Buffers(4)).found
             for one in dice.sample(found, min(5, len(found))):
                 choice = one.choice
                 split = {k: v for k, v in dict(choice.split.arguments).items() if v} if choice.split else {}
-                cases.append(Case(name, choice.layout, split, choice.micro_batch, choice.global_batch))
+                batches = choice.micro_batch, choice.global_batch
+                cases.append(Case(name, choice.layout, split, *batches, implementation))
                 choices.append(choice)
     results = judged(cases, release[1], tmp_path)
     refused = [(case, result["error"]) for case, result in zip(cases, results, strict=True) if "error" in result]
@@ -275,3 +330,4 @@ def test_what_is_listed(
     for case, choice, result in zip(cases, choices, results, strict=True):
         check_stages(case, choice, result)
     assert any(case.split for case in cases) and any(case.layout.virtual_pipeline > 1 for case in cases)
+    assert any(case.layout.context > 1 and case.model.startswith("hybrid") for case in cases)

@@ -4,7 +4,8 @@
 
 A case is a list of Megatron's arguments and a world size. `validate_args`, the process groups (of torch's fake backend)
 and the model are Megatron's own; the result of a case is the error that it ended with, or the parameters of each
-pipeline rank: [[name, shape], ...] by model chunk.
+pipeline rank: [[name, shape], ...] by model chunk. Beside the cases stand matrices that a layer-wise optimizer packs
+for so many ranks, with the shard of each and their size as a result; null of releases without a parameter layout.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if len(sys.argv) > 3:
@@ -27,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 compat.apply()
 
+import hybrid_layers  # noqa: E402
 import megatron.core  # noqa: E402
 from megatron.core import num_microbatches_calculator, parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
@@ -35,10 +38,28 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_layer_local_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.training import arguments as megatron_arguments  # noqa: E402
 
 _PLAIN = (int, float, str, bool, list, type(None))
+
+# The local attention stands for Transformer Engine's, which alone has context parallelism.
+_build_attention = DotProductAttention.__init__
+
+
+def _build_attention_of(self: Any, config: Any, *positional: Any, **keywords: Any) -> None:
+    ranks = config.context_parallel_size
+    if config.transformer_impl == "transformer_engine":
+        config.context_parallel_size = 1
+    try:
+        _build_attention(self, config, *positional, **keywords)
+    finally:
+        config.context_parallel_size = ranks
+
+
+DotProductAttention.__init__ = _build_attention_of
 
 
 def _parsed(words: list[str], world: int, rank: int) -> Any:
@@ -77,6 +98,16 @@ def _chunks(args: Any, world: int, rank: int) -> list[list[tuple[str, list[int]]
 def _chunk(args: Any, stage: int) -> list[tuple[str, list[int]]]:
     config = megatron_arguments.core_transformer_config_from_args(args)
     virtual = stage if args.virtual_pipeline_model_parallel_size else None
+    common = {
+        "vocab_size": _padded(args),
+        "max_sequence_length": args.max_position_embeddings,
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+    }
+    if pattern := getattr(args, "hybrid_layer_pattern", None) or args.hybrid_override_pattern:
+        return _named(_hybrid(config, pattern, virtual, common))
     if args.num_experts:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=virtual)
     else:
@@ -89,16 +120,38 @@ def _chunk(args: Any, stage: int) -> list[tuple[str, list[int]]]:
     model = GPTModel(
         config,
         spec,
-        vocab_size=_padded(args),
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
         mtp_block_spec=mtp,
         vp_stage=virtual,
+        **common,
     )
+    return _named(model)
+
+
+def _hybrid(config: Any, pattern: str, virtual: int | None, common: dict[str, Any]) -> torch.nn.Module:
+    """A hybrid model, as hybrid_builders.py, or mamba_builders.py up to core_v0.16, makes it."""
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:
+        from megatron.core.models.mamba import MambaModel
+
+        return MambaModel(config, hybrid_layers.hybrid_stack, hybrid_override_pattern=pattern, **common)
+    return HybridModel(config, hybrid_layers.hybrid_stack, hybrid_layer_pattern=pattern, vp_stage=virtual, **common)
+
+
+def _named(model: torch.nn.Module) -> list[tuple[str, list[int]]]:
     return [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
+
+
+def _packed(shapes: list[list[int]], ranks: int) -> tuple[list[int], int] | None:
+    """The shard of each matrix, given in the order in which Megatron packs equal ones, and the size of the shards."""
+    lay_out = getattr(LayerWiseDistributedOptimizer, "_compute_per_buffer_param_layout", None)
+    if lay_out is None:
+        return None
+    matrices = [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    found = lay_out(matrices[::-1], None, ranks, SimpleNamespace(pad_buckets_for_high_nccl_busbw=False))
+    ((start, stop),) = found.bucket_indices
+    size = (stop - start) // ranks
+    return [found.param_index_map[matrix][0] // size for matrix in matrices], size
 
 
 def _judged(case: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +175,12 @@ def _judged(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Judge all cases."""
     source, destination = map(Path, sys.argv[1:3])  # Megatron's parser is given other arguments below
-    cases = json.loads(source.read_text())
-    answer = {"version": megatron.core.__version__, "results": [_judged(case) for case in cases]}
+    asked = json.loads(source.read_text())
+    answer = {
+        "version": megatron.core.__version__,
+        "results": [_judged(case) for case in asked["cases"]],
+        "packed": [_packed(shapes, ranks) for shapes, ranks in asked["matrices"]],
+    }
     destination.write_text(json.dumps(answer))
 
 

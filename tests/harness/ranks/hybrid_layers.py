@@ -11,8 +11,6 @@ from functools import partial
 
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.hybrid import hybrid_block
-from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm import mamba_mixer
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -24,6 +22,14 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+try:
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+except ImportError:  # up to core_v0.16
+    from megatron.core.ssm import mamba_block as hybrid_block
+    from megatron.core.ssm.mamba_block import MambaStack as HybridStack
+    from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
 
 # Only running the mixer needs the kernels.
 mamba_mixer.HAVE_MAMBA_SSM = True
@@ -42,9 +48,11 @@ _ATTENTION = ModuleSpec(
         linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
     ),
 )
-_MLP = partial(
-    MLP.as_mlp_submodule,
-    submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+_LINEARS = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+_MLP = (
+    partial(MLP.as_mlp_submodule, submodules=_LINEARS)
+    if hasattr(MLP, "as_mlp_submodule")  # since core_v0.18
+    else ModuleSpec(module=MLP, submodules=_LINEARS)
 )
 
 
