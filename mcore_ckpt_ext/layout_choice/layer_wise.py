@@ -80,13 +80,13 @@ def packed(rows: Numbers, columns: Numbers, ranks: int, rule: LayerWise, *, high
     shard_of = np.zeros_like(elements)
     for index in np.argsort(-cost, kind="stable"):
         starts = -(-ends // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
-        shard = int(ends.argmin())
+        shard = int(np.argmin(ends))
         if by_computation and (fits := starts + elements[index] <= most).any():
-            shard = int(np.where(fits, done, np.iinfo(np.int64).max).argmin())
+            shard = int(np.argmin(np.where(fits, done, np.iinfo(np.int64).max)))
         shard_of[index], ends[shard] = shard, starts[shard] + elements[index]
         done[shard] += cost[index]
     divisor = lcm(PARAMETER_ALIGNMENT, bucket_alignment(ranks, high_bandwidth) // ranks)
-    return Packing(shard_of, align(int(ends.max(initial=0)), divisor))
+    return Packing(shard_of, align(int(np.max(ends)), divisor))
 
 
 def layer_wise_stages(
@@ -148,7 +148,7 @@ def _shared_out(
     if rule is LayerWise.DEALT:
         every = local.chosen(np.concatenate(list(chunks)))
         state = np.bincount(dealt(every.elements, every.is_matrix, ranks), weights=every.state, minlength=ranks)
-        return replace(holding, whole_state=int(state.max()))
+        return replace(holding, whole_state=int(np.max(state)))
     kept, others, elements = np.zeros(ranks), 0, 0
     for chunk in map(local.chosen, chunks):
         matrices, rest = chunk.chosen(chunk.is_matrix), chunk.chosen(~chunk.is_matrix)
@@ -156,6 +156,6 @@ def _shared_out(
         kept += np.bincount(packing.shard_of, weights=matrices.state, minlength=ranks)
         ends = int((-(-rest.elements // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT).sum())
         padded = align(ends, bucket_alignment(ranks, high_bandwidth))
-        others += ceil(rest.state.sum() * padded / max(rest.elements.sum(), 1) / ranks)
+        others += ceil(int(np.sum(rest.state)) * padded / max(int(np.sum(rest.elements)), 1) / ranks)
         elements += packing.shard_size * ranks + padded
-    return replace(holding, aligned=elements, whole_state=int(kept.max()) + others)
+    return replace(holding, aligned=elements, whole_state=int(np.max(kept)) + others)
