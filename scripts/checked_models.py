@@ -52,12 +52,12 @@ def table() -> dict[str, dict[str, Any]]:
             continue
         if name:
             models[family.model_type].append(name)
+    for family in FAMILIES:
+        if not since[family.model_type]:  # the same model under another type
+            since[family.model_type] = since[type(family).__mro__[1].model_type]
     return {
-        family.model_type: {
-            "since": str(min(since[family.model_type])),
-            "models": [*dict.fromkeys(models[family.model_type])],
-        }
-        for family in FAMILIES
+        kind: {"since": str(min(since[kind])), "models": [*dict.fromkeys(models[kind])]}
+        for kind in (family.model_type for family in FAMILIES)
     }
 
 

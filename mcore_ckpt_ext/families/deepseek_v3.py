@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -17,7 +18,7 @@ from mcore_ckpt_ext.families.deepseek import (
     rotated_by_head_dim,
     sigmoid_routing,
 )
-from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.settings import Config, Constant, Custom, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -38,7 +39,7 @@ def mtp_layers() -> Setting:
 class WithMtp(Family):
     """A family whose folders number the MTP layers after those of the decoder."""
 
-    repeated = parts.REPEATED_FOR_MTP
+    repeated: ClassVar[Sequence[Rule]] = parts.REPEATED_FOR_MTP
     megatron_left_out = (r"\.local_tokens_per_expert$",)
 
     @override

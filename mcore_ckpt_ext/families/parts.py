@@ -74,7 +74,7 @@ DECODER = (
 """A decoder as Llama's; where a layer has experts, their rules are still to be added."""
 
 
-def mtp_layers(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+def mtp_layers(rules: Sequence[Rule], final_norm: str = "shared_head.norm") -> tuple[Rule, ...]:
     """An MTP layer: norms and a projection before it, a norm after it, and a decoder's layer.
 
     Megatron stores it as `transformer_layer`, whatever the module is called (`sharded_state_dict`,
@@ -82,6 +82,7 @@ def mtp_layers(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
     Args:
         rules: of the decoder's layers.
+        final_norm: what Hugging Face calls the norm after it.
     """
     ours, theirs = "mtp.layers.{step}", "model.layers.{next}"
     of_layer = [
@@ -96,7 +97,7 @@ def mtp_layers(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return (
         Rule(f"{theirs}.enorm.weight", f"{ours}.enorm.weight"), Rule(f"{theirs}.hnorm.weight", f"{ours}.hnorm.weight"),
         Rule(f"{theirs}.eh_proj.weight", f"{ours}.eh_proj.weight"), *of_layer,
-        Rule(f"{theirs}.shared_head.norm.weight", f"{ours}.final_layernorm.weight"),
+        Rule(f"{theirs}.{final_norm}.weight", f"{ours}.final_layernorm.weight"),
     )  # fmt: skip
 
 

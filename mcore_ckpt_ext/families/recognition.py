@@ -10,12 +10,14 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_indefinite_article
 from mcore_ckpt_ext.families.arcee import Arcee
+from mcore_ckpt_ext.families.bailing import BailingMoE, BailingMoeV2
 from mcore_ckpt_ext.families.chatglm import ChatGLM
 from mcore_ckpt_ext.families.deepseek_moe import DeepSeekMoE
 from mcore_ckpt_ext.families.deepseek_v2 import DeepSeekV2
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, KimiK2
 from mcore_ckpt_ext.families.entry_points import RegisteredFamily, loadable, registered_families
 from mcore_ckpt_ext.families.ernie4_5 import Ernie45
+from mcore_ckpt_ext.families.exaone import Exaone
 from mcore_ckpt_ext.families.exaone_moe import ExaoneMoE
 from mcore_ckpt_ext.families.family import Family, matching, parameter_shapes
 from mcore_ckpt_ext.families.gemma import Gemma
@@ -41,6 +43,7 @@ from mcore_ckpt_ext.families.nearest import unknown_family
 from mcore_ckpt_ext.families.nemotron import Nemotron
 from mcore_ckpt_ext.families.nemotron_h import NemotronH
 from mcore_ckpt_ext.families.olmoe import OLMoE
+from mcore_ckpt_ext.families.orion import Orion
 from mcore_ckpt_ext.families.phi3 import Phi3
 from mcore_ckpt_ext.families.qwen import Qwen
 from mcore_ckpt_ext.families.qwen2 import MiMo, Qwen2
@@ -62,6 +65,7 @@ FAMILIES: tuple[Family, ...] = (
     GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
     DeepSeekV32(), GlmMoEDsa(), NemotronH(), StableLM(), GPTBigCode(), Nemotron(), Glm(), Ministral3(), Gemma(),
     GPTNeoX(), HyV3(), ExaoneMoE(), InternLM2(), ChatGLM(), Qwen(), DeepSeekMoE(),
+    Exaone(), Orion(), BailingMoeV2(), BailingMoE(),
 )  # fmt: skip
 _SHOWN = 4
 

@@ -74,7 +74,10 @@ SHOWN: dict[str, Shown] = {
     "ministral3": Shown("ministral3", ("TP2",)),
     "nemotron_h": Shown("nemotron_h", why="the kernels of Megatron's Mamba mixers run on GPUs only"),
 }
-COMPUTES_AS = {"internlm2": "llama", "chatglm": "glm", "qwen": "qwen2"}
+COMPUTES_AS = {
+    "internlm2": "llama", "chatglm": "glm", "qwen": "qwen2", "exaone": "llama", "orion": "stablelm",
+    "bailing_moe_v2": "glm4_moe",
+}  # fmt: skip
 """Types whose class transformers does not have, and the type that computes the same: `tests/huggingface/own_code`."""
 OF_OWN_CODE = {"deepseek": "EP2"}
 """Types of which transformers has neither the class nor an equivalent, and the layout under which Megatron answers."""

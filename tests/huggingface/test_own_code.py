@@ -40,6 +40,18 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert configs[0] == configs[1]
 
 
+def test_ling_under_its_other_type(tmp_path: Path) -> None:
+    """It stays what its folder says; Megatron's arguments alone tell neither."""
+    source = tmp_path / "model"
+    _copy(FOLDER / "bailing_moe_v2", source)
+    config = {**json.loads((source / "config.json").read_text()), "model_type": "bailing_moe"}
+    (source / "config.json").write_text(json.dumps(config))
+    mcore_ckpt_ext.convert(source, tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
+    assert load_file(tmp_path / "back" / WEIGHTS).keys() == load_file(source / WEIGHTS).keys()
+
+
 @pytest.mark.parametrize(("name", "family"), COMPUTES_AS.items())
 def test_it_answers_as_its_own_code_does(name: str, family: str, tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(FOLDER / name, tmp_path / "run", mcore_ckpt_ext.TorchDist())
@@ -60,6 +72,10 @@ def test_it_answers_as_its_own_code_does(name: str, family: str, tmp_path: Path)
         ("qwen", {"kv_channels": 16}, "kv_channels"),
         ("deepseek", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("internlm2", {"bias": True}, "bias"),
+        ("bailing_moe_v2", {"use_qk_norm": False}, "use_qk_norm"),
+        ("bailing_moe_v2", {"score_function": "softmax"}, "score_function"),
+        ("exaone", {"activation_function": "gelu"}, "activation_function"),
+        ("orion", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("internlm2", {"rope_scaling": {"type": "longrope"}}, "longrope"),
     ],
 )

@@ -1,0 +1,70 @@
+"""Ling 2.0 and Ring 2.0 (Bailing MoE V2)."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.deepseek import dense_first, grouped_choice, normalised_sigmoids, scaled_gates
+from mcore_ckpt_ext.families.deepseek import shared_experts as shared_expert_size
+from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
+from mcore_ckpt_ext.families.family import Rule, set_in, with_experts
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
+from mcore_ckpt_ext.families.settings import Constant, Mapped, Size
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
+
+_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+_QKV = joined(QUERY, KEY, VALUE)
+_RULES = (
+    Rule("model.word_embeddings.weight", "embedding.word_embeddings.weight"),
+    Rule(f"{_THEIRS}.attention.query_key_value.weight", f"{_OURS}.self_attention.linear_qkv.weight", _QKV),
+    Rule(f"{_THEIRS}.attention.query_key_value.bias", f"{_OURS}.self_attention.linear_qkv.bias", _QKV,
+         set_in("add_qkv_bias")),
+    Rule(f"{_THEIRS}.attention.query_layernorm.weight", f"{_OURS}.self_attention.q_layernorm.weight"),
+    Rule(f"{_THEIRS}.attention.key_layernorm.weight", f"{_OURS}.self_attention.k_layernorm.weight"),
+    Rule(f"{_THEIRS}.attention.dense.weight", f"{_OURS}.self_attention.linear_proj.weight"),
+    *parts.MLP, *parts.experts(),
+    Rule(f"{_THEIRS}.mlp.gate.expert_bias", f"{_OURS}.mlp.router.expert_bias", where=with_experts, keeps_dtype=True),
+    *parts.shared_experts("shared_experts"), parts.ATTENTION_NORM, *parts.MLP_NORM, *parts.OUTPUT,
+)  # fmt: skip
+
+
+class BailingMoeV2(WithMtp):
+    """GLM-4.5's model under other names, with queries, keys and values in one matrix.
+
+    Its folders bring their own code (`modeling_bailing_moe_v2.py`), which Megatron-Bridge 0.6.2 has, too; names and
+    rows are also those of its mapping (bailing/bailing_moe2_bridge.py).
+    """
+
+    model_type = "bailing_moe_v2"
+    architecture = "BailingMoeV2ForCausalLM"
+    rules = (*_RULES, *parts.mtp_layers(_RULES, final_norm="final_layernorm"))
+    repeated = ()
+    # What its code does not read, or only to compute a loss.
+    without_effect = (
+        "embedding_dropout", "output_dropout", "rotary_dim", "router_dtype", "use_rmsnorm", "max_window_layers",
+        "mtp_loss_scaling_factor", "moe_shared_expert_intermediate_size", "scoring_func",
+    )  # fmt: skip
+    settings = (
+        *SIZES, query_groups(4), head_size(always=True, default=128), rope(600000.0, partial=1.0),
+        tied(by_default=False), *TRAINING, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        Size("num_experts", "num_experts", 256, counted=True), shared_expert_size("num_shared_experts", 1),
+        Size("num_experts_per_tok", "moe_router_topk", 8), Size("moe_intermediate_size", "moe_ffn_hidden_size", 512),
+        dense_first(1), grouped_choice(8, 4), normalised_sigmoids(8), scaled_gates(1.0), mtp_layers(),
+        Constant("score_function", "sigmoid", {"moe_router_score_function": "sigmoid"}),
+        Constant("moe_router_enable_expert_bias", True, {"moe_router_enable_expert_bias": True}),
+        Constant("use_qk_norm", True, {"qk_layernorm": True}), Mapped("use_qkv_bias", "add_qkv_bias", False),
+        Constant("use_bias", False, {"add_bias_linear": False}),
+    )  # fmt: skip
+
+    @override
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
+        return ["all that GLM-4.5 is"]
+
+
+class BailingMoE(BailingMoeV2):
+    """The same under the type that folders of Ling 2.0 name; tensors of the first Ling, which shares it, differ."""
+
+    model_type = "bailing_moe"

@@ -1,0 +1,38 @@
+"""Orion 14B."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, implied_head_size, query_groups, tied
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Mapped, Requires
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
+
+
+class Orion(Family):
+    """Llama with layer norms, whose epsilon it calls `rms_norm_eps`.
+
+    Its folders bring their own code (`modeling_orion.py`), which does not read `max_sequence_length`.
+    """
+
+    model_type = "orion"
+    architecture = "OrionForCausalLM"
+    rules = (
+        parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT, *parts.MLP, *parts.layer_norms(), parts.OUTPUT[1],
+    )  # fmt: skip
+    without_effect = ("max_sequence_length",)
+    settings = (
+        *SIZES, query_groups(), implied_head_size(), rope(), tied(by_default=False), *TRAINING, SILU,
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
+        Requires({
+            "normalization": "LayerNorm", "layernorm_zero_centered_gamma": False, "add_bias_linear": False,
+            "add_qkv_bias": False,
+        }),
+    )  # fmt: skip
+
+    @override
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
+        return ["all that StableLM is"]
