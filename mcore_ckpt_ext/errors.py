@@ -180,7 +180,8 @@ def reraise_as_unreadable(where: object) -> Iterator[None]:
             "invalid metadata in the checkpoint: it is damaged, or of an unknown kind",
             found=f"{shortened(f'{type(error).__name__}: {error}')} ({at.name}, line {at.lineno})",
             where=str(where),
-            hint="run mcore-ckpt verify, or use another iteration; if verify finds no error, please report this",
+            hint="use another iteration, or find the damage: mcore-ckpt verify PATH; if it finds no error, please "
+            "report this",
         ) from error
 
 

@@ -89,7 +89,7 @@ def test_numbers_are_multiplied_by_their_scale(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"scale": torch.tensor([float("nan")])}, "an fp8 tensor whose scale is not a number"),
+        ({"scale": torch.tensor([float("nan")])}, "the scale of an fp8 tensor is not a number"),
         ({"scale": torch.ones(2)}, "an fp8 tensor with more than one scale"),
         ({"data": torch.zeros(3, 3, dtype=torch.uint8)}, "an fp8 tensor of shape"),
         ({"data": None}, "without rows of numbers"),

@@ -88,7 +88,7 @@ def _verdict(report: Report) -> Painted:
     if not report.healthy:
         return Painted("some checks FAILED, see above", BAD)
     if any(item.found == _NO_MEGATRON for item in report.lines):
-        return Painted(f"no check failed, but {_NO_MEGATRON}: run mcore-ckpt doctor where your jobs run", REMARKABLE)
+        return Painted(f"no check failed, but {_NO_MEGATRON}: run this command where your jobs run", REMARKABLE)
     return Painted("all checks passed", GOOD)
 
 

@@ -42,14 +42,14 @@ def check_rehearsal(arguments: argparse.Namespace) -> None:
     if arguments.rehearse is None:
         given = [f"--{name}" for name in ("full", "change") if getattr(arguments, name)]
         if given:
-            raise UsageError("an option of a rehearsal without --rehearse", found=given[0], expected="--rehearse")
+            raise UsageError("this option requires --rehearse", found=given[0], expected="--rehearse")
         return
     facts = [name for name in vars(arguments) if name.startswith("fact_")]
     own = {**_OF_LIST, **dict.fromkeys(facts)}
     given = [name for name, default in own.items() if getattr(arguments, name) != default]
     if given:
         found = f"--{given[0].removeprefix('fact_').replace('_', '-')}"
-        raise UsageError("an option that a rehearsal has no use for", found=found, hint="leave it out")
+        raise UsageError("this option has no effect on a rehearsal", found=found, hint="leave it out")
 
 
 def run_rehearsal(arguments: argparse.Namespace) -> int:

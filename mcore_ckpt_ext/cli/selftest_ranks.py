@@ -80,7 +80,7 @@ def first_node(nodes: str) -> str:
     """
     found = _FIRST_NODE.match(nodes)
     if found is None:
-        raise UsageError("the first node of this job is not known", found=nodes, hint="set MASTER_ADDR")
+        raise UsageError("the first node of this job is unknown", found=nodes, hint="set MASTER_ADDR")
     return found["name"] + (found["number"] or "")
 
 
@@ -91,7 +91,10 @@ def require_shared_folder(place: Place, folder: Path | None) -> None:
         UsageError: none was named.
     """
     if folder is None and place.on_node < place.total:
-        raise UsageError("several nodes share no temporary files", hint="--folder FOLDER on a file system of all nodes")
+        raise UsageError(
+            "the nodes of this job do not share a folder for temporary files",
+            hint="pass --folder FOLDER, on a file system that all nodes share",
+        )
 
 
 class Team:

@@ -326,8 +326,8 @@ def _refuse_tensor_parallel(zero: Wrapped) -> None:
     sharded = [name for name, parameter in zero.module.named_parameters() if tensor_parallel.is_sharded(parameter)]
     if sharded:
         raise ModelMismatchError(
-            "a tensor-parallel module cannot compute alone",
+            "a tensor-parallel module cannot run on its own",
             found=f"{len(sharded)} sharded parameters",
             where=sharded[0],
-            hint="build the module anew, without Shardformer, and load model.state_dict() into it",
+            hint="build the module again without Shardformer, and load model.state_dict() into it",
         )

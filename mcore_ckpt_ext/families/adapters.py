@@ -82,7 +82,7 @@ class Adapters:
         if len(ranks) != 1:
             raise UnsupportedCheckpointError(
                 "the adapters have different ranks", found=some(sorted(map(str, ranks))),
-                hint="merge them into their model, each by its own rank: --merge FOLDER --to hf",
+                hint="merge them into their model, where each keeps its rank: --merge FOLDER --to hf",
             )  # fmt: skip
         return ranks.pop()
 
@@ -167,7 +167,7 @@ def _without_place(names: Sequence[str]) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "these adapters have no known form in PEFT", found=some(list(names), 4),
         expected="those of linears of attention and dense MLPs, of Megatron-Bridge's LoRA, DoRA or CanonicalLoRA",
-        hint="convert --to canonical, which keeps them as they are",
+        hint="use --to canonical, which keeps them unchanged",
     )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ class _Linear:
             raise UnsupportedCheckpointError(
                 "releases of Megatron-Bridge store the rows of this adapter in different orders", where=self.name,
                 found=f"a linear without a gate, under TP{self._ranks()}", expected="TP1",
-                hint="save it once under TP1",
+                hint="save it once with --tensor-model-parallel-size 1",
             )  # fmt: skip
         if sum(count for _, count in spans) != base.shape[0] or self.shapes[before + IN] != (rank, base.shape[1]):
             raise UnsupportedCheckpointError(

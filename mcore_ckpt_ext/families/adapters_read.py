@@ -70,7 +70,7 @@ def adapters_read(
                  *(f"missing: {name}" for name in sorted(known - shapes.keys())[:4])]
             ),
             expected="lora_A and lora_B of linears of attention, dense MLPs and shared experts",
-            hint="name the model that they were trained for: --weights FOLDER, or --merge FOLDER",
+            hint="pass the model that they were trained for: --weights FOLDER, or --merge FOLDER",
         )  # fmt: skip
     return adapters, found
 

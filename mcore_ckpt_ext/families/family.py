@@ -168,8 +168,8 @@ class Family:
         raise UnsupportedCheckpointError(
             f"config.json has keys unknown for {self.name} that may change what the model computes",
             found=shown + more + (f" ({neutral.strict})" if neutral.strict else ""), where="config.json",
-            hint=f"if they do not: {accept} (a job: {ACCEPT_KEYS.flag}); to map them: mcore-ckpt convert --family "
-            "path.py:Name",
+            hint=f"if they do not: {accept} (in a job: {ACCEPT_KEYS.flag}); to map them, a family of your own "
+            "(docs/how-to/own-format.md): --family path.py:Name",
         )  # fmt: skip
 
     def updated_config(self, published: Config, arguments: ModelArguments) -> dict[str, Any] | None:

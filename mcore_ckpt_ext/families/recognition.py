@@ -105,7 +105,7 @@ def family_named(name: str) -> Family:
             return registered.load()
     raise UnsupportedCheckpointError(
         "unknown model family", found=name, expected=", ".join(_names()),
-        hint="or pass your own class: --family path.py:Name (CONTRIBUTING.md shows how to write one)",
+        hint="or pass your own class (docs/how-to/own-format.md): --family path.py:Name",
     )  # fmt: skip
 
 
@@ -122,7 +122,9 @@ def _from_file(path: str, name: str) -> Family:
     """The user's own code, which they ask to run."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
-        raise UnsupportedCheckpointError("the file does not exist", where=path, hint="--family path.py:Name")
+        raise UnsupportedCheckpointError(
+            "the file does not exist", where=path, hint="correct the path: --family path.py:Name"
+        )
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -159,7 +161,8 @@ def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], 
     if why := NOT_IN_MEGATRON.get(str(config.get("model_type"))):
         raise UnsupportedCheckpointError(
             "Megatron Core has no such model, up to 0.19.2", found=f"model_type {config['model_type']}: {why}",
-            where=where, hint="to map it to layers of your own: mcore-ckpt convert --family path.py:Name",
+            where=where, hint="to map it to layers of your own, write its family (docs/how-to/own-format.md): --family "
+            "path.py:Name",
         )  # fmt: skip
     raise unknown_family(config, names(), FAMILIES, where)
 
@@ -176,8 +179,7 @@ def _check_class(family: Family, classes: object, where: str) -> None:
             raise UnsupportedCheckpointError(
                 "config.json names two model families", found=f"model_type {family.model_type}, architectures {name}",
                 expected=family.architecture, where=where,
-                hint="correct it, or choose: mcore-ckpt convert --family "
-                f"{family.name}, or --family {others[name]}",
+                hint=f"correct it, or choose: --family {family.name}, or --family {others[name]}",
             )  # fmt: skip
 
 
@@ -227,7 +229,7 @@ def family_of_megatron(
             f"{', '.join(found.told)}" for found in fits[: 1 if fits[0].by_names else 3]
         ),
         expected=f"one of {', '.join(_names())}", where=where,
-        hint="pass --family NAME, or write its family (CONTRIBUTING.md shows how): --family path.py:Name",
+        hint="pass --family NAME, or write its family (docs/how-to/own-format.md): --family path.py:Name",
     )  # fmt: skip
 
 

@@ -56,9 +56,11 @@ def check_names(checkpoint: CheckpointView, target: Target) -> None:
         )  # fmt: skip
     if target.for_bridge and any(map(is_swift_s, own)):
         raise UnsupportedCheckpointError(
-            "adapters of ms-swift are not written for Megatron-Bridge", found=some(own, 2),
-            where=str(checkpoint.folder), hint="go by a PEFT folder: --to hf; then that, --to torch_dist --for bridge",
-        )  # fmt: skip
+            "adapters of ms-swift are not written for Megatron-Bridge",
+            found=some(own, 2),
+            where=str(checkpoint.folder),
+            hint="convert in two steps: first with --to hf, then the PEFT folder with --to torch_dist --for bridge",
+        )
 
 
 def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, stated: Mapping[str, Any]) -> Fit:

@@ -85,8 +85,8 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
         if master is None or is_weight or checkpoint.masters_are_derived(name):
             raise UnsupportedCheckpointError(
                 "the weights of another folder cannot be verified against this optimizer",
-                found=f"no master of {name} that is stored by itself", where=str(checkpoint.folder),
-                hint="resume from it, where the live model is trusted; or save once with the weights",
+                found=f"no master of {name} that is stored independently of its weight", where=str(checkpoint.folder),
+                hint="resume a job from it, which relies on the live model; or save once with the weights",
             )  # fmt: skip
         if weight is None or weight.shape != master.shape:
             found = f"{name}: {f'weight of {weight.shape}' if weight else 'no weight'}, master of {master.shape}"
@@ -96,8 +96,9 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
 def not_of_it(found: str, checkpoint: CheckpointView, folder: Path) -> ProofError:
     """The refusal of weights, found in a folder, that are not those of the optimizer of a checkpoint."""
     return ProofError(
-        "the weights do not belong to this optimizer, or its layout is another one", found=found,
-        expected=f"the weights of {folder}, in a layout of {checkpoint.layout}", where=str(checkpoint.folder),
-        hint="where the job padded its vocabulary, a checkpoint of Megatron's: a Hugging Face folder holds no such "
-        "rows; otherwise the weights of the same step; a layout that is not known can be stated",
+        "the weights do not belong to this optimizer, or it was written under another layout", found=found,
+        expected=f"the weights of {folder}, written under {checkpoint.layout}", where=str(checkpoint.folder),
+        hint="pass the weights of the same step; if the job padded its vocabulary, from a Megatron checkpoint "
+        "(a Hugging Face folder has no padding); if the layout is unknown, "
+        "--source-tensor-model-parallel-size N and so on",
     )  # fmt: skip

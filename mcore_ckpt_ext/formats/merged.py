@@ -119,11 +119,11 @@ def _check_apart(base: CheckpointView, adapters: CheckpointView) -> None:
     if not all(map(is_adapter, adapters.names(WEIGHT))):
         raise UsageError(
             "the adapters are stored with their own model", found=f"--merge {base.folder}",
-            where=str(adapters.folder), hint=f"--merge {adapters.folder}",
+            where=str(adapters.folder), hint=f"pass --merge {adapters.folder}",
         )  # fmt: skip
     if own := [name for name in base.names(WEIGHT) if is_adapter(name)]:
         raise UsageError("the model to merge into has adapters of its own", found=some(own, 2),
-                         where=str(base.folder), hint="merge these first")  # fmt: skip
+                         where=str(base.folder), hint="merge its own adapters first")  # fmt: skip
 
 
 def _check_shape(base: CheckpointView, name: str, columns: int) -> None:

@@ -41,7 +41,7 @@ def group_that_holds(
         raise UnsupportedCheckpointError(
             "the parameter group of each parameter is unknown", found=f"{len(fit)} groups that fit",
             expected="one with and one without weight decay, of dense parameters and of experts", where=name,
-            hint="convert --to torch_dist; or --drop optimizer",
+            hint="use --to torch_dist, or --drop optimizer",
         )  # fmt: skip
     return fit[0]
 

@@ -181,10 +181,10 @@ def portable_chain(chain: Iterable[Mapping[str, Any]], has_expert_optimizer: boo
         return children
     if len({frozenset(group) - {"is_expert_parallel"} for group in groups}) > 1:
         raise UnsupportedCheckpointError(
-            "experts cannot move into or out of an optimizer of their own: which of the chained optimizers would take "
-            "them is not known",
+            "experts cannot move into or out of an optimizer of their own: their place among the chained "
+            "optimizers is unknown",
             found=f"{len(children)} chained optimizers of different kinds",
-            hint="keep the expert parallel size",
+            hint="keep the expert-parallel size",
         )
     first = children[0]
     return [
@@ -228,7 +228,7 @@ def several_steps(found: Mapping[float, str], where: str) -> UnreadableCheckpoin
         found="; ".join(f"{step:g} in {place}" for step, place in sorted(found.items())),
         expected="the same step everywhere",
         where=where,
-        hint="the checkpoint was damaged or put together from several: use another iteration",
+        hint="the checkpoint is damaged, or mixes several checkpoints: use another iteration",
     )
 
 
@@ -248,6 +248,6 @@ def once(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 "ranks stored different settings of the same parameter group",
                 found=f"{escaped(key)} {shown(known[key])} and {shown(group[key])}",
                 expected="the same on all ranks",
-                hint="the checkpoint was edited or put together from several: use another iteration",
+                hint="the checkpoint was edited, or mixes several checkpoints: use another iteration",
             )
     return list(found.values())

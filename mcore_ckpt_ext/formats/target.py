@@ -79,10 +79,10 @@ def version_number(version: str | None) -> Version:
     found = parse_version(text)
     if found is None:
         shown = shortened(repr(text), 40)
-        raise UsageError("that is not a version of Megatron", found=shown, expected="for example 0.16.1")
+        raise UsageError("invalid version of Megatron", found=shown, expected="for example 0.16.1")
     if not HAS_KNOWN_FORMATS.is_of(found):
         expected = f"{OLDEST} to {NEWEST}, or what follows it"
-        raise UsageError("nothing is known of that version of Megatron", found=str(found), expected=expected)
+        raise UsageError("unknown version of Megatron", found=str(found), expected=expected)
     return found
 
 
@@ -112,4 +112,4 @@ def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None
         UsageError: it is not one of its choices.
     """
     if value is not None and value not in choices:
-        raise UsageError(f"{name} is not one of its choices", found=repr(value), expected=", ".join(choices))
+        raise UsageError(f"invalid value of {name}", found=repr(value), expected=", ".join(choices))

@@ -103,8 +103,8 @@ def complete(job: JobArguments) -> ModelArguments:
     if not job.is_complete and known.get("position_embedding_type") in _ROTARY and "rotary_base" not in known:
         raise UnsupportedCheckpointError(
             "the rotary base of the checkpoint is unknown", expected="rotary_base", where=job.source,
-            hint="say it: --argument rotary_base=500000, for example, and, where positions are scaled, "
-            "use_rope_scaling and rope_scaling_factor",
+            hint="pass the value used in training, for example --argument rotary_base=500000; with scaled "
+            "positions also use_rope_scaling and rope_scaling_factor",
         )  # fmt: skip
     return ModelArguments(job=job, values={**_DEFAULTS, **known})
 
@@ -112,7 +112,7 @@ def complete(job: JobArguments) -> ModelArguments:
 def _unsaid(name: str, job: JobArguments) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "the model size of the checkpoint is unknown", expected=name, where=job.source,
-        hint="only checkpoints that hold Megatron's arguments can be converted to Hugging Face",
+        hint=f"pass the value used in training: --argument {name}=VALUE",
     )  # fmt: skip
 
 

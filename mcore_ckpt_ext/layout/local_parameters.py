@@ -99,7 +99,7 @@ def model_space_name(local: str, first_layer: int, first_expert: int, arguments:
         raise UnsupportedCheckpointError(
             "the experts are stored as one transposed matrix (GroupedMLP), which this package does not read",
             where=local,
-            hint="load and save the checkpoint once with Megatron's torch_dist format, under its own layout",
+            hint="resume it once under its own layout and save with --ckpt-format torch_dist",
         )
     return str(parse_own(local, _layer_spec(arguments)).counted_from(first_layer, first_expert))
 
@@ -128,7 +128,7 @@ class LocalNames:
             raise UnsupportedCheckpointError(
                 "grouped experts of the local layer spec are one transposed matrix (GroupedMLP), which this package "
                 "does not write",
-                hint="convert --to torch_dist",
+                hint="use --to torch_dist",
             )
 
     def local(self, name: str, first_layer: int, first_expert: int, tied_copy: bool) -> str:
@@ -242,7 +242,7 @@ def shard_grid(
             found=f"{shape[cut.axis]} elements along axis {cut.axis}",
             expected=f"a multiple of {parts}",
             where=name,
-            hint="choose a tensor parallel size that divides the model",
+            hint="choose a tensor-parallel size that divides it",
         )
     size = shape[cut.axis] // parts
     return tuple(tuple(range(0, length, size)) if axis == cut.axis else (0,) for axis, length in enumerate(shape))
@@ -293,7 +293,7 @@ def _cut(
     raise UnsupportedCheckpointError(
         "the tensor-parallel split of a parameter is unknown",
         found=f"{name}, {shape} on each of {part.ranks} ranks",
-        hint="load it once under its own layout and save it with --ckpt-format torch_dist, which records the cut",
+        hint="resume it once under its own layout and save with --ckpt-format torch_dist, which records the split",
     )
 
 

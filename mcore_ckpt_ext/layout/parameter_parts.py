@@ -63,7 +63,7 @@ def parts_of(name: str, shape: tuple[int, ...], ranks: int, arguments: Arguments
             found=f"{shape[0]} rows on each of {ranks} ranks",
             expected=", ".join(f"{size} of {part.rpartition('.')[2]}" for part, (size, _) in parts.items()),
             where=name,
-            hint="load it once under its own layout and save it with --ckpt-format torch_dist, which records them",
+            hint="resume it once under its own layout and save with --ckpt-format torch_dist, which records them",
         )
     return {part: (size, *shape[1:]) for part, (size, _) in parts.items()}
 
@@ -76,7 +76,8 @@ def check_whole(name: str, form: str) -> str:
     """
     if is_part(name) or part_names(name) != [name]:
         raise UnsupportedCheckpointError(
-            f"how {form} stores the projections and filters of gated delta nets and Mamba mixers is not known",
-            where=name, hint="convert --to torch_dist, or save with --ckpt-format torch_dist",
+            f"the order in which {form} stores the projections and filters of gated delta nets and Mamba "
+            "mixers is unknown",
+            where=name, hint="use --to torch_dist, or save with --ckpt-format torch_dist",
         )  # fmt: skip
     return name

@@ -70,7 +70,8 @@ def check_gates(written: JobArguments, running: JobArguments, where: str) -> Non
         return
     found, expected = (f"TP{tensor} and {tensor * shards} weight shards" for tensor, shards in reversed(cuts))
     raise UnsupportedCheckpointError(
-        "Megatron itself confuses the rows of gated linears when the shards of generalized tensor parallelism change",
+        "Megatron itself mixes up the rows of gated linears when the shards of generalized tensor "
+        "parallelism change",
         found=found, expected=expected, where=where,
         hint="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "
         "written with",
@@ -85,7 +86,7 @@ def check_gates_stand(arguments: JobArguments, where: str) -> None:
     """
     if misplaces_gates(arguments):
         raise UnsupportedCheckpointError(
-            "the rows of gated linears lie where only a job with the same weight shards reads them",
+            "only a job with the same weight shards reads the rows of these gated linears correctly",
             found=f"gated linears, and {weight_shards(arguments)} weight shards of generalized tensor parallelism",
             where=where,
             hint="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "

@@ -83,10 +83,10 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
         f"after this load {len(names)} parameters have masters that do not round to their weights: the first step "
         "would overwrite the weights with something else",
         found="; ".join(str(next(item for item in found if item.name == name)) for name in names[:_SHOWN]) + more,
-        expected="every master rounds to its weight, bit for bit; of each that lies in a processor's memory, one "
-        f"stretch of {STRETCH:,} elements in {every} was looked at",
-        hint="resume from another iteration, or with --no-load-optim; where the masters are known to be right, "
-        f"{PROOF.name}={WARN} lets the training go on",
+        expected="every master rounds to its weight, bit for bit; of masters in CPU memory, one of every "
+        f"{every} stretches of {STRETCH:,} elements was compared",
+        hint="resume from another iteration, or with --no-load-optim; if you know that the masters are right, "
+        f"set {PROOF.name}={WARN}",
     )
     if PROOF.value != WARN:
         raise error

@@ -36,7 +36,7 @@ def check_schedule(scheduler: Any, stored: Mapping[str, Any] | None, folder: Pat
             found=shortened(str(error)),
             expected="the same, unless a flag selects one of the two",
             where=str(folder),
-            hint="--override-opt_param-scheduler goes on with the schedule of the command line, "
-            "--use-checkpoint-opt_param-scheduler with that of the checkpoint; they count samples, so another "
-            "--global-batch-size changes what --lr-warmup-iters, --lr-decay-iters and --train-iters mean",
+            hint="--override-opt_param-scheduler uses the schedule of the command line, "
+            "--use-checkpoint-opt_param-scheduler that of the checkpoint; schedules count samples, so a new "
+            "--global-batch-size changes --lr-warmup-iters, --lr-decay-iters and --train-iters",
         ) from error

@@ -235,8 +235,8 @@ class _Load:
                 f"the checkpoint has no state of the learning rate scheduler; {OPTIMIZER_UNCHANGED}",
                 expected="lr_scheduler or opt_param_scheduler in its common state",
                 where=str(look.folder),
-                hint="another training loop wrote it: resume with --no-load-optim, or in a loop of your own by "
-                "mcore_ckpt_ext.load_optimizer",
+                hint="another training loop wrote it: resume with --no-load-optim, or call "
+                "mcore_ckpt_ext.load_optimizer in a loop of your own",
             )
         if self._scheduler is not None:
             agreed("comparing the schedules", lambda: check_schedule(self._scheduler, prepared.schedule, look.folder))

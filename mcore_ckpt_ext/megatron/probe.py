@@ -199,7 +199,7 @@ def check_whole(standing: IterationHealth | None, directory: str) -> None:
 def _refusal(standing: IterationHealth, number: int, directory: str) -> ResumeRefusedError:
     found = "; ".join(standing.problems[:_SHOWN])
     if len(standing.problems) > _SHOWN:
-        found += f"; and {len(standing.problems) - _SHOWN} more (mcore-ckpt verify)"
+        found += f"; and {len(standing.problems) - _SHOWN} more (to list them: mcore-ckpt verify PATH)"
     by_hand = f"--ckpt-step {number}" if standing.has_tracker else f"writing {number} into the tracker file"
     hint = (
         f"iteration {number} is complete: {by_hand} takes it, "

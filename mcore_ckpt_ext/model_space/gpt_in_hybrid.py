@@ -34,17 +34,18 @@ def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict
     is_known = not further and {*kinds} <= {_ATTENTION, _DENSE, _EXPERTS, _NEW} and not {_DENSE, _EXPERTS} <= {*kinds}
     if not is_known or not attention or len(attention) != len(linear):
         raise UnsupportedCheckpointError(
-            "a GPT's checkpoint cannot be taken for a hybrid model of this pattern",
+            "a GPT checkpoint cannot be loaded into a hybrid model with this pattern",
             found=f"--hybrid-layer-pattern {pattern}: {len(attention)} attention, {len(linear)} MLP layers",
             expected=f"as many {_ATTENTION} as {_DENSE}, or as {_EXPERTS}; beside them {_NEW} only",
-            hint="Megatron itself has no such translation either (gpt_checkpoint_interop.py)",
+            hint="choose another --hybrid-layer-pattern; Megatron's own conversion (gpt_checkpoint_interop.py) "
+            "has the same limit",
         )
     if layers is not None and layers != len(attention):
         raise ModelMismatchError(
             "the pattern of the hybrid model does not have the layers of the GPT",
             found=f"{len(attention)} attention and as many MLP layers in {pattern}",
             expected=f"{layers}, as in the checkpoint",
-            hint="give --hybrid-layer-pattern as many of each as the GPT has layers",
+            hint="choose a --hybrid-layer-pattern with as many of each as the GPT has layers",
         )
     number_in_gpt = {number: place for part in (attention, linear) for place, number in enumerate(part)}
     found: dict[str, str | None] = {}

@@ -179,8 +179,8 @@ def raise_first_contradiction(checkpoint: CheckpointView, findings: Iterable[Fin
             "the checkpoint contradicts itself",
             found=found.what,
             where=f"{found.where}, {checkpoint.folder}",
-            hint="it was put together from several, or is damaged; mcore-ckpt verify lists everything: use another "
-            "iteration",
+            hint="use another iteration: this one is damaged, or mixes several checkpoints; to list every "
+            "contradiction: mcore-ckpt verify PATH",
         )
 
 

@@ -92,7 +92,7 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
     found = as_path(path)
     if not is_remote(found):
         if "\0" in str(found):
-            raise DestinationError("invalid name for a folder", found=repr(str(found)), hint="choose another")
+            raise DestinationError("invalid name for a folder", found=repr(str(found)), hint="choose another name")
         if found.is_symlink():
             raise DestinationError(
                 "the destination is a symbolic link", found=f"a link to {found.readlink()}", where=str(found),

@@ -82,7 +82,7 @@ def _check_layers(checkpoint: CheckpointView, job: JobArguments, stated: int, bl
             found=f"num_layers {stated}",
             expected=f"{found} layers",
             where=str(checkpoint.folder),
-            hint=f"--argument num_layers={found}",
+            hint=f"pass --argument num_layers={found}",
         )
 
 

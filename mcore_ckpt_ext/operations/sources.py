@@ -66,7 +66,7 @@ def open_source(
         checkpoint = _under_layer_spec(checkpoint, target, wanted)
     if family is not None and not (from_hugging_face or weights) and not target.is_model_folder:
         raise UsageError(
-            "a model family is used only where a Hugging Face folder is read or written",
+            "--family applies only if a Hugging Face folder is read or written",
             found=f"--family {family.name}, from {checkpoint.format} to {target.name}", where=str(checkpoint.folder),
             hint="leave the option out",
         )  # fmt: skip
@@ -128,9 +128,9 @@ def _merged(
     base = open_checkpoint(path, family=family)
     if not target.is_model_folder and (base.format_reader.is_model_folder or target.transformer_impl is not None):
         raise UsageError(
-            "adapters are merged into a Hugging Face folder to be written as one, into a checkpoint of Megatron under "
-            "its own layer spec", found=f"--merge {path} --to {target.name}", where=str(checkpoint.folder),
-            hint="merge first: --merge --to hf; then convert what was written",
+            "--merge writes a Hugging Face folder if it merges into one, and keeps the layer spec of a "
+            "Megatron checkpoint", found=f"--merge {path} --to {target.name}", where=str(checkpoint.folder),
+            hint="convert in two steps: first with --merge FOLDER --to hf, then the folder that this writes",
         )  # fmt: skip
     scaling, stated = scaling_of(checkpoint, target.lora_alpha), stated_arguments(target.arguments)
     return merged_view(base, checkpoint, scaling, family, stated)
@@ -150,7 +150,7 @@ def _under_layer_spec(checkpoint: CheckpointView, target: Target, spec: str) -> 
     """
     if target.for_bridge:
         raise UsageError(
-            "the layer spec is chosen for jobs of Megatron-LM, from checkpoints of Megatron or from Hugging Face",
+            "the layer spec can be chosen for jobs of Megatron-LM only",
             found=f"--transformer-impl {spec}, --for bridge",
             where=str(checkpoint.folder), hint="leave the option out",
         )  # fmt: skip

@@ -59,8 +59,8 @@ def settle(
             "the checkpoint has unsupported optimizer state that would be lost",
             found=listed(lost),
             where=str(checkpoint.folder),
-            hint=f"to go on without it, --drop {' '.join(dict.fromkeys(item.kind for item in lost))}; "
-            f"for the weights alone, --drop {OPTIMIZER}",
+            hint=f"to convert without it, --drop {' '.join(dict.fromkeys(item.kind for item in lost))}; for the "
+            f"weights alone, --drop {OPTIMIZER}",
         )
     if checkpoint.optimizer_format is not None:
         raise_first_contradiction(checkpoint, check_kinds(checkpoint))

@@ -106,7 +106,7 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
     loading = checkpoint.format_reader.loading
     if not loading.in_megatron:
         return [
-            Resumption("not resumable as is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")
+            Resumption("not resumable as is", "", "", "convert it first: mcore-ckpt convert SRC DST --to torch_dist")
         ]
     if loading.stumbles:
         return [*_of_torch_fsdp(writer, loading)]
@@ -135,7 +135,9 @@ def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> It
     readable = loading.releases(writer.first)
     own = f"its own: {checkpoint.layout}; another DP"
     yield Resumption(f"stock Megatron with {loading.flag}", _span(readable), own, _stock_note(checkpoint))
-    yield Resumption("stock Megatron without it", "none", "none", "convert it with mcore-ckpt convert --to torch_dist")
+    yield Resumption(
+        "stock Megatron without it", "none", "none", "convert it: mcore-ckpt convert SRC DST --to torch_dist"
+    )
     yield Resumption("Megatron with mcore_ckpt_ext, without it", _span(readable), "any", "tested with 0.19.2")
 
 
@@ -154,7 +156,9 @@ def _of_another_loop(checkpoint: CheckpointView) -> Iterator[Resumption]:
     own = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
     who = "Megatron-Bridge" if described else "the training loop that wrote it"
     yield Resumption(who, "", "any" if other else own, _stock_note(checkpoint))
-    yield Resumption("stock Megatron", "none", "none", "mcore-ckpt convert --to torch_dist adds arguments")
+    yield Resumption(
+        "stock Megatron", "none", "none", "to add the arguments: mcore-ckpt convert SRC DST --to torch_dist"
+    )
     yield Resumption("Megatron with mcore_ckpt_ext", "", "any", "tested with 0.19.2")
     if described:
         yield Resumption("Megatron-Bridge with mcore_ckpt_ext", "", "any", "tested with 0.3.1")

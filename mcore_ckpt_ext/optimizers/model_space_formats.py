@@ -85,8 +85,8 @@ def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalM
     if holder.arguments.use_precision_aware_optimizer and _holds_numbers(state, holder):
         if any(shifted_names(models(), order) for order in holder.orders()):
             raise PackingError(
-                "Megatron 0.15 to 0.19 write such a state shifted, and remainders of masters, unlike masters, cannot "
-                "show whether it is",
+                "this optimizer state may be shifted (Megatron 0.15 to 0.19), which cannot be seen from "
+                "remainders of masters",
                 where=str(holder.folder),
                 hint="use an iteration saved without --dist-ckpt-optim-fully-reshardable",
             )
@@ -165,7 +165,7 @@ ENCODINGS = (
         claims=_claims(FULLY_RESHARDABLE),
         read=_read_repaired,
         stock_loads=_reshardable_by_stock,
-        note="0.15 to 0.19 may have written it shifted: run mcore-ckpt verify",
+        note="0.15 to 0.19 may have written it shifted: mcore-ckpt verify PATH",
     ),
     Encoding(
         name=FSDP_DTENSOR,

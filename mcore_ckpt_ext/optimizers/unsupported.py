@@ -37,36 +37,35 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
             "the optimizer state cannot be verified: no stored weights are derived from its masters in a known way",
             found=found,
             where=str(holder.folder),
-            hint="resume under the layout, and with the optimizer's options, that it was written with (switching them "
-            "off makes Megatron take numbers for masters that are none); or resume with --no-load-optim",
+            hint="resume with the layout and the optimizer options that it was written with (without them, "
+            "Megatron would read other values as masters); or with --no-load-optim",
         )
     in_flat_buffers = keys is not None and any(".gbuf_idx_" in key for key in keys)
     if in_flat_buffers and not holder.arguments.is_known("tensor_model_parallel_size"):
         raise UnsupportedCheckpointError(
-            "the optimizer state lies in flat buffers, whose layout follows from that of the job, and the checkpoint "
-            "does not say under which parallel layout it was written",
+            "the optimizer state is stored in flat buffers, and the parallel layout that they were written "
+            "under is unknown",
             found=holder.arguments.source,
             where=str(holder.folder),
-            hint="state it (--tensor-model-parallel-size and so on; of a source --source-tensor-model-parallel-size); "
-            "--drop optimizer converts its weights alone",
+            hint="pass the layout: --tensor-model-parallel-size N and so on (in a conversion, "
+            "--source-tensor-model-parallel-size N); or convert the weights alone: --drop optimizer",
         )
     shards, of_experts = weight_shards(holder.arguments), expert_weight_shards(holder.arguments)
     if in_flat_buffers and holder.arguments.num_experts and max(shards, of_experts) > 1:
         raise UnsupportedCheckpointError(
-            "the optimizer state of experts lies in flat buffers of generalized tensor parallelism, of which it is not "
-            "known here which part of a weight lies where",
+            "the place of experts in the flat optimizer buffers of generalized tensor parallelism is unknown",
             found=f"{shards} shards of dense weights, {of_experts} of those of experts",
             where=str(holder.folder),
-            hint="resume under the layout, and with the --tensor-parallel-num-weight-shards, that it was written "
-            "with, which is left to Megatron; or resume with --no-load-optim",
+            hint="resume with the layout and the --tensor-parallel-num-weight-shards that it was written with, "
+            "which stock Megatron supports; or with --no-load-optim",
         )
     if FULLY_RESHARDABLE not in encodings and _transposes_experts(holder.arguments):
         raise UnsupportedCheckpointError(
-            "the optimizer state of the experts cannot be placed: it is transposed, and the weights are not",
+            "the optimizer state of the experts is transposed, and their weights are not",
             found="GroupedMLP: --moe-grouped-gemm without Transformer Engine's grouped linear layers",
             where=str(holder.folder),
-            hint="under the layout that wrote it, save once with --dist-ckpt-optim-fully-reshardable (0.15, 0.16); "
-            "or resume with --no-load-optim",
+            hint="resume under the layout that wrote it and save once with --dist-ckpt-optim-fully-reshardable "
+            "(Megatron 0.15, 0.16); or resume with --no-load-optim",
         )
 
 

@@ -95,15 +95,15 @@ class SimulatedJob:
         self.models = LocalModels(weights, arguments, self.layout, has_expert_optimizer=self.layout.expert > 1)
         if self.models.chunks is None:
             raise UnsupportedCheckpointError(
-                "a rehearsal does not know which layers each pipeline rank of this layout has",
+                "the layers of each pipeline rank of this layout are unknown to a rehearsal",
                 found=f"{arguments.num_layers} layers, {self.layout}",
-                hint="only the job itself can show it",
+                hint="try the job itself: this cannot be rehearsed",
             )
         if self.models.weight_shards > 1:
             raise UnsupportedCheckpointError(
-                "a rehearsal does not know the ranks of generalized tensor parallelism",
+                "a rehearsal does not support generalized tensor parallelism",
                 found=f"{self.models.weight_shards} weight shards",
-                hint="only the job itself can show it",
+                hint="try the job itself: this cannot be rehearsed",
             )
 
     @cached_property

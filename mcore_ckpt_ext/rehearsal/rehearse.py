@@ -125,9 +125,9 @@ class _Rehearsing:
         checkpoint = on_every_rank("opening the checkpoint", ranks, lambda: open_with_orders(self._folder, [view]))
         if checkpoint.optimizer_format is None:
             raise UnsupportedCheckpointError(
-                "the checkpoint holds no optimizer state that is read, so there is nothing to rehearse",
+                "there is nothing to rehearse: the checkpoint has no optimizer state that this version reads",
                 where=str(self._folder),
-                hint="weights alone are loaded by Megatron under any layout",
+                hint="start the job: stock Megatron loads weights under any layout",
             )
         simulated = SimulatedJob(checkpoint, running, self._version)
         on_every_rank(PLANNING, ranks, lambda: check_job(checkpoint, [view], str, running))

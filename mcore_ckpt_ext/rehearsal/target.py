@@ -41,15 +41,15 @@ def sizes_in(text: str) -> dict[str, int]:
         name = _NAMES.get(label.lower())
         if name is None or not (number.isascii() and number.isdigit() and 0 < int(number) < _MOST):
             raise UsageError(
-                "a layout to rehearse has something that is not a dimension and its size",
+                "the layout to rehearse has an invalid dimension or size",
                 found=shortened(word, 40),
-                expected=f"{', '.join(PINS)} (vp is vpp), each with a whole number: tp=8 pp=8",
+                expected=f"{', '.join(PINS)} (vp means vpp), each with a whole number: tp=8 pp=8",
             )
         if name in sizes:
             raise UsageError("a dimension is given twice", found=shortened(word, 40), expected="each of them once")
         sizes[name] = int(number)
     if not sizes:
-        raise UsageError("a layout to rehearse names no dimension", expected="tp=8 pp=8")
+        raise UsageError("the layout to rehearse is empty", expected="tp=8 pp=8")
     defaults = dict.fromkeys(PINS.values(), 1) | {"expert_tensor": sizes.get("tensor", 1)}
     return defaults | sizes
 
@@ -62,7 +62,7 @@ def check_changes(changes: Mapping[str, Any]) -> None:
     """
     if unknown := sorted(changes.keys() - CHANGEABLE):
         raise UsageError(
-            "a rehearsal resumes the checkpoint's own model, and this argument is not among those that may differ",
+            "this argument cannot be changed in a rehearsal",
             found=shortened(unknown[0], 60),
             expected=", ".join(sorted(CHANGEABLE)),
         )

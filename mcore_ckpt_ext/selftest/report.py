@@ -113,7 +113,7 @@ def _what_is_wrong(
         return (failure,)
     found = list(result.differences)
     if job.expects and not any(job.expects in line for line in result.messages):
-        found.append(f'this package did not take part: it did not report "{job.expects}"; run mcore-ckpt doctor')
+        found.append(f'this package was not active: it did not report "{job.expects}"; see why: mcore-ckpt doctor')
     if job.loads is not None and not _are_close(losses, expected):
         texts = [", ".join(f"{loss:.4f}" for loss in values) for values in (losses, expected)]
         found.append(f"losses {texts[0]}, without an interruption {texts[1]}")

@@ -41,6 +41,8 @@ def _library() -> ModuleType:
     try:
         import regex
     except ImportError as error:  # installed without its dependencies, as images of frameworks are
-        raise UnsupportedCheckpointError("patterns are not matched without regex", hint="pip install regex") from error
+        raise UnsupportedCheckpointError(
+            "patterns need the package regex, which is not installed", hint="pip install regex"
+        ) from error
     library: ModuleType = regex
     return library

@@ -170,7 +170,7 @@ def inert_class(module: str, name: str, where: str) -> type[Placeholder]:
     """
     if not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
         raise UnsafePickleError(
-            "a name that no class can have", found=repr(f"{module}.{name}"[:200]), where=where,
+            "invalid class name in a pickle", found=repr(f"{module}.{name}"[:200]), where=where,
             hint="do not use this file: it may be an attack",
         )  # fmt: skip
     top = module.partition(".")[0]

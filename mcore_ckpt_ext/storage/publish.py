@@ -193,9 +193,9 @@ class Publication:
                 if error.errno not in _NO_LOCKS:
                     raise
                 raise DestinationError(
-                    "this file system has no locks, which keep out a second process",
+                    "this file system has no locks, so a second process could write the same destination",
                     found=f"flock: {error.strerror}", where=str(root.path),
-                    hint="have it mounted with them (Lustre: -o flock), or write to a local disk and copy the result",
+                    hint="mount it with locks (Lustre: -o flock), or write to a local disk and copy the result",
                 ) from error  # fmt: skip
             # Whoever held it may have removed the folder when it was done.
             if _identity(root.status()) == _identity(self._parent.status(self._name)):
@@ -244,8 +244,8 @@ class Publication:
             raise DestinationError(
                 "the interrupted conversion to this destination had another source, other options or another version",
                 where=str(self._root.path),
-                hint="to continue it, give the source and options of the interrupted run; to throw it away and begin "
-                "anew, leave --resume out",
+                hint="to continue it, pass the source and options of the interrupted run; to discard it and start "
+                "again, leave --resume out",
             )
         return True
 

@@ -154,8 +154,8 @@ class Upload:
             raise DestinationError(
                 "another conversion to this destination is under way, or was interrupted",
                 where=str(self._beside),
-                hint="wait for it; or, once it is certain that none is running, continue it with --resume, or delete "
-                "what is there and begin anew",
+                hint="wait for it; if none is running, continue it with --resume, or delete the destination and start "
+                "again",
             )
         with self._answering():
             is_there = self.destination.exists()
@@ -195,7 +195,7 @@ class Upload:
             raise DestinationError(
                 "another conversion took the destination meanwhile; it may be incomplete",
                 where=str(self._beside),
-                hint="let one of them finish, or stop both, delete what is there and begin anew",
+                hint="let one of them finish; or stop both, delete the destination and start again",
             )
 
     def _claim(self) -> list[str]:

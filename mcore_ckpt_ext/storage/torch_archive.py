@@ -135,7 +135,7 @@ class TorchArchive:
                 found=shortened(found.decode(errors="replace")),
                 expected="little",
                 where=self.where,
-                hint="load and save it again on such a machine with torch.serialization.set_default_load_endianness",
+                hint="load it on such a machine, and save it with torch.serialization.set_default_load_endianness",
             )
 
     def payload(self, tensor: TensorReference) -> TensorLocation:
@@ -165,7 +165,7 @@ class TorchArchive:
         """
         (scale,) = self.with_values([tensor.scale])
         if not math.isfinite(scale):
-            raise UnreadableCheckpointError("an fp8 tensor whose scale is not a number", where=self.where)
+            raise UnreadableCheckpointError("the scale of an fp8 tensor is not a number", where=self.where)
         return replace(self.payload(tensor.data), dtype=tensor.fp8_dtype, scaled=(float(scale), tensor.dtype))
 
     def stencil(self, tensor: TensorReference, payload: TensorLocation) -> ArchiveTemplate | None:

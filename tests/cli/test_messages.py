@@ -73,7 +73,7 @@ class TestPattern:
             (["inspect"], "the following arguments are required: PATH", "inspect "),
             (["inspect", "a", "--frobnicate", "b"], "there is no such option; found: --frobnicate b", "inspect "),
             (["plan", "a", "--gpus", "many"], "'many' is not a whole number of 1 or more", "plan "),
-            (["plan", "a", "--gpus", "8", "--full"], "an option of a rehearsal without --rehearse", "plan "),
+            (["plan", "a", "--gpus", "8", "--full"], "this option requires --rehearse", "plan "),
         ],
     )
     def test_wrong_usage_names_the_help_and_prints_no_usage(

@@ -59,7 +59,7 @@ def test_no_node() -> None:
 def test_several_nodes_need_a_folder(tmp_path: Path) -> None:
     require_shared_folder(Place(0, 8, 0, 8), None)
     require_shared_folder(Place(0, 8, 0, 4), tmp_path)
-    with pytest.raises(UsageError, match="several nodes share no temporary files"):
+    with pytest.raises(UsageError, match="do not share a folder for temporary files"):
         require_shared_folder(Place(0, 8, 0, 4), None)
 
 

@@ -123,7 +123,9 @@ def test_what_nothing_tells_is_not_known(bridge: Fixture, tmp_path: Path) -> Non
     assert found.layout["TP"] is found.layout["PP"] is found.layout["world"] is None
     assert {file.place for file in found.files} == {"not known"}
     assert found.stages == ()
-    with pytest.raises(UnsupportedCheckpointError, match=r"under which parallel layout .* state it \(--tensor"):
+    with pytest.raises(
+        UnsupportedCheckpointError, match=r"parallel layout that they were written under .* pass the layout: --tensor"
+    ):
         convert(bridge.run, tmp_path / "out", Canonical())
     assert verify(bridge.run).sound  # nothing is wrong with what is not looked at
     convert(bridge.run, tmp_path / "weights", Canonical(), drop=["optimizer"])

@@ -141,7 +141,7 @@ def test_what_does_not_belong_together_is_refused(ran: Programs, exported: Path,
         (plain, base, HuggingFace(), "no adapters to merge"),
         (whole, plain, HuggingFace(lora_alpha=8), "the adapters are stored with their own model"),
         (run, whole, HuggingFace(), "the model to merge into has adapters of its own"),
-        (run, base, TorchDist(), "merged into a Hugging Face folder to be written as one"),
+        (run, base, TorchDist(), "--merge writes a Hugging Face folder if it merges into one"),
     ]
     for source, into, target, said in cases:
         with pytest.raises(CheckpointError, match=said):

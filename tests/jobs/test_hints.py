@@ -15,12 +15,19 @@ from pathlib import Path
 import pytest
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.cli.main import COMMANDS, parser_of
+from mcore_ckpt_ext.cli.main import COMMANDS, main, parser_of
 from mcore_ckpt_ext.settings import SETTINGS
+from mcore_ckpt_ext.targets import TARGETS
+from tests.harness.checkpoints import fixture_named
 
 PACKAGE = Path(mcore_ckpt_ext.__file__).parent
+REPOSITORY = PACKAGE.parent
 FLAG, VARIABLE = re.compile(r"(?<![\w-])--[a-z][\w-]*\w"), re.compile(r"\bMCORE_CKPT_EXT(?:_[A-Z]+)*\b")
-COMMAND = re.compile(r"mcore-ckpt ((?:{})\b[^`;,(]*)".format("|".join(COMMANDS)))
+COMMAND = re.compile(r"mcore-ckpt ((?:{}) [^`;,()]+)".format("|".join(COMMANDS)))
+TARGET, PAGE = re.compile(r"--to (?!is missing)([a-z]\w*)"), re.compile(r"\bdocs/[\w/-]+\.md")
+EXTRA = re.compile(r"mcore_ckpt_ext\[(\w+)\]")
+# The words of a command that a reader replaces by the path of a checkpoint.
+SOURCES = {"PATH", "SRC", "A", "B"}
 # Flags that the newest release does not have, and the releases that a message speaks of.
 OF_OTHER_RELEASES = {"--ckpt-drop-redundant-extra-state": "the development head of August 2026"}
 PARSER = "import argparse; from megatron.training.arguments import add_megatron_arguments as add; " + (
@@ -83,16 +90,34 @@ def test_every_variable_exists() -> None:
     assert found - {setting.name for setting in SETTINGS} == set()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_lines_have_options_of_their_command(command: str) -> None:
-    of_command = options(command)
-    for where, text in texts():
-        for line in COMMAND.findall(text):
-            words = shlex.split(line.replace("'", ""))
-            if words[0] != command:
-                continue
-            for flag, value in zip(words, [*words[1:], ""], strict=True):
-                if flag.startswith("--"):
-                    assert flag in of_command, f"{where}: {line}"
-                    choices = of_command[flag].choices
-                    assert choices is None or value in choices, f"{where}: {line}"
+def command_lines() -> list[str]:
+    """The command lines of all messages, each once, without those that are made of what a user typed."""
+    found = {line.strip().removesuffix(".") for _, text in texts() for line in COMMAND.findall(text)}
+    return sorted(line for line in found if not line.startswith("convert …"))
+
+
+@pytest.mark.parametrize("line", command_lines())
+def test_every_command_line_runs(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it stands in the message, with a checkpoint for PATH, SRC, A and B, and a new folder for DST."""
+    places = dict.fromkeys(SOURCES, str(fixture_named("p02").run)) | {"DST": str(tmp_path / "out")}
+    words = [places.get(word.strip("…"), word) for word in shlex.split(line)]
+    try:
+        code = main(words)
+    except SystemExit as stopped:  # of argparse, where an option prints something and ends
+        code = int(stopped.code or 0)
+    assert code == 0, capsys.readouterr().err
+
+
+def test_command_lines_are_found() -> None:
+    assert {"convert SRC DST --to torch_dist", "verify PATH", "diff A B…"} <= {*command_lines()}
+
+
+def test_what_else_is_named_exists() -> None:
+    """Targets of `--to`, pages of the documentation, and extras of this package."""
+    extras = re.findall(r"^(\w+) = \[", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
+    everything = " ".join(text for _, text in texts())
+    assert {*TARGET.findall(everything)} <= {*TARGETS}
+    assert {*EXTRA.findall(everything)} <= {*extras}
+    pages = {*PAGE.findall(everything)}
+    assert pages
+    assert [page for page in pages if not (REPOSITORY / page).is_file()] == []

@@ -86,7 +86,7 @@ def test_a_hybrid_model_goes_on_from_a_gpt(tmp_path: Path) -> None:
         assert len(weights) > 10
         assert all(torch.equal(new[f"fp32_param.{name}"], weights[name].float()) for name in weights)
         assert differing(truth, {in_gpt(key): tensor for key, tensor in alive.items()}) == []
-    assert all("cannot be taken for a hybrid model" in rank["error"] for rank in outcomes["uneven"])
+    assert all("cannot be loaded into a hybrid model" in rank["error"] for rank in outcomes["uneven"])
     assert all(rank["before"] == rank["after"] for rank in outcomes["uneven"])
 
 

@@ -342,7 +342,7 @@ def test_offline(results: Results, name: str, tmp_path: Path) -> None:
 
 
 def test_multi_token_prediction_has_no_legacy_files(results: Results, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedCheckpointError, match="found: parameters of mtp.layers; hint: convert to torch"):
+    with pytest.raises(UnsupportedCheckpointError, match="found: parameters of mtp.layers; hint: use --to torch_dist"):
         convert(results.job("predicting").run, tmp_path / "out", Legacy())
 
 

@@ -116,11 +116,11 @@ def test_gates_are_not_confused(name: str, results: Results) -> None:
     """Megatron files a shard's first half as the gate's: under other shards it loads rows of the one as the other's."""
     refused = results[name]
     assert refused.returncode != 0
-    assert "Megatron itself confuses the rows of gated linears" in refused.output
+    assert "Megatron itself mixes up the rows of gated linears" in refused.output
     assert "resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards" in refused.output
 
 
 def test_gates_filed_by_shard_are_not_converted(results: Results, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedCheckpointError, match="only a job with the same weight shards reads them"):
+    with pytest.raises(UnsupportedCheckpointError, match="only a job with the same weight shards reads the rows"):
         convert(results.job("gates").run, tmp_path / "out", TorchDist(megatron_version="0.19.2"))
     assert verify(results.job("gates").run).sound

@@ -89,7 +89,7 @@ def test_gates_are_confused_where_shards_change(written: JobArguments, running: 
     if fits:
         check_gates(written, running, "here")
     else:
-        with pytest.raises(UnsupportedCheckpointError, match="confuses the rows of gated linears"):
+        with pytest.raises(UnsupportedCheckpointError, match="mixes up the rows of gated linears"):
             check_gates(written, running, "here")
 
 

@@ -302,8 +302,8 @@ class TestRefusals:
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
-        (mcore_ckpt_ext.TorchDist, {"megatron_version": "new"}, "not a version"),
-        (mcore_ckpt_ext.TorchDist, {"megatron_version": "\u0660.\u0669"}, "not a version"),
+        (mcore_ckpt_ext.TorchDist, {"megatron_version": "new"}, "invalid version"),
+        (mcore_ckpt_ext.TorchDist, {"megatron_version": "\u0660.\u0669"}, "invalid version"),
         (mcore_ckpt_ext.TorchDist, {"expert_model_parallel_size": 0}, "expert_model_parallel_size.*1 or more"),
         (mcore_ckpt_ext.Legacy, {"tensor_model_parallel_size": 0}, "tensor_model_parallel_size.*1 or more"),
         (mcore_ckpt_ext.Legacy, {"vocab_size": -1}, "vocab_size.*1 or more"),

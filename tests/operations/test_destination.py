@@ -252,7 +252,7 @@ def test_unfinished_work_is_continued_only_by_the_same_work(tmp_path: Path) -> N
     first.open()
     first.close()
     (first.folder / "file").write_bytes(b"hours")
-    with pytest.raises(DestinationError, match="other options.*to throw it away and begin anew, leave --resume out"):
+    with pytest.raises(DestinationError, match="other options.*to discard it and start again, leave --resume out"):
         second.open(resume=True)
     second.close()
     assert (first.folder / "file").read_bytes() == b"hours"

@@ -168,7 +168,7 @@ def stacked(module: str, name: str) -> bytes:
 
 def test_a_name_with_a_line_break_never_becomes_another(tmp_path: Path) -> None:
     name = ("collections\nOrderedDict\n0cposix", "system")
-    with pytest.raises(UnsafePickleError, match="no class can have"):
+    with pytest.raises(UnsafePickleError, match="invalid class name"):
         safe_loads(stacked(*name), "here")
     with pytest.raises(UnsupportedCheckpointError, match="the output would contain a class that is not allowed"):
         dumps({"rng_state": placeholder_class(*name)("true")})

@@ -162,7 +162,7 @@ def test_weights_of_another_step(alone: Path, tmp_path: Path) -> None:
 
 def test_rows_that_a_job_pads_with(alone: Path, tmp_path: Path) -> None:
     convert(fixture_named("p02").run, tmp_path / "weights", HuggingFace())
-    with pytest.raises(ProofError, match="a Hugging Face folder holds no such rows"):
+    with pytest.raises(ProofError, match="a Hugging Face folder has no padding"):
         convert(alone, tmp_path / "out", TorchDist(), weights=tmp_path / "weights")
 
 

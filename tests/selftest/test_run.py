@@ -110,7 +110,7 @@ def test_a_load_in_which_this_package_did_not_take_part(tmp_path: Path) -> None:
 
     rows, _ = run([SAVE, resumed, RESUMES[1]], ranks(job_by_job), tmp_path)
     assert [row.outcome for row in rows] == ["passed", "FAILED", "passed"]
-    assert "this package did not take part" in rows[1].details[0]
+    assert "this package was not active" in rows[1].details[0]
 
 
 def test_losses_that_are_no_numbers(tmp_path: Path) -> None:

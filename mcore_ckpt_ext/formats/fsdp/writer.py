@@ -72,7 +72,7 @@ class FsdpTarget:
         if not LOADS_FSDP_DTENSOR.is_of(version):
             raise UnsupportedCheckpointError(
                 "that version of Megatron does not have this format", found=f"--megatron-version {_dotted(version)}",
-                expected=f"{LOADS_FSDP_DTENSOR.since} or later", hint="convert --to torch_dist",
+                expected=f"{LOADS_FSDP_DTENSOR.since} or later", hint="use --to torch_dist",
             )  # fmt: skip
         self._checkpoint = checkpoint
         self._arguments = checkpoint.arguments

@@ -81,7 +81,7 @@ def adapters_without_model(folder: Path) -> UnsupportedCheckpointError:
     """The refusal of a folder of adapters, where nothing says for which model they are."""
     return UnsupportedCheckpointError(
         "this folder holds an adapter (LoRA), not a model", found=ADAPTER, where=str(folder),
-        hint="pass the model that it is for: --weights FOLDER; or merge the two: convert --merge FOLDER",
+        hint="pass the model that it was trained for: --weights FOLDER; or merge the two: --merge FOLDER",
     )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
         raise UnsupportedCheckpointError(
             f"config.json describes {with_indefinite_article(family.name)} that Megatron would compute differently",
             found="; ".join(mismatches), where=str(folder / CONFIG),
-            hint="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
+            hint="map it with a family of your own (docs/how-to/own-format.md): --family path.py:Name",
         )  # fmt: skip
     return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "", whole, neutral)
 

@@ -243,7 +243,7 @@ class HuggingFaceTarget:
         if wrong:
             raise UnsupportedCheckpointError(
                 "the checkpoint's arguments contradict its parameters", found="; ".join(wrong[:_SHOWN]),
-                where=self._where, hint="name the arguments, and --vocab-size, as the model was computed",
+                where=self._where, hint="pass the values used in training: --argument NAME=VALUE, and --vocab-size N",
             )  # fmt: skip
 
     def _notes(self, config: Mapping[str, Any], missing: Sequence[str]) -> Iterator[str]:

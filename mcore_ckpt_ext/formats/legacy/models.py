@@ -52,9 +52,9 @@ class TargetModels:
         self.local = LocalModels(weights, arguments, layout, has_expert_optimizer=layout.expert > 1)
         if self.local.predicts_more_tokens:
             raise UnsupportedCheckpointError(
-                "this version does not know which ranks of a legacy checkpoint hold multi-token prediction",
+                "the ranks of a legacy checkpoint that hold multi-token prediction are unknown",
                 found="parameters of mtp.layers",
-                hint="convert to torch_dist, which every layout can load",
+                hint="use --to torch_dist, which can be loaded under any layout",
             )
         if self.local.chunks is None:
             raise UnsupportedCheckpointError(
@@ -85,7 +85,7 @@ class TargetModels:
             return names  # the weights alone are loaded by name
         raise UnsupportedCheckpointError(
             "the order in which the model registers its parameters is unknown", where=f"{rank}",
-            hint="convert --to torch_dist, which needs no order",
+            hint="use --to torch_dist, which does not depend on the order",
         )  # fmt: skip
 
     def module_buffers(self, rank: LegacyRank, stage: int) -> list[str]:

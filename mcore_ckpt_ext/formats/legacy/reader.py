@@ -127,11 +127,11 @@ class LegacyCheckpoint(FormatReader):
         if files := [file.name for own in self._ranks for file in self._folders.layer_wise_files(own.folder)]:
             # The model's file has what the first data-parallel rank stepped, which looks like an optimizer of its own.
             raise UnsupportedCheckpointError(
-                "each data-parallel rank stored what it steps in a file of its own, which this version does not read",
+                "each data-parallel rank has its own optimizer file, which this version does not read",
                 found=", ".join(sorted(set(files))),
                 where=str(self.folder),
-                hint="resume under its own layout and number of data-parallel ranks with --ckpt-format torch, which "
-                "Megatron does by itself; or with --no-load-optim",
+                hint="resume with --ckpt-format torch under its own layout and number of data-parallel ranks, which "
+                "stock Megatron supports; or with --no-load-optim",
             )
         if self.stored_optimizer_format is None or self.arguments.use_distributed_optimizer:
             raise UnreadableCheckpointError(
@@ -165,7 +165,7 @@ class LegacyCheckpoint(FormatReader):
         stated = self.arguments.layer_counts
         if stated and any(counts) and sum(counts) not in stated:  # no pipeline divides several blocks (T5)
             raise UnreadableCheckpointError(
-                "the ranks' files do not hold as many layers as the job had, so that their numbers are not known",
+                "the ranks' files contain another number of layers than the job had",
                 found=f"{sum(counts)}, by stage {' + '.join(map(str, counts))}",
                 expected=" or ".join(map(str, sorted(stated))),
                 where=str(self.folder),

@@ -66,9 +66,9 @@ def _check_layout_known(checkpoint: CheckpointView, target: Legacy) -> None:
     missing = [name for name, size in open_sizes.items() if size is None and name in checkpoint.layout.unknown]
     if missing:
         raise UsageError(
-            "the layout of the job that will read is not known: the source does not say its own",
+            "the layout to write is unknown, because the source does not record its own",
             expected=", ".join(f"--{name}-model-parallel-size" for name in missing), where=str(checkpoint.folder),
-            hint="name it",
+            hint="pass these options",
         )  # fmt: skip
 
 

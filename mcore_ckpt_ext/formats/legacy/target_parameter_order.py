@@ -35,20 +35,20 @@ def order_for(
             return order.of_version(version)
     if any(filters_first(names) not in (None, FILTERS_ARE_FIRST.is_of(version)) for names in registered):
         raise UnsupportedCheckpointError(
-            "the model registers its parameters in an order that no known layer spec has, and that version registers "
-            "what Mamba mixers hold in another one",
+            "the model registers its parameters in an unknown order, and that version orders those of Mamba "
+            "mixers differently",
             where=str(checkpoint.folder),
-            hint="convert --to torch_dist, which needs no order",
+            hint="use --to torch_dist, which does not depend on the order",
         )
     if checkpoint.has_expert_optimizer == has_expert_optimizer or not any(
         of_experts(name) for names in registered for name in names
     ):
         return ObservedOrder("the source's own model", registered)
     raise UnsupportedCheckpointError(
-        "the model registers its parameters in an order that no known layer spec has, and where its experts would "
-        "stand in the other layout is not known",
+        "the model registers its parameters in an unknown order, so the place of its experts in the "
+        "other layout is unknown",
         where=str(checkpoint.folder),
-        hint="keep the expert parallel size, or convert --to torch_dist, which needs no order",
+        hint="keep the expert-parallel size, or use --to torch_dist, which does not depend on the order",
     )
 
 

@@ -94,7 +94,7 @@ class WholeStates:
                 "the parameter group of each parameter is unknown",
                 found=f"{len(groups)} groups",
                 expected="one with and one without weight decay",
-                hint="convert --to torch_dist",
+                hint="use --to torch_dist",
             )
         return [[name for name in names if self._decays(name) == bool(multiplier)] for multiplier in multipliers]
 
@@ -115,7 +115,7 @@ class WholeStates:
             "the chained optimizer that updates a parameter is unknown",
             found=f"{len(found)} that may",
             where=name,
-            hint="convert --to torch_dist",
+            hint="use --to torch_dist",
         )
 
     def _steps(self, child: Mapping[str, Any], name: str) -> bool:

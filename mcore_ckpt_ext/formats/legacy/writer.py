@@ -57,12 +57,12 @@ class LegacyTarget:
         if self.layout.expert > 1 and self.layout.expert_tensor != self.layout.tensor:
             raise UnsupportedCheckpointError(
                 "legacy files do not record which part of its experts a rank has", found=str(self.layout),
-                hint="choose expert and model tensor parallel sizes that are equal, or convert --to torch_dist",
+                hint="choose equal expert and model tensor-parallel sizes, or use --to torch_dist",
             )  # fmt: skip
         if arguments.overlap_param_gather_with_optimizer_step:
             raise UnsupportedCheckpointError(
-                "--overlap-param-gather-with-optimizer-step splits the optimizer in a way that is not written",
-                hint="convert --to torch_dist",
+                "--overlap-param-gather-with-optimizer-step splits the optimizer in a way that cannot be written",
+                hint="use --to torch_dist",
             )
 
     def output(self) -> Output:
@@ -202,17 +202,17 @@ def lay_out(checkpoint: CheckpointView, target: Legacy) -> OutputPlan:
     arguments = reader_arguments(checkpoint, target)
     if checkpoint.format_reader.has_norms_of_all_heads and (arguments.tensor_model_parallel_size or 1) > 1:
         raise UnsupportedCheckpointError(
-            "it is not known how tensor-parallel ranks would hold the norms of this model's queries and keys",
-            found="norms of all heads together, which Megatron Core does not have",
+            "the tensor-parallel split of the norms of this model's queries and keys is unknown",
+            found="norms across all heads, which Megatron Core does not have",
             where=str(checkpoint.folder),
-            hint="convert --to torch_dist, which Megatron-Bridge reads under any layout",
+            hint="use --to torch_dist, which Megatron-Bridge reads under any layout",
         )
     if arguments.num_experts and arguments.add_bias_linear and (arguments.tensor_model_parallel_size or 1) > 1:
         raise UnsupportedCheckpointError(  # `TransformerConfig.__post_init__`, core_v0.12 to 0.19.2
-            "Megatron shares no experts with biases among tensor-parallel ranks",
+            "Megatron does not split experts with biases across tensor-parallel ranks",
             found=f"--tensor-model-parallel-size {arguments.tensor_model_parallel_size}",
             where=str(checkpoint.folder),
-            hint="leave the size out, or convert --to torch_dist, which a job reads under any layout",
+            hint="leave the size out, or use --to torch_dist, which a job reads under any layout",
         )
     written = LegacyTarget(checkpoint, arguments, version_number(target.megatron_version))
     return iteration(checkpoint, target, written.output())

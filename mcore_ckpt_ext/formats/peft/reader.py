@@ -79,9 +79,11 @@ class PeftCheckpoint(WeightsAlone):
         if isinstance(self._fit.family, GPT2):
             # For Conv1D alone; with any other linear peft leaves the key aside (`dispatch_default`, lora/layer.py).
             raise UnsupportedCheckpointError(
-                "adapters of GPT-2, whose matrices are transposed, are not supported", found="fan_in_fan_out",
-                where=str(folder / ADAPTER), hint="merge them first: PeftModel.merge_and_unload(), save_pretrained",
-            )  # fmt: skip
+                "adapters of GPT-2, whose matrices are transposed, are not supported",
+                found="fan_in_fan_out",
+                where=str(folder / ADAPTER),
+                hint="merge them first: PeftModel.merge_and_unload(), then save_pretrained",
+            )
         stored = self._stored()
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         self._of_model = self._fit.family.tensors(self._fit.arguments)
@@ -116,7 +118,8 @@ class PeftCheckpoint(WeightsAlone):
             raise UnsupportedCheckpointError(
                 f"the tensors do not match {ADAPTER}", found=some(found, 4),
                 expected="the tensors that peft would create from that file for this model", where=str(self.folder),
-                hint="name the model that they were trained for, or mend the file: peft would read it otherwise",
+                hint="pass the model that they were trained for: --weights FOLDER; or correct the file, which peft "
+                "reads differently",
             )  # fmt: skip
 
     def _stored(self) -> dict[str, StoredTensor]:

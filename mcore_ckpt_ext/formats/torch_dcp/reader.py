@@ -108,7 +108,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
         return UnsupportedCheckpointError(
             "cannot determine which optimizer state belongs to which weight", found=found,
             expected="state for every parameter, group by group, in the order of the stored model",
-            where=f"{name}, {self.folder}", hint="resume it once with Megatron, and save in torch_dist",
+            where=f"{name}, {self.folder}", hint="resume it once with Megatron and save with --ckpt-format torch_dist",
         )  # fmt: skip
 
     @cached_property
@@ -125,9 +125,10 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
         groups = [group for _, group in sorted(found.items())]
         if any("betas" in group and "step" not in group for group in groups):
             raise UnsupportedCheckpointError(
-                "the state of torch's own Adam, which counts its steps beside each parameter, is not read in this "
-                "format", where=str(self.folder), hint="resume it once with Megatron, and save in torch_dist",
-            )  # fmt: skip
+                "this format is not read with the state of torch's own Adam, which counts steps per parameter",
+                where=str(self.folder),
+                hint="resume it once with Megatron and save with --ckpt-format torch_dist",
+            )
         return groups
 
     @override

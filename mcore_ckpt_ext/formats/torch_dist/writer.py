@@ -87,7 +87,7 @@ class TorchDistTarget:
                 "that version of Megatron has no torch_dist optimizer format that it resumes under another layout",
                 found=f"--megatron-version {version[0]}.{version[1]}",
                 expected=f"{LOADS_PORTABLE_OPTIMIZERS.since} or later",
-                hint="convert --to legacy with the layout that you want to resume with",
+                hint="use --to legacy with the layout that you will resume with",
             )
         self._checkpoint = checkpoint
         self._version = version
@@ -296,7 +296,7 @@ def _holding_all(tensors: Sequence[LogicalTensor]) -> str:
         raise UnsupportedCheckpointError(
             "Megatron stores layers of different dtypes in one array", found=" and ".join(sorted(dtypes)),
             expected="floating-point numbers of 16 bits and more", where=tensors[0].name,
-            hint="convert --to canonical, which keeps their dtypes",
+            hint="use --to canonical, which keeps their dtypes",
         )  # fmt: skip
     return str(reduce(torch.promote_types, (getattr(torch, dtype) for dtype in dtypes))).removeprefix("torch.")
 

@@ -85,8 +85,8 @@ def check_names(checkpoint: CheckpointView, live: set[str]) -> None:
             found="no such parameter in the checkpoint",
             expected=output_layer,
             where=str(checkpoint.folder),
-            hint="resume without --untie-embeddings-and-output-weights; to train an output layer that begins anew, as "
-            "the optimizer then does: --no-load-optim --dist-ckpt-strictness log_all",
+            hint="resume without --untie-embeddings-and-output-weights; to train a new output layer with a new "
+            "optimizer: --no-load-optim --dist-ckpt-strictness log_all",
         )
 
 
@@ -108,7 +108,7 @@ def check_optimizer_was_saved(written: JobArguments, folder: str) -> None:
             "the checkpoint has no optimizer: it was saved with --no-save-optim",
             expected="the state of an optimizer to resume",
             where=folder,
-            hint="resume with --no-load-optim: the optimizer is then initialized from the weights; --finetune also "
+            hint="resume with --no-load-optim, which initializes the optimizer from the weights; --finetune also "
             "starts at iteration 0",
         )
 
@@ -148,7 +148,7 @@ def check_adapters(checkpoint: CheckpointView, running: ParallelLayout, argument
             found=f"{some(wrong, 2)}, under TP{running.tensor}",
             expected=f"TP{checkpoint.layout.tensor}, as they were saved",
             where=str(checkpoint.folder),
-            hint="keep the size; mcore-ckpt convert RUN FOLDER --to hf writes them for peft in the right order",
+            hint="keep the size; to write them for peft in the right order: mcore-ckpt convert SRC DST --to hf",
         )
 
 
@@ -167,9 +167,8 @@ def check_kinds(checkpoint: CheckpointView, shard: Shard) -> None:
             found=f"{' and '.join(sorted(stored))} of this parameter",
             expected=" and ".join(sorted(wanted)) or "nothing but its master",
             where=f"{shard.name}, {checkpoint.folder}",
-            hint="what one kind keeps, Adam's moments or Muon's momentum, follows from nothing that another keeps: "
-            "resume with the optimizer of the checkpoint (--optimizer; mcore-ckpt inspect shows which), or with "
-            "--no-load-optim",
+            hint="resume with the checkpoint's own --optimizer (to see it: mcore-ckpt inspect PATH), or with "
+            "--no-load-optim: one optimizer's state cannot be computed from another's",
         )
 
 
@@ -189,8 +188,8 @@ def check_precision(checkpoint: CheckpointView, shard: Shard) -> None:
             found=f"{stored.dtype}",
             expected=live,
             where=f"{shard.name}, {checkpoint.folder}",
-            hint=f"resume with {_ROUNDED[stored.dtype]}, as it was written; or, in the other precision, with "
-            "--no-load-optim: the optimizer is then initialized from the weights",
+            hint=f"resume with {_ROUNDED[stored.dtype]}, as it was written; or with --no-load-optim, which "
+            "initializes the optimizer from the weights",
         )
 
 
@@ -206,7 +205,7 @@ def check_stored_once(checkpoint: CheckpointView) -> None:
             "the checkpoint stores elements more than once",
             found=f"overlapping chunks of {some(sorted(overlapping), 3)}",
             where=str(checkpoint.folder),
-            hint="its index was edited, or put together from several: use another iteration",
+            hint="its index was edited, or mixes several checkpoints: use another iteration",
         )
 
 
@@ -224,7 +223,7 @@ def check_lost(checkpoint: CheckpointView) -> None:
             + ", ".join(f"{count} of {name}" for name, count in lost.items()),
             where=str(checkpoint.folder),
             hint="resume from an iteration saved without --dist-ckpt-optim-fully-reshardable, or set "
-            f"{ACCEPT_LOST.name}=1: the lost masters are then taken from the weights, their moments are zero",
+            f"{ACCEPT_LOST.name}=1: lost masters are then taken from the weights, and their moments are zero",
         )
 
 

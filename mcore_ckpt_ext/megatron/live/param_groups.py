@@ -102,8 +102,9 @@ def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
             "the checkpoint does not record the number of Adam steps",
             found=f"no step in any parameter group; {samples} samples scheduled by iteration {iteration}",
             expected=f"a step, or {batch_size or 'a constant number of'} samples an iteration",
-            hint="before its first step an optimizer has none (fp16 skips some): resume with --no-load-optim; nor "
-            "does Megatron save one with --optimizer-cpu-offload where nothing is offloaded: save with some of it so",
+            hint="if the optimizer had not stepped yet (fp16 skips steps), resume with --no-load-optim; with "
+            "--optimizer-cpu-offload and nothing offloaded Megatron saves no step: save once with "
+            "--optimizer-offload-fraction above 0",
         )
     return iteration
 
@@ -143,8 +144,8 @@ def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_b
         "a parameter group of the optimizer has no single counterpart in the checkpoint",
         found="; ".join(dict.fromkeys(map(_in_words, stored))) or "none",
         expected=_in_words(group),
-        hint="resume with the weight-decay and learning-rate options that the checkpoint was written with; since 0.19 "
-        "--override-opt_param-scheduler has other learning rates count",
+        hint="resume with the weight-decay and learning-rate options that the checkpoint was written with; "
+        "since Megatron 0.19, --override-opt_param-scheduler allows other learning rates",
     )
 
 

@@ -42,7 +42,7 @@ from mcore_ckpt_ext.settings import ACCEPT_KEYS, FROM_HF
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
 
 _PRETRAINED = "pretrained_checkpoint"
-_HINT = "convert it first: mcore-ckpt convert FOLDER RUN --to torch_dist (or fsdp_dtensor)"
+_HINT = "convert it first (for Megatron-FSDP, --to fsdp_dtensor): mcore-ckpt convert SRC DST --to torch_dist"
 # Where these are set, what is loaded takes another way than through a state dict of this rank.
 _OTHER_WAYS = ("use_megatron_fsdp", "use_torch_fsdp2", "moe_use_upcycling", "non_persistent_ckpt_type")
 
@@ -113,8 +113,8 @@ def _no_folder(arguments: Any) -> UsageError:
     what = f"it holds {TRACKER_FILE}" if has_checkpoint else "no Hugging Face folder with a config.json and weights"
     return UsageError(
         f"{FROM_HF.flag}: --load names no Hugging Face folder to start from", found=what, where=named,
-        hint="a job that goes on from its own checkpoints does not need the option: --load RUN "
-        "--pretrained-checkpoint FOLDER takes the folder only as long as RUN has none",
+        hint="leave it out in a job that continues its own checkpoints: --load RUN --pretrained-checkpoint "
+        "FOLDER reads FOLDER only while RUN has no checkpoint",
     )  # fmt: skip
 
 
@@ -204,6 +204,6 @@ def _check_vocabulary(checkpoint: HuggingFaceCheckpoint, chunks: Sequence[Any]) 
                 "the model has fewer tokens than the folder, and the last ones would be lost",
                 found=f"{tensor.shape[0]} rows, padding included", expected=f"at least {checkpoint.vocabulary}",
                 where=str(checkpoint.folder / CONFIG),
-                hint=f"a larger --make-vocab-size-divisible-by, or --padded-vocab-size {checkpoint.vocabulary} where "
-                "Megatron has it",
+                hint=f"pass a larger --make-vocab-size-divisible-by, or --padded-vocab-size {checkpoint.vocabulary} if "
+                "this Megatron has it",
             )  # fmt: skip

@@ -231,5 +231,5 @@ def _check_numbers(tensors: Sequence[LiveParameter], filled: Sequence[torch.Tens
                     "the initial weights are not finite",
                     found=f"{wrong} of {values.numel()} elements are NaN or infinite",
                     where=f"{live.regions[0].name}, {where}",
-                    hint="take another copy of the folder; a job that wrote it had diverged",
+                    hint="use another copy of the folder; if a job wrote it, its training had diverged",
                 )
