@@ -50,7 +50,7 @@ class Summary:
     bytes_read: int
     seconds: float
     changed: int = 0
-    certainty: str = "proven equal to their weights"
+    certainty: str = "verified equal to their weights"
     disbelieved: str | None = None
     """Why the sidecar could not be read."""
     differing: int = 0
@@ -60,13 +60,14 @@ class Summary:
 
     def __str__(self) -> str:
         changed = f"; {self.changed} weights halfway between two took the one that this optimizer writes"
-        anew = f"; {self.new:,} elements that the checkpoint's model does not have start anew" if self.new else ""
+        fresh = f"; {self.new:,} elements that the checkpoint's model does not have keep their initialization"
         return (
             f"optimizer resumed from {self.source} as {self.target}: {self.optimizer_format}, "
             f"{self.bytes_read / 1e6:,.1f} MB read, {self.parameters} parameters {self.certainty} "
             f"({self.elements:,} elements, placed by {' and '.join(self.witnesses)}), {self.seconds:.1f} s; "
             f"iteration {self.iteration} was loaded"
-            f"{anew}{changed if self.changed else ''}{f'; {in_words(self.differing)}' if self.differing else ''}"
+            f"{fresh if self.new else ''}{changed if self.changed else ''}"
+            f"{f'; {in_words(self.differing)}' if self.differing else ''}"
             f"{f'; {SIDECAR_FILE} is ignored: {self.disbelieved}' if self.disbelieved else ''}"
         )
 
@@ -192,11 +193,11 @@ class Prepared:
         """How it is known that the masters belong to the weights, in words."""
         checkpoint = self.checkpoint
         if checkpoint.weights_derived_from_masters:
-            return "stored as masters, of which their weights are made"
+            return "stored as masters, from which the weights are derived"
         if any(checkpoint.masters_are_derived(shard.name) for shard in self.job.shards):
             return "joined from their weights and remainders"
         proof = self.proof
-        return f"proven {'equal to their weights' if proof is BY_ROUNDING else proof.words}"
+        return f"verified {'equal to their weights' if proof is BY_ROUNDING else proof.words}"
 
     @property
     def proof(self) -> Proof:

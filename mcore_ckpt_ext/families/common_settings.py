@@ -72,7 +72,7 @@ def implied_head_size() -> Setting:
 
     def why_not(arguments: ModelArguments) -> list[str]:
         implied = arguments.kv_channels * arguments.num_attention_heads == arguments.hidden_size
-        return [] if implied else ["heads of a size of their own"]
+        return [] if implied else ["heads with their own size"]
 
     return Custom((), lambda arguments: {}, lambda config: {}, why_not)
 

@@ -138,7 +138,7 @@ class Family:
                 raise ValueError(f"{chosen} experts for each token, of {experts}")
             by_softmax = found.get("moe_router_score_function", "softmax") == "softmax"
             if experts and chosen == 1 and by_softmax and not found.get("moe_router_pre_softmax"):
-                raise ValueError("one expert for each token, whose gate is normalised to 1: Megatron has no such")
+                raise ValueError("one expert per token with a gate normalized to 1, which Megatron does not have")
             return complete(JobArguments.of(found, source="config.json"))
         except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise UnsupportedCheckpointError(

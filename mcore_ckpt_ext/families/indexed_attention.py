@@ -129,7 +129,7 @@ def _shared_indexers() -> Setting:
         if kinds != [_SHARED if max(layer - offset, 0) % frequency else _FULL for layer in layers]:
             raise unrepresentable(
                 _KINDS_OF_INDEXERS, "".join(kind[0].upper() for kind in kinds),
-                "full in the first layers, then in one layer of so many",
+                "full in the first layers, then in every n-th layer",
             )  # fmt: skip
         return {"dsa_indexer_topk_freq": frequency, "dsa_indexer_skip_topk_offset": offset}
 
@@ -137,7 +137,7 @@ def _shared_indexers() -> Setting:
         # MTP layers are numbered from 1, too, and the first `offset` have indexers.
         further = range(arguments.mtp_num_layers or 0)
         shares = not all(_computes_indices(arguments, layer) for layer in further)
-        return ["an MTP layer without an indexer of its own"] if shares else []
+        return ["an MTP layer without its own indexer"] if shares else []
 
     return Custom(
         (_KINDS_OF_INDEXERS, _OLDER_KINDS, _FREQUENCY, _OFFSET), to_config, to_arguments, why_not,

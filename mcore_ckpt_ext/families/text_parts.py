@@ -86,7 +86,7 @@ def turned_stack(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
         raise UnsupportedCheckpointError(
             "the orientation of expert matrices can only be recognized by their shape",
             found=f"{rows} x {columns}", expected="matrices that are no squares", where=tensor.name,
-            hint="such a model goes to Hugging Face only where its experts have another width",
+            hint="only a model whose expert width differs from its hidden size can be converted",
         )  # fmt: skip
     return replace(tensor, shape=(count, columns, rows), transposed=True)
 

@@ -26,7 +26,7 @@ from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError, archive_of,
 _GROUPED = re.compile(rf"^(.*\.experts|experts)\.(linear_fc[12]\.{EXTRA_STATE})$")
 _SIDE_BY_SIDE = re.compile(r"^(scale|scale_inv|amax_history)_(fwd|bwd)$")
 _SETTINGS, _COUNT = "extra_fp8_variables", "num_gemms"
-_ABOUT = "written empty, because one state there stands for several experts (fp8 scaling begins anew)"
+_ABOUT = "written empty, because one stored state covers several experts (fp8 scaling is reinitialized)"
 
 FoundLayout = tuple[dict[str, Any], list[str]]
 """States by model-space name, and notes."""

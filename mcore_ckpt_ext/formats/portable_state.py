@@ -114,7 +114,7 @@ def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], li
         return found, []
     return found, [
         f"extra states of {len(emptied)} modules are written empty, for they hold pickles with other classes than "
-        f"this package writes (fp8 scaling begins anew): {escaped(emptied[0])} and so on"
+        f"this package writes (fp8 scaling is reinitialized): {escaped(emptied[0])} and so on"
     ]
 
 

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
 _SHOWN = 3
 # One in how many stretches is looked at (`live_mismatches`): what this package has filled is already proven in full.
 _OF_STOCK, _OF_OURS = 3, 8
-PROVEN = f"masters proven against their weights, of each at least one stretch of {STRETCH:,} elements in {_OF_STOCK}"
+PROVEN = f"masters verified against their weights, one of every {_OF_STOCK} stretches of {STRETCH:,} elements"
 """What `prove_loaded` has shown, where this package did not fill the optimizer."""
 
 

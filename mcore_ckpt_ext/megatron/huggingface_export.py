@@ -118,12 +118,12 @@ class Exports:
             problem = str(error)
         if problem is None:
             seconds = time.monotonic() - begun
-            self._say(f"iteration {save.iteration} is a Hugging Face folder, too: {place}, {seconds:.1f} s beside "
-                      "the training")  # fmt: skip
+            self._say(f"iteration {save.iteration} was also written as a Hugging Face folder: {place}, {seconds:.1f} s "
+                      "in the background")  # fmt: skip
         else:
             told = " ".join(problem.strip().splitlines()[-_SHOWN:])
             self._warn(f"WARNING: no Hugging Face folder of iteration {save.iteration} was written to {place}; the "
-                       f"checkpoint itself is whole: {told}")  # fmt: skip
+                       f"checkpoint itself is complete: {told}")  # fmt: skip
 
 
 def environment_of(variables: Mapping[str, str]) -> dict[str, str]:

@@ -196,7 +196,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "learning rates",
-        "it does not find its parameter groups, whose bounds are others, and ends",
+        "it fails, because the bounds of its parameter groups differ",
         "param_group_identifier_keys, megatron/core/optimizer/optimizer.py, 0.19.0 to 0.19.2",
         lambda facts: has_other_rates(facts.written, facts.running),
         loops=_MEGATRON,
@@ -226,7 +226,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "distributed or not",
-        "it asks for keys that the other kind of optimizer does not store",
+        "it requests keys that the other kind of optimizer does not store",
         "sharded_state_dict, megatron/core/optimizer/optimizer.py, 0.16.1 to 0.19.2",
         _is_of_another_kind,
     ),
@@ -300,7 +300,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "group settings",
-        "it ends where a stored parameter group lacks a setting that tells groups apart",
+        "it fails if a stored parameter group lacks a setting that distinguishes groups",
         f"_filter_and_reorder_param_groups, megatron/core/optimizer/optimizer.py, and {_OPTIMIZER}, 0.14.0 to 0.18.2",
         lambda facts: lacks_identity(facts.stored_groups()),
         does=MATCHES_GROUPS_BY_SETTINGS,

@@ -44,7 +44,7 @@ class Budget:
             raise OverBudgetError(
                 "a file of the checkpoint requires far more work than its size allows; it was not used",
                 found=f"more than {self._granted:,} steps for {shortened(purpose)}",
-                expected=f"at most so many for the {self._nbytes:,} bytes that were read",
+                expected=f"at most {self._granted:,} for the {self._nbytes:,} bytes that were read",
                 where=self._where,
                 hint="do not use this file: it is damaged, or an attack; use another iteration, or another copy",
             )

@@ -35,7 +35,7 @@ SUMMARY = "[mcore_ckpt_ext] optimizer resumed from "
 SUMMARY_FORM = re.compile(
     r"optimizer resumed from (?P<source>TP\d.*?) as (?P<target>TP\d.*?): (?P<format>\w+( \+ \w+)*), "
     r"(?P<megabytes>[\d.,]+) MB read, "
-    r"(?P<parameters>\d+) parameters proven equal to their weights( when rounded, ties either way)? "
+    r"(?P<parameters>\d+) parameters verified equal to their weights( when rounded, ties either way)? "
     r"\((?P<elements>[\d,]+) elements, placed by (?P<witnesses>.+?)\), (?P<seconds>[\d.]+) s"
 )
 

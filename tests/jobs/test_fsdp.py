@@ -116,7 +116,7 @@ def test_one_line_says_what_was_resumed(resumed: Job) -> None:
     """Its own format is left to stock."""
     assert [line.partition(" s; ")[0].rpartition(", ")[0] for line in resumed.said] == [
         "[rank 0] [mcore_ckpt_ext] model and optimizer resumed from TP1 x PP4 x DP2 by Megatron-FSDP: "
-        f"{form}, 0.7 MB read, 57,856 masters proven equal to their weights"
+        f"{form}, 0.7 MB read, 57,856 masters verified equal to their weights"
         for form in ("torch, legacy_torch", "torch_dist, fully_reshardable", "torch_dist, dp_reshardable")
     ]
 

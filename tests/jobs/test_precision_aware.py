@@ -143,7 +143,7 @@ def test_masters_of_half_precision_are_proven_to_be_near(results: Results, tmp_p
     truth = assemble(saved.at_save)
     assert differing(truth, assemble(off.at_load)) == []
     for resumed in (off, results.job("half, TP2")):
-        assert "parameters proven within fp16 rounding of their weights" in resumed.output
+        assert "parameters verified within fp16 rounding of their weights" in resumed.output
         assert_same_training_state(saved.at_save, resumed.at_load)
         assert_losses_go_on(saved, resumed)
     found = assemble(results.job("half, TP2").at_load)  # other shards have other scales
@@ -202,7 +202,7 @@ def test_other_frozen_parameters_of_the_same_size(tmp_path: Path) -> None:
     same = run_job(tmp_path / "same", layout, load=saved.run, environment=fast, **options)
     assert same.returncode == 0
     assert "of tensors read" in same.output
-    assert "proven" not in same.output
+    assert "verified" not in same.output
     for environment in ({}, fast):
         other = run_job(
             tmp_path / "other", layout, load=saved.run, environment={**environment, "FROZEN_LAYER": "1"}, **options

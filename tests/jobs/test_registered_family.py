@@ -32,7 +32,7 @@ def test_a_job_starts_from_its_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     flags = [*training_flags(arguments), "--no-bias-swiglu-fusion", "--vocab-size", "250"]
     turn = Turn(tmp_path / "job", Layout(1, 2, 2), load=model, until=1, more=flags)
     job = run_in_turn(tmp_path, [turn], [plugin]).job("job")
-    said = f"the Hugging Face folder {model}, a Parrot (registered by parrot-families 1.5), cut for the running layout"
+    said = f"weights of the Hugging Face folder {model}, a Parrot (registered by parrot-families 1.5)"
     assert sum(said in line for line in job.said) == 1
     stored, live = load_file(model / "model.safetensors"), assemble(job.at_load)
     for layer in range(2):

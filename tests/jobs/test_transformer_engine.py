@@ -240,7 +240,7 @@ def separate(dumped: Path) -> dict[str, torch.Tensor]:
 def test_resumed_and_gone_on_exactly(results: Results, name: str) -> None:
     source, resumed = (RESUMES | AGAIN)[name].source, results.job(name)
     begun = LAST if source in RESUMES else SAVED
-    assert any("proven equal to their weights" in line for line in resumed.said)
+    assert any("verified equal to their weights" in line for line in resumed.said)
     saved = dump(results, source, begun)
     assert differing(separate(saved), separate(resumed.at_load)) == []
     assert training_state(saved) == training_state(resumed.at_load)

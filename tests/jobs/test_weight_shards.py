@@ -88,7 +88,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_resumed_and_gone_on_exactly(name: str, results: Results) -> None:
     source, layout, has_sidecar = RESUMES[name]
     saved, resumed = results.job(source), results.job(name)
-    assert any("proven equal to their weights" in line for line in resumed.said)
+    assert any("verified equal to their weights" in line for line in resumed.said)
     assert ("the sidecar" in resumed.summary["witnesses"]) == has_sidecar
     truth = everything_in(open_checkpoint(saved.run / f"iter_{LAST:07d}"))
     assert differing(truth, everything_in(open_checkpoint(resumed.run / f"iter_{LAST:07d}"))) == []

@@ -92,7 +92,7 @@ def test_a_failure_is_a_loud_message_and_nothing_else(
     assert said == []
     (line,) = warned
     assert line.startswith("WARNING: no Hugging Face folder of iteration 4 was written to")
-    assert "the checkpoint itself is whole" in line
+    assert "the checkpoint itself is complete" in line
     assert told in line
 
 

@@ -74,7 +74,7 @@ class FlatStates:
         multipliers = [group.get("wd_mult", group.get("pre_wd_mult")) for group in groups]
         if sorted(multipliers, key=repr) not in ([0.0, 1.0], [1.0], [0.0]):
             raise UnsupportedCheckpointError(
-                "the order of these parameter groups in a legacy file is not known",
+                "the order of these parameter groups in a legacy file is unknown",
                 found=f"{len(groups)} groups",
                 expected="one with and one without weight decay",
                 hint="write for --megatron-version 0.14 or later",

@@ -114,7 +114,7 @@ class PackingRecorder:
             sidecar = Sidecar(f"mcore_ckpt_ext {written_by}", megatron, iteration, layout, groups, saved, digests)
             return sidecar.to_json()
         except Exception as error:  # noqa: BLE001 - see above
-            self._say(f"no sidecar beside iteration {iteration}: {error}; a resume will recover the packing instead")
+            self._say(f"no sidecar in iteration {iteration}: {error}; a resume will recover the packing instead")
             return ""
 
 

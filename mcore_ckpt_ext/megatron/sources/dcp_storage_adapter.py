@@ -130,7 +130,7 @@ class DcpStorageAdapter(ABC):
         """What was done, over all ranks, in one line; collective."""
         read, proven = zip(*gather((self._reader.bytes_read if self._reader else 0, self._filler.proven)), strict=True)
         source = self.checkpoint
-        how = f"proven {source.proof.words}" if source.proof.is_near else "proven equal to their weights"
+        how = f"verified {source.proof.words}" if source.proof.is_near else "verified equal to their weights"
         what, of_what = (
             ("model and optimizer", source.optimizer_format) if self._fills_optimizer else ("weights", "alone")
         )

@@ -158,10 +158,9 @@ def start_from(
     grown = f"; {kept_message(new)}" if new else ""
     left = f"; left out: {'; '.join(left_out)}" if left_out else ""
     of_family = "".join(registered)
-    announce(f"the weights of the Hugging Face folder {folder}{of_family}, cut for the running layout, are what "
-             f"training starts from{left}{grown}")  # fmt: skip
+    announce(f"training starts from the weights of the Hugging Face folder {folder}{of_family}{left}{grown}")
     for line in told(complete(JobArguments.of(vars(arguments)))):
-        announce(f"otherwise than in the Hugging Face model, {line}")
+        announce(f"unlike in the Hugging Face model, {line}")
     return result
 
 

@@ -113,7 +113,7 @@ def load_weights_alone(
     with fed(scope, folder, chunks):
         result = stock()
     form = "legacy" if is_legacy(folder) else open_checkpoint(folder).format
-    announce(f"weights of the {form} checkpoint {folder} cut for the running layout; random state starts anew")
+    announce(f"weights of the {form} checkpoint {folder} divided for the running layout; random state is reinitialized")
     return result
 
 
