@@ -48,5 +48,5 @@ def test_only_layers_with_an_indexer_have_its_tensors() -> None:
 
 def test_an_mtp_layer_that_shares_is_refused() -> None:
     arguments = arguments_for("FSF").changed(mtp_num_layers=2)
-    assert FAMILY.mismatches(arguments) == ["an MTP layer without an indexer of its own"]
+    assert FAMILY.mismatches(arguments) == ["an MTP layer without its own indexer"]
     assert FAMILY.mismatches(arguments_for("FFSF").changed(mtp_num_layers=2)) == []

@@ -532,8 +532,8 @@ def test_whether_embeddings_are_tied_is_true_or_false() -> None:
 @pytest.mark.parametrize(
     ("name", "keys", "told"),
     [
-        ("mixtral", {"num_experts_per_tok": 1}, "whose gate is normalised to 1"),
-        ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "whose gate is normalised to 1"),
+        ("mixtral", {"num_experts_per_tok": 1}, "with a gate normalized to 1"),
+        ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "with a gate normalized to 1"),
         ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts"),
         ("smollm3", {"no_rope_layers": [1]}, "an entry for each of 2 layers"),
     ],

@@ -79,7 +79,7 @@ def test_a_load_of_stock_is_proven_and_stops_the_job_on_every_rank(outcomes: Out
         assert rank["passed_through"] == [True]
         assert rank["error"].startswith("ProofError: after this load 1 parameters have masters that do not round")
         assert f"{MATRIX}, element {ELEMENT}: master " in rank["error"]
-        assert "one stretch of 131,072 elements in 3 was looked at" in rank["error"]
+        assert "one of every 3 stretches of 131,072 elements was compared" in rank["error"]
         assert "MCORE_CKPT_EXT_PROOF=warn" in rank["error"]
 
 
