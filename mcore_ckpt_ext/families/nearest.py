@@ -69,13 +69,13 @@ def unknown_family(
 
 
 def _hint(nearest: Nearest, cannot_be_built: bool) -> str:
-    """The command that goes on: with the nearest family, unless it has no place for some tensors."""
-    write = "mcore-ckpt convert --family path.py:Name (CONTRIBUTING.md shows how to write one)"
+    """The flags to continue with: the nearest family, unless it has no place for some tensors."""
+    write = "--family path.py:Name (docs/how-to/own-format.md)"
     if cannot_be_built or nearest.tensors:
-        return f"write a family that maps it to layers of your own: {write}"
+        return f"map it to layers of your own with a family: {write}"
     accept = "".join(f" --accept-key {key}" for key in nearest.keys)
-    same = f"mcore-ckpt convert --family {nearest.family.name}{accept}"
-    return f"if it computes as {nearest.family.name}: {same}; else write its family: {write}"
+    same = f"--family {nearest.family.name}{accept}"
+    return f"if it computes the same as {nearest.family.name}: {same}; if not, write its family: {write}"
 
 
 def nearest_families(config: Mapping[str, Any], names: Collection[str], families: Iterable[Family]) -> list[Nearest]:
