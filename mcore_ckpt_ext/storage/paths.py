@@ -39,7 +39,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
             "this remote store needs a library that is not installed",
             found=str(error),
             where=text,
-            hint="pip install 'mcore_ckpt_ext[remote]', and fsspec's library for the store (s3fs, gcsfs, adlfs, ...)",
+            hint="pip install universal_pathlib, and fsspec's library for the store (s3fs, gcsfs, adlfs, ...)",
         ) from error
 
 

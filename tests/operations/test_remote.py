@@ -154,7 +154,7 @@ def test_without_the_library_the_error_says_what_to_install(tmp_path: Path) -> N
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "UnsupportedCheckpointError" in result.stdout
-    assert "pip install 'mcore_ckpt_ext[remote]'" in result.stdout
+    assert "pip install universal_pathlib" in result.stdout
 
 
 # The many small files of zarr are the same to every store, and each is a request of S3.
