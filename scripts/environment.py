@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -27,7 +27,9 @@ class SetupError(RuntimeError):
     """The environment cannot be made; the message says what was looked for."""
 
 
-def prepared(folder: Path, extras: str, log: Path) -> Path:
+def prepared(
+    folder: Path, extras: str, log: Path, *, pins: Sequence[str] = (), version: tuple[int, ...] = PYTHON
+) -> Path:
     """The interpreter of a virtual environment in `folder` that holds this package with some of its extras.
 
     An environment made earlier is used again; pip then finds everything in place. Programs that are started hereafter
@@ -37,6 +39,8 @@ def prepared(folder: Path, extras: str, log: Path) -> Path:
         folder: where the environment is, or will be.
         extras: `demo` or `demo,test,docs`, as in pyproject.toml.
         log: pip's output.
+        pins: releases of other packages, like `torch==2.9.1`.
+        version: of Python, major and minor.
 
     Raises:
         SetupError: no fitting interpreter, or the installation failed.
@@ -46,8 +50,8 @@ def prepared(folder: Path, extras: str, log: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         # Python 3.12's own pip takes three times as long to see which releases fit.
-        subprocess.run([find_python(), "-m", "venv", "--upgrade-deps", str(folder)], check=True)
-    _pip_install(python, log, "-e", f"{REPOSITORY}[{extras}]")
+        subprocess.run([find_python(version), "-m", "venv", "--upgrade-deps", str(folder)], check=True)
+    _pip_install(python, log, "-e", f"{REPOSITORY}[{extras}]", *pins)
     return python
 
 
@@ -68,12 +72,43 @@ def prepared_beside(base: Path, folder: Path, log: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([str(base), "-m", "venv", "--upgrade-deps", str(folder)], check=True)
-    ours, theirs = _packages_folder(python), _packages_folder(base)
-    # As a site folder, not as a mere path: an editable installation is found by a file in it.
-    (ours / "beside.pth").write_text(f"import site; site.addsitedir({str(theirs)!r})\n")
+    _add_packages(python, _packages_folder(base))
     _pip_install(python, log, *COLOSSALAI_NEEDS)
     _pip_install(python, log, "--no-deps", *COLOSSALAI)
     return python
+
+
+def prepared_with_megatron(base: Path, folder: Path, release: str, log: Path) -> Path:
+    """The interpreter of an environment with another release of Megatron Core than the first one's, and all else of it.
+
+    Args:
+        base: the interpreter of the first environment, as `prepared` gives it.
+        folder: where the second is, or will be.
+        release: of megatron-core on PyPI.
+        log: pip's output.
+
+    Raises:
+        SetupError: the installation failed.
+    """
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([str(base), "-m", "venv", "--upgrade-deps", str(folder)], check=True)
+    # `megatron` is a namespace package: what only the other release has would be found as well, were the folder whole.
+    links = folder / "packages"
+    shutil.rmtree(links, ignore_errors=True)
+    links.mkdir()
+    for entry in _packages_folder(base).iterdir():
+        if not entry.name.startswith("megatron"):
+            (links / entry.name).symlink_to(entry)
+    _add_packages(python, links)
+    _pip_install(python, log, "--no-deps", f"megatron-core=={release}")
+    return python
+
+
+def _add_packages(python: Path, folder: Path) -> None:
+    """An environment finds the packages of a folder after its own."""
+    # As a site folder, not as a mere path: an editable installation is found by a file in it.
+    (_packages_folder(python) / "beside.pth").write_text(f"import site; site.addsitedir({str(folder)!r})\n")
 
 
 def _pip_install(python: Path, log: Path, *what: str) -> None:
@@ -92,29 +127,29 @@ def _packages_folder(python: Path) -> Path:
     return Path(done.stdout.strip())
 
 
-def find_python() -> str:
-    """An interpreter of the version that Megatron's release needs.
+def find_python(wanted: tuple[int, ...] = PYTHON) -> str:
+    """An interpreter of a version, major and minor; by default the one that Megatron's release needs.
 
     Raises:
         SetupError: there is none.
     """
     looked_at = []
-    for candidate in _candidates():
+    for candidate in _candidates(".".join(map(str, wanted))):
         version = _version(candidate)
         looked_at.append(f"{candidate}: {'.'.join(map(str, version)) if version else 'does not run'}")
-        if version == PYTHON:
+        if version == wanted:
             return candidate
-    wanted = ".".join(map(str, PYTHON))
-    raise SetupError(f"Python {wanted} is needed (megatron-core 0.19 declares it); found only " + "; ".join(looked_at))
+    reason = " (megatron-core 0.19 declares it)" if wanted == PYTHON else ""
+    name = ".".join(map(str, wanted))
+    raise SetupError(f"Python {name} is needed{reason}; found only " + "; ".join(looked_at))
 
 
-def _candidates() -> Iterator[str]:
-    name = f"python{PYTHON[0]}.{PYTHON[1]}"
+def _candidates(version: str) -> Iterator[str]:
     yield sys.executable
-    if found := shutil.which(name):
+    if found := shutil.which(f"python{version}"):
         yield found
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    for folder in sorted(versions.glob(f"{PYTHON[0]}.{PYTHON[1]}*"), reverse=True):
+    for folder in sorted(versions.glob(f"{version}.*"), reverse=True):
         yield str(folder / "bin" / "python")
 
 

@@ -4,6 +4,8 @@
     python3 scripts/run_tests.py --quick                what needs no running job: minutes
     python3 scripts/run_tests.py --changed              the tests nearest to what differs from the main branch
     python3 scripts/run_tests.py [pytest arguments]     the tests that these name
+    python3 scripts/run_tests.py --megatron 0.17.1 [--python 3.12] [--torch 2.9.1] [pytest arguments]
+                                                        a cell of the test matrix: what depends on that release
 
 Checkouts of Megatron-LM named by MEGATRON_LM_PATH, and of ColossalAI named by COLOSSALAI_PATH, are tested, too; without
 them those tests say that they were skipped. ColossalAI's tests run in an environment of their own beside the first,
@@ -17,12 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from changed_tests import changed_files, importers, nearest_tests
 from environment import REPOSITORY, SetupError, prepared, prepared_beside
+from matrix_cell import Cell, parse_cell
 
 CHECKS = (
     ("ruff", ["-m", "ruff", "check", "."]),
@@ -44,7 +48,9 @@ BALANCED = ("-n", str(PROCESSES), "--dist", "worksteal")
 
 def main() -> int:
     """Run what was asked for; the exit status is that of the first check that failed, else pytest's."""
-    arguments = sys.argv[1:]
+    cell, arguments = parse_cell(sys.argv[1:])
+    if cell != Cell():
+        return _cell(cell, arguments)
     if arguments == ["--changed"]:
         arguments = nearest_tests(changed_files(REPOSITORY), importers(REPOSITORY))
         if not arguments:
@@ -67,9 +73,7 @@ def main() -> int:
         print(f"installed and checked in {time.monotonic() - started:.0f} s", flush=True)
         if status:
             return status
-        # All processes share what they unpack of tests/data (tests/harness/checkpoints.py).
-        with tempfile.TemporaryDirectory(prefix="checkpoints-") as unpacked:
-            os.environ["TEST_DATA_UNPACKED"] = unpacked
+        with _shared_checkpoints():
             if beside is None:
                 return _pytest(python, [*BALANCED, f"--ignore={JOBS}", f"--ignore={PEERS}"]).returncode
             if arguments:
@@ -80,6 +84,26 @@ def main() -> int:
             statuses = [_pytest(python, IN_TURN).returncode, of_colossalai.result().returncode]
             print(of_colossalai.result().stdout, end="", flush=True)
             return next((status for status in statuses if status), 0)
+
+
+def _cell(cell: Cell, arguments: Sequence[str]) -> int:
+    print("installing the environment of this cell (.venv-*)", flush=True)
+    try:
+        python = cell.prepared(REPOSITORY / ".venv-install.log")
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        return 2
+    os.environ.update(cell.variables)
+    with _shared_checkpoints():
+        return _pytest(python, arguments or [*IN_TURN, *cell.tests]).returncode
+
+
+@contextmanager
+def _shared_checkpoints() -> Iterator[None]:
+    """All processes share what they unpack of tests/data (tests/harness/checkpoints.py)."""
+    with tempfile.TemporaryDirectory(prefix="checkpoints-") as unpacked:
+        os.environ["TEST_DATA_UNPACKED"] = unpacked
+        yield
 
 
 def _checks(python: Path) -> int:

@@ -18,10 +18,14 @@ _RANKS_FOLDER = Path(__file__).parent / "ranks"
 _TIME_LIMIT = 400
 INSTALLED = "0.19.2"
 # Release: the Python that its wheel on PyPI was made for. What is compiled in it is not used here.
-WHEELS = {"0.12.3": "3.11", "0.13.1": "3.11", "0.14.0": "3.12", "0.15.3": "3.12", "0.16.1": "3.12", INSTALLED: ""}
-# The oldest, the one that writes every format, and the newest; a minute each. TEST_RELEASES=all adds those between.
+WHEELS = {
+    "0.12.3": "3.11", "0.13.1": "3.11", "0.14.0": "3.12", "0.15.3": "3.12", "0.16.1": "3.12", "0.17.1": "3.12",
+    "0.18.2": "3.12", INSTALLED: "",
+}  # fmt: skip
+# The oldest, the one that writes every format, and the newest; a minute each. TEST_RELEASES names others, or all.
 OF_EVERY_RUN = ("0.12.3", "0.15.3", INSTALLED)
-RELEASES = tuple(WHEELS) if os.environ.get("TEST_RELEASES") == "all" else OF_EVERY_RUN
+_NAMED = os.environ.get("TEST_RELEASES", " ".join(OF_EVERY_RUN))
+RELEASES = tuple(WHEELS) if _NAMED == "all" else tuple(_NAMED.split())
 
 DP_RESHARDABLE, FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"
 MODEL_SPACE, DP_ZERO = "fully_sharded_model_space", "dp_zero_gather_scatter"
@@ -30,7 +34,8 @@ _OLD, _NEW = (MODEL_SPACE, DP_ZERO), (DP_RESHARDABLE, FULLY_RESHARDABLE)
 # What `save_checkpoint` of each release can write (megatron/training/checkpointing.py).
 FORMATS = {
     "0.12.3": (*_OLD, LEGACY, PLAIN), "0.13.1": (*_OLD, LEGACY, PLAIN), "0.14.0": (*_OLD, LEGACY, PLAIN),
-    "0.15.3": (*_NEW, *_OLD, LEGACY, PLAIN), "0.16.1": (*_NEW, LEGACY, PLAIN), INSTALLED: (*_NEW, LEGACY, PLAIN),
+    "0.15.3": (*_NEW, *_OLD, LEGACY, PLAIN), "0.16.1": (*_NEW, LEGACY, PLAIN), "0.17.1": (*_NEW, LEGACY, PLAIN),
+    "0.18.2": (*_NEW, LEGACY, PLAIN), INSTALLED: (*_NEW, LEGACY, PLAIN),
 }  # fmt: skip
 _NAMES = (*_NEW, *_OLD, LEGACY, PLAIN)
 # What the name of a folder says of a model: (experts, tied embeddings).

@@ -163,10 +163,8 @@ def load(order: dict[str, Any]) -> None:
     """Build one target, and resume it from every checkpoint in turn; each time from other values."""
     import core_model
 
-    from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-    from mcore_ckpt_ext.job.job_arguments import JobArguments
+    from mcore_ckpt_ext import load_optimizer, open_checkpoint
     from mcore_ckpt_ext.megatron.live.model import live_parameters
-    from mcore_ckpt_ext.optimizer_reshard import prepare
 
     layout, tied = core_model.Layout(**order["layout"]), order["tied"]
     core_model.start(layout)
@@ -179,7 +177,6 @@ def load(order: dict[str, Any]) -> None:
             allocate(optimizer)
         core_model.fill_with_noise(job, tied, seed=100 + number)
         folder = Path(source)
-        prepared = prepare(folder, job.models, job.optimizer, JobArguments.of(job.arguments))
         writer = folder.parents[1]
         if writer in weights:
             with torch.no_grad():
@@ -187,7 +184,7 @@ def load(order: dict[str, Any]) -> None:
         else:
             load_weights(job, open_checkpoint(folder), live_parameters(job.models))
             weights[writer] = [parameter.detach().clone() for parameter in parameters]
-        prepared.prove().fill()
+        load_optimizer(folder, job.models, job.optimizer)
         core_model.dump(job, Path(target), tied)
 
 

@@ -1,0 +1,92 @@
+"""A cell of the test matrix: another release of Megatron, Python or torch than those of the test command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from environment import PYTHON, REPOSITORY, prepared, prepared_with_megatron
+
+# Since 0.17 the wheels of PyPI have Megatron's own training loop, `megatron.training`; older ones have its core alone.
+FIRST_WITH_LOOP = (0, 17)
+# Of the oldest Python, the oldest torch that is supported; of each other one, a torch that its users have.
+TORCH_OF_PYTHON = {(3, 10): "2.4.1", (3, 11): "2.9.1", (3, 12): "2.13.0", (3, 13): "2.15.0"}
+# What a release of Megatron with a loop may change: the hooks, saving, resuming.
+LOOP_TESTS = (
+    "tests/megatron", "tests/patching", "tests/jobs/test_first_step.py", "tests/jobs/test_flags.py",
+    "tests/jobs/test_formats.py", "tests/jobs/test_legacy.py", "tests/jobs/test_resume.py", "tests/jobs/test_saving.py",
+    "tests/jobs/test_sidecar.py", "tests/jobs/test_stock.py", "tests/jobs/test_whole.py",
+)  # fmt: skip
+# The genuine DistributedOptimizer of the releases that TEST_RELEASES names.
+CORE_TESTS = ("tests/jobs/versions",)
+# What a release of Python or torch may change: everything that runs without Megatron.
+PACKAGE_TESTS = (
+    "tests/cli", "tests/formats", "tests/job", "tests/layout", "tests/model_space", "tests/operations",
+    "tests/optimizers", "tests/patching", "tests/planning", "tests/storage",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the command line names; None stands for the test command's own.
+
+    Attributes:
+        megatron: a release of megatron-core.
+        python: major and minor version.
+        torch: a release.
+    """
+
+    megatron: str | None = None
+    python: tuple[int, ...] | None = None
+    torch: str | None = None
+
+    @property
+    def has_loop(self) -> bool:
+        """Whether Megatron's own training loop is in the release's wheel."""
+        return self.megatron is not None and _numbers(self.megatron)[:2] >= FIRST_WITH_LOOP
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """What is run, unless the command line names tests."""
+        if self.megatron is None:
+            return PACKAGE_TESTS
+        return LOOP_TESTS if self.has_loop else CORE_TESTS
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the environment of the tests."""
+        return {} if self.megatron is None else {"TEST_RELEASES": self.megatron}
+
+    def prepared(self, log: Path) -> Path:
+        """The interpreter of an environment for the cell.
+
+        Raises:
+            SetupError: no fitting interpreter, or the installation failed.
+        """
+        if self.python is None and self.torch is None:
+            base = prepared(REPOSITORY / ".venv", "demo,test,docs", log)
+            if not self.has_loop or self.megatron is None:
+                return base
+            return prepared_with_megatron(base, REPOSITORY / f".venv-megatron-{self.megatron}", self.megatron, log)
+        version = self.python or PYTHON
+        pins = [f"torch=={self.torch or TORCH_OF_PYTHON[version]}"]
+        if self.has_loop:
+            pins.append(f"megatron-core=={self.megatron}")
+        name = "-".join([".venv-python" + ".".join(map(str, version)), *(pin.replace("==", "-") for pin in pins)])
+        return prepared(REPOSITORY / name, "megatron-dependencies,test", log, pins=pins, version=version)
+
+
+def parse_cell(words: Sequence[str]) -> tuple[Cell, list[str]]:
+    """The cell that a command line names, and the other words."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--megatron")
+    parser.add_argument("--python", type=_numbers)
+    parser.add_argument("--torch")
+    found, others = parser.parse_known_args(words)
+    return Cell(found.megatron, found.python, found.torch), others
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
