@@ -2,8 +2,9 @@
 
 A page's fences are read as follows. `console`: lines that begin with `$ ` are commands, what stands below each is its
 output; `...` on a line of its own stands for any lines, inside a line for any text. `python`: run as it stands. A fence
-with one of the marks of `EXEMPT` as its title, which the reader sees, is not run. Other languages are files and
-outputs, not commands.
+with one of the marks of `EXEMPT` as its title, which the reader sees, is not run. `bash`: a script, which the reader
+saves under the name that is its title; later commands of the page run it. Other languages are files and outputs, not
+commands.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-EXEMPT = ("needs a running job", "needs the network", "needs your cluster", "needs ColossalAI")
+EXEMPT = ("needs a running job", "needs the network", "needs your cluster", "needs ColossalAI", "needs PEFT")
 NOT_COMMANDS = ("text", "yaml", "json", "toml", "diff", "bibtex", "ini")
 _FENCE = re.compile(r'^( *)```(\w*)(?: title="([^"]*)")?\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 _SANDBOX = re.compile(r"<!-- sandbox: ([\w= -]+) -->")
@@ -37,6 +38,10 @@ class Fence:
     @property
     def is_run(self) -> bool:
         return self.language in ("console", "python") and self.title not in EXEMPT
+
+    @property
+    def is_script(self) -> bool:
+        return self.language == "bash"
 
     def commands(self) -> list[Command]:
         found: list[Command] = []

@@ -20,6 +20,8 @@ from tests.harness.colossalai_folders import colossalai_checkpoint
 from tests.harness.peft import adapter, peft_folder
 
 REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
+# What a cluster has: `mcore-ckpt`, and programs in place of Slurm's.
+STAND_INS = Path(__file__).with_name("stand_ins")
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 # What a page calls the folder in which it is: absolute paths of a real run begin with it.
 HERE = "/data"
@@ -37,6 +39,10 @@ class Sandbox:
         self._names: dict[str, object] = {}
 
     def run(self, fence: Fence) -> None:
+        if fence.is_script:
+            (self._folder / fence.title).write_text(fence.text + "\n")
+            subprocess.run(["bash", "-n", fence.title], check=True)
+            return
         if fence.language == "python":
             exec(compile(fence.text, "<page>", "exec"), self._names)
             self._capfd.readouterr()
@@ -68,10 +74,12 @@ class Sandbox:
                 self._code = int(stopped.code or 0)
             told = self._capfd.readouterr()
             return (told.err + told.out).splitlines()
-        command = f'mcore-ckpt() {{ "{sys.executable}" -m mcore_ckpt_ext "$@"; }}; {words}'
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        environment = {
+            **os.environ, "PYTHONPATH": str(REPOSITORY), "TEST_PYTHON": sys.executable,
+            "PATH": f"{STAND_INS}{os.pathsep}{os.environ['PATH']}",
+        }  # fmt: skip
         done = subprocess.run(
-            ["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=120, check=False
+            ["bash", "-c", words], env=environment, capture_output=True, text=True, timeout=120, check=False
         )
         self._code = done.returncode
         return (done.stderr + done.stdout).splitlines()
@@ -98,7 +106,7 @@ def _adapter(folder: Path) -> Path:
 def test_what_a_page_says_happens(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fences = [fence for fence in fences_of(page) if fence.is_run]
+    fences = [fence for fence in fences_of(page) if fence.is_run or fence.is_script]
     for name, number in sandbox_of(page).items():
         shutil.copytree(_laid_out(number, tmp_path / "from"), tmp_path / name)
     monkeypatch.chdir(tmp_path)
@@ -111,7 +119,10 @@ def test_what_a_page_says_happens(
 def test_what_is_not_run_says_so(page: Path) -> None:
     """A command outside of a `console` fence would not be run by anybody."""
     for fence in fences_of(page):
-        assert fence.language in (*NOT_COMMANDS, "console", "python"), f"a block of {fence.language or 'no language'}"
+        assert fence.language in (*NOT_COMMANDS, "console", "python", "bash"), (
+            f"a block of {fence.language or 'no language'}"
+        )
+        assert not fence.is_script or re.fullmatch(r"[\w.-]+", fence.title), "a script without the name of its file"
         assert fence.title in EXEMPT or not fence.title or not fence.commands() or fence.is_run, fence.title
         assert fence.language != "text" or not re.search(r"^\$ |^mcore-ckpt ", fence.text, re.MULTILINE), fence.text
 
