@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from typing_extensions import override
-
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import Fit
@@ -19,7 +17,7 @@ from mcore_ckpt_ext.formats.parts import Merger, StoredWeights, Weights, lazy
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
-from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights, WrappedWeights
+from mcore_ckpt_ext.formats.weights_view import WeightsView, relocated, view_of_weights
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import Derivation, derivation_of
@@ -29,21 +27,18 @@ from mcore_ckpt_ext.transfer import Transfer
 Value = TypeVar("Value")
 
 
-class _MergedWeights(WrappedWeights):
+def _merged_weights(weights: Weights, merged: Mapping[str, Merged]) -> WeightsView:
     """A model's own arrays, without those of adapters beside them; `merged`: how some follow from both."""
 
-    def __init__(self, weights: Weights, merged: Mapping[str, Merged]) -> None:
-        super().__init__(weights)
-        self._merged = merged
+    def derivation(kind: str, name: str) -> Derivation | None:
+        own = merged.get(name) if kind == WEIGHT else None
+        return own if own is not None else derivation_of(weights, kind, name)
 
-    @override
-    def names(self) -> list[str]:
-        return [name for name in super().names() if not is_adapter(name)]
-
-    @override
-    def derivation(self, kind: str, name: str) -> Derivation | None:
-        own = self._merged.get(name) if kind == WEIGHT else None
-        return own if own is not None else derivation_of(self.wrapped, kind, name)
+    return replace(
+        view_of_weights(weights),
+        names=lambda: [name for name in weights.names() if not is_adapter(name)],
+        derivation=derivation,
+    )
 
 
 def merged_view(
@@ -68,7 +63,7 @@ def merged_view(
     view, where = without_optimizer(base), adapters.weights
     if not beside:
         reader = OverlayReader(base.reader, adapters.reader)
-        where = RelocatedWeights(where, reader.name_of)
+        where = relocated(where, reader.name_of)
         view = replace(view, files=replace(view.files, reader=reader, transfer=Transfer(reader)))
     merged = _merged(base, adapters, where, scaling, fit_of_adapters(base, family, stated))
     sources = [base] if beside else [base, adapters]
@@ -81,7 +76,7 @@ def merged_view(
     return replace(
         view,
         model=StoredWeights(
-            lazy(lambda: _MergedWeights(base.weights, merged)), lazy(lambda: _of_base(base.sharded_keys()))
+            lazy(lambda: _merged_weights(base.weights, merged)), lazy(lambda: _of_base(base.sharded_keys()))
         ),
         states=replace(view.states, extra=lazy(lambda: _of_base(base.extra_states()))),
         unread_keys=unread,

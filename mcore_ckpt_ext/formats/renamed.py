@@ -6,15 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from typing_extensions import override
-
 from mcore_ckpt_ext.formats.parts import Weights
+from mcore_ckpt_ext.formats.weights_view import WeightsView
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import Layer, ShardedKey, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
-from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.state_view import StateView
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice, WantedSlice, derivation_of, slices_in
 
 
@@ -94,108 +93,40 @@ class _RenamedDerivation:
         return self._derivation.values(self._names.as_stored(wanted), inputs)
 
 
-class RenamedSource:
-    """A source under other names."""
-
-    def __init__(self, source: Source, names: NameMap) -> None:
-        self._source, self._names = source, names
-
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """All slices that hold elements of a tensor."""
-        return self._names.slices(self._source.stored(kind, self._names.stored(name)))
-
-    def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
-        """At least the slices that hold elements of a region."""
-        return self._names.slices(slices_in(self._source, kind, self._names.region_as_stored(region)))
-
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
-        return self._names.tensor(self._source.logical_tensor(kind, self._names.stored(name)), name)
-
-    def derivation(self, kind: str, name: str) -> Derivation | None:
-        """How a tensor is derived; None where it is stored."""
-        found = derivation_of(self._source, kind, self._names.stored(name))
-        return _RenamedDerivation(found, self._names) if found else None
+def renamed_weights(weights: Weights, names: NameMap) -> WeightsView:
+    """Return the model's arrays under other names."""
+    return WeightsView(
+        names=lambda: names.all(weights.names()),
+        stored=lambda kind, name: names.slices(weights.stored(kind, names.stored(name))),
+        stored_in=lambda kind, region: names.slices(slices_in(weights, kind, names.region_as_stored(region))),
+        logical_tensor=lambda kind, name: names.tensor(weights.logical_tensor(kind, names.stored(name)), name),
+        derivation=lambda kind, name: _renamed(derivation_of(weights, kind, names.stored(name)), names),
+        copies=lambda kind, name: names.copies(weights.copies(kind, names.stored(name))),
+    )
 
 
-class RenamedWeights(RenamedSource):
-    """The model's arrays under other names."""
+def renamed_state(state: OptimizerState, names: NameMap) -> StateView:
+    """Return the optimizer's state under other names; its buffers keep theirs."""
+    return StateView(
+        kinds=state.kinds,
+        carried_kinds=state.carried_kinds,
+        names=lambda kind=None: names.all(state.names(kind)),
+        logical_tensor=lambda kind, name: names.tensor(state.logical_tensor(kind, names.stored(name)), name),
+        stored=lambda kind, name: names.slices(state.stored(kind, names.stored(name))),
+        slots=lambda kind, name: names.slices(state.slots(kind, names.stored(name))),
+        copies=lambda kind, name: names.copies(state.copies(kind, names.stored(name))),
+        derivation=lambda kind, name: _renamed(state.derivation(kind, names.stored(name)), names),
+        lost=lambda kind, name: state.lost(kind, names.stored(name)),
+        is_distributed=lambda name: state.is_distributed(names.stored(name)),
+        witnesses=state.witnesses,
+        lost_elements=lambda: {names.of(name): count for name, count in state.lost_elements().items()},
+        buffers=state.buffers,
+        shifted=names.all(state.shifted),
+    )
 
-    def __init__(self, weights: Weights, names: NameMap) -> None:
-        super().__init__(weights, names)
-        self._weights = weights
 
-    def names(self) -> list[str]:
-        """All names."""
-        return self._names.all(self._weights.names())
-
-    def copies(self, kind: str, name: str) -> Copies:
-        """The parts of a tensor, and the copies of each part."""
-        return self._names.copies(self._weights.copies(kind, self._names.stored(name)))
-
-
-class RenamedState(OptimizerState):
-    """The optimizer's state under other names; its buffers keep theirs."""
-
-    def __init__(self, state: OptimizerState, names: NameMap) -> None:
-        self._state, self._names, self._source = state, names, RenamedSource(state, names)
-        self.kinds = state.kinds
-
-    @override
-    def names(self, kind: str | None = None) -> list[str]:
-        return self._names.all(self._state.names(kind))
-
-    @override
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        return self._source.logical_tensor(kind, name)
-
-    @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        return self._source.stored(kind, name)
-
-    @override
-    def copies(self, kind: str, name: str) -> Copies:
-        return self._names.copies(self._state.copies(kind, self._names.stored(name)))
-
-    @override
-    def derivation(self, kind: str, name: str) -> Derivation | None:
-        return self._source.derivation(kind, name)
-
-    @property
-    @override
-    def carried_kinds(self) -> tuple[str, ...]:
-        return self._state.carried_kinds
-
-    @override
-    def is_distributed(self, name: str) -> bool:
-        return self._state.is_distributed(self._names.stored(name))
-
-    @override
-    def witnesses(self) -> list[str]:
-        return self._state.witnesses()
-
-    @override
-    def lost_elements(self) -> dict[str, int]:
-        return {self._names.of(name): count for name, count in self._state.lost_elements().items()}
-
-    @override
-    def lost(self, kind: str, name: str) -> list[tuple[int, int]]:
-        return self._state.lost(kind, self._names.stored(name))
-
-    @property
-    @override
-    def buffers(self) -> Sequence[Buffers]:
-        return self._state.buffers
-
-    @property
-    @override
-    def shifted(self) -> Sequence[str]:
-        return self._names.all(self._state.shifted)
-
-    @property
-    @override
-    def written(self) -> OptimizerState:
-        return RenamedState(self._state.written, self._names)
+def _renamed(derivation: Derivation | None, names: NameMap) -> Derivation | None:
+    return _RenamedDerivation(derivation, names) if derivation is not None else None
 
 
 class RenamedOrder:

@@ -10,17 +10,17 @@ from typing import Any
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.parts import lazy
 from mcore_ckpt_ext.formats.portable_state import inner_state
-from mcore_ckpt_ext.formats.renamed import NameMap, RenamedOrder, RenamedState, RenamedWeights
+from mcore_ckpt_ext.formats.renamed import NameMap, RenamedOrder, renamed_state, renamed_weights
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.names import renamed_as_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.first_step import (
     WITHOUT_STEP,
-    FirstMoments,
     counts_no_step,
     lack_first_moments,
     moments_of,
     with_step_zero,
+    with_zero_moments,
 )
 
 
@@ -38,11 +38,11 @@ def renamed(view: CheckpointView, names: Mapping[str, str]) -> CheckpointView:
         view,
         model=replace(
             view.model,
-            source=lazy(lambda: RenamedWeights(view.weights, known)),
+            source=lazy(lambda: renamed_weights(view.weights, known)),
             sharded_keys=lazy(lambda: known.sharded_keys(view.sharded_keys())),
         ),
         trained=replace(
-            view.trained, state=lazy(lambda: RenamedState(view.optimizer, known)), shows_registration=False
+            view.trained, state=lazy(lambda: renamed_state(view.optimizer, known)), shows_registration=False
         ),
         job=replace(view.job, orders=lambda: [RenamedOrder(order, known) for order in view.job.orders()]),
     )
@@ -71,7 +71,7 @@ def with_first_moments(view: CheckpointView) -> CheckpointView:
     state, moments = view.optimizer, moments_of(view.param_groups())
     trained = replace(
         view.trained,
-        state=lambda: FirstMoments(state, moments),
+        state=lambda: with_zero_moments(state, moments),
         param_groups=lambda: with_step_zero(view.param_groups()),
         chain=lambda: [_with_step_zero(child) for child in view.chain()],
     )

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.fp16_overflow import check_fits
-from mcore_ckpt_ext.operations.reading import CachedSource
+from mcore_ckpt_ext.operations.reading import cached
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, derivation_of, make_plan, plans_of
 from mcore_ckpt_ext.planning.write_plan import Block, Quantised, Record, WriteItem
@@ -30,7 +30,7 @@ class BlockReader:
     def __init__(self, checkpoint: CheckpointView, accept_lost: bool) -> None:
         self.proven = 0
         self._proof, self._rounds_weights = checkpoint.proof, checkpoint.weights_derived_from_masters
-        self._source = CachedSource(checkpoint)
+        self._source = cached(checkpoint)
         self._checksums = Checksums(checkpoint.reader)
         # The records are shared between threads already.
         self._transfer = Transfer(checkpoint.reader, workers=1, checksums=self._checksums)

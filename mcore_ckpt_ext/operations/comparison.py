@@ -28,7 +28,7 @@ from mcore_ckpt_ext.operations.coverage import check_stored_once, raise_first_co
 from mcore_ckpt_ext.operations.difference_map import DifferenceMap, MapBuilder, Tally
 from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference, facts_beside
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
-from mcore_ckpt_ext.operations.reading import CachedSource, Rooms, UnshiftedSource, blocks, threads
+from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, threads, without_shifts
 from mcore_ckpt_ext.operations.replicas import differing_copies
 from mcore_ckpt_ext.operations.resumed_settings import Setting, settings_compared
 from mcore_ckpt_ext.operations.sources import open_both
@@ -267,7 +267,7 @@ class _Side:
     def __init__(self, checkpoint: CheckpointView, rows: int | None, as_stored: bool) -> None:
         self.checkpoint = checkpoint
         self.rows = rows
-        self.source = CachedSource(UnshiftedSource(checkpoint) if as_stored else checkpoint)
+        self.source = cached(without_shifts(checkpoint) if as_stored else checkpoint)
         self.transfer = Transfer(checkpoint.reader, workers=1)
         self._rooms = Rooms()
         self.kinds = checkpoint.kinds()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite, prod
 
 import torch
@@ -14,11 +14,12 @@ from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Mismatch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.findings import COPIES, PROOF, VALUES, Check, Finding, Results, error, warning
-from mcore_ckpt_ext.operations.reading import CachedSource, Rooms, blocks, threads
+from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, threads
 from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 from mcore_ckpt_ext.optimizers.tied_copies import bits_of
+from mcore_ckpt_ext.planning.source_view import SourceView
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
@@ -64,13 +65,13 @@ class ContentCheck:
         self._checkpoint = checkpoint
         # The blocks are shared between threads by whoever calls.
         self._transfer = Transfer(checkpoint.reader, workers=1, checksums=checksums)
-        self._sources = {WEIGHT: CachedSource(checkpoint.weights)}
+        self._sources = {WEIGHT: cached(checkpoint.weights)}
         self._rooms = Rooms()
         self._unreadable = unreadable
         self._optimizer = checkpoint.optimizer if state else None
         self._shifted = set(self._optimizer.shifted) if self._optimizer else set()
         if self._optimizer is not None:
-            self._sources |= dict.fromkeys(self._optimizer.kinds, CachedSource(self._optimizer))
+            self._sources |= dict.fromkeys(self._optimizer.kinds, cached(self._optimizer))
 
     def check(self, name: str) -> ParameterReport:
         """Everything about one parameter.
@@ -147,7 +148,8 @@ class ContentCheck:
 
     def _wrong_in_slot(self, optimizer: OptimizerState, kind: str, wanted: Slice) -> int:
         """The elements of a slot that are not its parameter's; lost ones count as wrong."""
-        slot = bits_of(read_slice(optimizer.written, self._transfer, kind, wanted))
+        in_slots = replace(SourceView.of(optimizer), stored=optimizer.slots)
+        slot = bits_of(read_slice(in_slots, self._transfer, kind, wanted))
         found = bits_of(read_slice(self._sources[kind], self._transfer, kind, wanted, accept_lost=True))
         different = slot != found
         (region,) = wanted.regions

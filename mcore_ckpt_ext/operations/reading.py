@@ -12,49 +12,30 @@ from functools import lru_cache, partial
 import torch
 
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.array_location import TransposeCodec
-from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, derivation_of, slices_in
+from mcore_ckpt_ext.planning.plan import Source, StoredSlice, slices_in
+from mcore_ckpt_ext.planning.source_view import SourceView
 
 # A block of each kind, of each of two threads, stays in a processor's last cache until it has been looked at.
 BLOCK_ELEMENTS = 1 << 20
 
 
-class CachedSource:
-    """A source that is asked each question once."""
-
-    def __init__(self, source: Source) -> None:
-        self.stored: Callable[[str, str], Sequence[StoredSlice]] = lru_cache(maxsize=None)(source.stored)
-        self.logical_tensor: Callable[[str, str], LogicalTensor | None] = lru_cache(maxsize=None)(source.logical_tensor)
-        self._source = source
-
-    def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
-        """At least the slices that hold elements of a region."""
-        return slices_in(self._source, kind, region)
-
-    def derivation(self, kind: str, name: str) -> Derivation | None:
-        """How a tensor is derived; None where it is stored. What `stored` answers is then what it is made from."""
-        return derivation_of(self._source, kind, name)
+def cached(source: Source) -> SourceView:
+    """Return a source that finds the slices, and the shape, of each tensor once."""
+    return replace(
+        SourceView.of(source),
+        stored=lru_cache(maxsize=None)(source.stored),
+        logical_tensor=lru_cache(maxsize=None)(source.logical_tensor),
+    )
 
 
-class UnshiftedSource:
-    """A source whose numbers are read as they are stored, not less what its model space has them less."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self.logical_tensor = source.logical_tensor
-
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """The slices of a tensor."""
-        return _without_shifts(self._source.stored(kind, name))
-
-    def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
-        """At least the slices that hold elements of a region."""
-        return _without_shifts(slices_in(self._source, kind, region))
-
-    def derivation(self, kind: str, name: str) -> Derivation | None:
-        """How a tensor is derived; None where it is stored."""
-        return derivation_of(self._source, kind, name)
+def without_shifts(source: Source) -> SourceView:
+    """Return a source whose numbers are read as they are stored, not less what its model space has them less."""
+    return replace(
+        SourceView.of(source),
+        stored=lambda kind, name: _without_shifts(source.stored(kind, name)),
+        stored_in=lambda kind, region: _without_shifts(slices_in(source, kind, region)),
+    )
 
 
 def _without_shifts(slices: Sequence[StoredSlice]) -> list[StoredSlice]:

@@ -3,57 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders, join
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.wrapper import WrappedState
+from mcore_ckpt_ext.optimizers.state_view import StateView
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, ElementByElement, Source, StoredSlice
 
 
-class JoinedMasters(WrappedState):
-    """A state that stores remainders beside bf16 weights; its masters are the two joined."""
+def joined_masters(state: OptimizerState, weights: Source) -> OptimizerState:
+    """Return a state that stores remainders beside bf16 weights, with masters: the two joined.
 
-    def __init__(self, state: OptimizerState, weights: Source) -> None:
-        super().__init__(state)
-        self._weights = weights
-        self.kinds = tuple(dict.fromkeys((FP32_PARAM, *state.kinds)))
+    `stored` and `copies` of such a master are those of its remainder.
+    """
+    kinds = tuple(dict.fromkeys((FP32_PARAM, *state.kinds)))
 
-    @property
-    def carried_kinds(self) -> tuple[str, ...]:
-        """Without the remainders, which the masters contain."""
-        return tuple(kind for kind in self.kinds if kind != PARAM_REMAINDER)
+    def is_joined(kind: str, name: str) -> bool:
+        return kind == FP32_PARAM and state.logical_tensor(PARAM_REMAINDER, name) is not None
 
-    @override
-    def names(self, kind: str | None = None) -> list[str]:
+    def stored_kind(kind: str, name: str) -> str:
+        return PARAM_REMAINDER if is_joined(kind, name) else kind
+
+    def names(kind: str | None = None) -> list[str]:
         if kind != FP32_PARAM:
-            return self.state.names(kind)
-        return list(dict.fromkeys([*self.state.names(FP32_PARAM), *self.state.names(PARAM_REMAINDER)]))
+            return state.names(kind)
+        return list(dict.fromkeys([*state.names(FP32_PARAM), *state.names(PARAM_REMAINDER)]))
 
-    @override
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        if not self._is_joined(kind, name):
-            return self.state.logical_tensor(kind, name)
-        remainder = self.state.logical_tensor(PARAM_REMAINDER, name)
+    def logical_tensor(kind: str, name: str) -> LogicalTensor | None:
+        if not is_joined(kind, name):
+            return state.logical_tensor(kind, name)
+        remainder = state.logical_tensor(PARAM_REMAINDER, name)
         return remainder and LogicalTensor(name, remainder.shape, "float32")
 
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """For a joined master, the slices of its remainders."""
-        return self.state.stored(PARAM_REMAINDER if self._is_joined(kind, name) else kind, name)
-
-    def copies(self, kind: str, name: str) -> Copies:
-        """For a joined master, the copies of its remainders."""
-        return self.state.copies(PARAM_REMAINDER if self._is_joined(kind, name) else kind, name)
-
-    @override
-    def derivation(self, kind: str, name: str) -> Derivation | None:
-        if not self._is_joined(kind, name):
-            return self.state.derivation(kind, name)
-        weight = self._weights.logical_tensor(WEIGHT, name)
+    def derivation(kind: str, name: str) -> Derivation | None:
+        if not is_joined(kind, name):
+            return state.derivation(kind, name)
+        weight = weights.logical_tensor(WEIGHT, name)
         if weight is None or weight.dtype != "bfloat16":
             raise UnreadableCheckpointError(
                 "the masters are stored as remainders of bf16 weights, which are missing",
@@ -62,42 +51,37 @@ class JoinedMasters(WrappedState):
                 where=name,
                 hint="the checkpoint is incomplete or its weights were edited: use another iteration",
             )
-        return ElementByElement(((self._weights, WEIGHT), (self.state, PARAM_REMAINDER)), join)
+        return ElementByElement(((weights, WEIGHT), (state, PARAM_REMAINDER)), join)
 
-    def _is_joined(self, kind: str, name: str) -> bool:
-        return kind == FP32_PARAM and self.state.logical_tensor(PARAM_REMAINDER, name) is not None
+    return replace(
+        StateView.of(state),
+        kinds=kinds,
+        carried_kinds=tuple(kind for kind in kinds if kind != PARAM_REMAINDER),  # which the masters contain
+        names=names,
+        logical_tensor=logical_tensor,
+        stored=lambda kind, name: state.stored(stored_kind(kind, name), name),
+        copies=lambda kind, name: state.copies(stored_kind(kind, name), name),
+        derivation=derivation,
+    )
 
 
-class NumbersOfRemainders(WrappedState):
-    """A state whose stored "masters" are the numbers of remainders, as `fully_reshardable` writes them."""
+def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
+    """Return a state whose stored "masters" are the numbers of remainders, as `fully_reshardable` writes them."""
+    kinds = tuple(PARAM_REMAINDER if kind == FP32_PARAM else kind for kind in state.kinds)
 
-    def __init__(self, state: OptimizerState) -> None:
-        super().__init__(state)
-        self.kinds = tuple(PARAM_REMAINDER if kind == FP32_PARAM else kind for kind in state.kinds)
+    def stored_kind(kind: str) -> str:
+        return FP32_PARAM if kind == PARAM_REMAINDER else kind
 
-    @override
-    def names(self, kind: str | None = None) -> list[str]:
-        return self.state.names(_as_stored(kind)) if kind != FP32_PARAM else []
-
-    @override
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        if kind == FP32_PARAM:
-            return None
-        found = self.state.logical_tensor(str(_as_stored(kind)), name)
+    def logical_tensor(kind: str, name: str) -> LogicalTensor | None:
+        found = state.logical_tensor(stored_kind(kind), name) if kind != FP32_PARAM else None
         return LogicalTensor(name, found.shape, "int16") if found and kind == PARAM_REMAINDER else found
 
-    @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        return self.state.stored(str(_as_stored(kind)), name) if kind != FP32_PARAM else []
+    def names(kind: str | None = None) -> list[str]:
+        return state.names(kind and stored_kind(kind)) if kind != FP32_PARAM else []
 
-    @override
-    def copies(self, kind: str, name: str) -> Copies:
-        return self.state.copies(str(_as_stored(kind)), name)
-
-    @override
-    def derivation(self, kind: str, name: str) -> Derivation | None:
+    def derivation(kind: str, name: str) -> Derivation | None:
         if kind != PARAM_REMAINDER:
-            return self.state.derivation(kind, name)
+            return state.derivation(kind, name)
 
         def compute(numbers: torch.Tensor) -> torch.Tensor:
             if not are_numbers_of_remainders(numbers):
@@ -109,44 +93,54 @@ class NumbersOfRemainders(WrappedState):
                 )
             return numbers.to(torch.int16)
 
-        return ElementByElement(((self.state, FP32_PARAM),), compute)
+        return ElementByElement(((state, FP32_PARAM),), compute)
+
+    return replace(
+        StateView.of(state),
+        kinds=kinds,
+        carried_kinds=kinds,
+        names=names,
+        logical_tensor=logical_tensor,
+        stored=lambda kind, name: state.stored(stored_kind(kind), name) if kind != FP32_PARAM else [],
+        copies=lambda kind, name: state.copies(stored_kind(kind), name),
+        derivation=derivation,
+    )
 
 
-class WeightsAsMasters(WrappedState):
-    """A state without masters for fp32 weights: there the weight is the master (`FP32Optimizer`).
+def weights_as_masters(state: OptimizerState, weights: Source, trained: Collection[str] = ()) -> OptimizerState:
+    """Return a state without masters for fp32 weights, with these weights as the masters (`FP32Optimizer`).
 
-    `trained`: the parameters of a state that names none, as that of SGD without momentum.
+    Args:
+        state: as it is stored.
+        weights: the model's arrays.
+        trained: the parameters of a state that names none, as that of SGD without momentum.
     """
 
-    def __init__(self, state: OptimizerState, weights: Source, trained: Collection[str] = ()) -> None:
-        super().__init__(state)
-        self._weights = weights
-        self._trained = list(trained)
-        self.kinds = tuple(dict.fromkeys((FP32_PARAM, *state.kinds)))
-
-    @override
-    def names(self, kind: str | None = None) -> list[str]:
-        names = self.state.names(kind if kind != FP32_PARAM else None)
-        names = names or (self._trained if kind in (FP32_PARAM, None) else [])
-        return [name for name in names if kind != FP32_PARAM or self.logical_tensor(kind, name) is not None]
-
-    @override
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        found = self.state.logical_tensor(kind, name)
-        return self._weight(name) if found is None and kind == FP32_PARAM else found
-
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """The slices that store the weights."""
-        found = self.state.stored(kind, name)
-        return found or (self._weights.stored(WEIGHT, name) if kind == FP32_PARAM and self._weight(name) else found)
-
-    @override
-    def copies(self, kind: str, name: str) -> Copies:
-        return [[list(self.stored(kind, name))]] if kind == FP32_PARAM else self.state.copies(kind, name)
-
-    def _weight(self, name: str) -> LogicalTensor | None:
-        weight = self._weights.logical_tensor(WEIGHT, name)
+    def weight_of(name: str) -> LogicalTensor | None:
+        weight = weights.logical_tensor(WEIGHT, name)
         return weight if weight is not None and weight.dtype == "float32" else None
+
+    def logical_tensor(kind: str, name: str) -> LogicalTensor | None:
+        found = state.logical_tensor(kind, name)
+        return weight_of(name) if found is None and kind == FP32_PARAM else found
+
+    def names(kind: str | None = None) -> list[str]:
+        found = state.names(kind if kind != FP32_PARAM else None)
+        found = found or (list(trained) if kind in (FP32_PARAM, None) else [])
+        return [name for name in found if kind != FP32_PARAM or logical_tensor(kind, name) is not None]
+
+    def stored(kind: str, name: str) -> Sequence[StoredSlice]:
+        found = state.stored(kind, name)
+        return found or (weights.stored(WEIGHT, name) if kind == FP32_PARAM and weight_of(name) else found)
+
+    def copies(kind: str, name: str) -> Copies:
+        return [[list(stored(kind, name))]] if kind == FP32_PARAM else state.copies(kind, name)
+
+    # Nothing carries the masters but the weights.
+    return replace(
+        StateView.of(state), kinds=tuple(dict.fromkeys((FP32_PARAM, *state.kinds))), names=names,
+        logical_tensor=logical_tensor, stored=stored, copies=copies,
+    )  # fmt: skip
 
 
 def with_masters(
@@ -160,12 +154,8 @@ def with_masters(
         trained: the parameters, asked for where the state names none.
     """
     if PARAM_REMAINDER in state.kinds:
-        return JoinedMasters(state, weights)
+        return joined_masters(state, weights)
     if state.buffers:  # which hold every parameter's master, fp32 or not
         return state
     masters, names = set(state.names(FP32_PARAM)), state.names() or trained()
-    return state if masters.issuperset(names) else WeightsAsMasters(state, weights, names)
-
-
-def _as_stored(kind: str | None) -> str | None:
-    return FP32_PARAM if kind == PARAM_REMAINDER else kind
+    return state if masters.issuperset(names) else weights_as_masters(state, weights, names)

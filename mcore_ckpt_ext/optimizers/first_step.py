@@ -14,19 +14,18 @@ The scheduler advances with successful steps alone (`train_step`, megatron/train
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, LogicalTensor
 from mcore_ckpt_ext.optimizers.description import MOMENTUM
 from mcore_ckpt_ext.optimizers.groups import ADAM, LION, Group, keeps_nothing, rule_of
 from mcore_ckpt_ext.optimizers.groups import MOMENTUM as BY_MOMENTUM
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.wrapper import WrappedState
-from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice, WantedSlice
+from mcore_ckpt_ext.optimizers.state_view import StateView
+from mcore_ckpt_ext.planning.plan import Source, WantedSlice
 
 WITHOUT_STEP = "the optimizer was saved before its first step: its moments are zero"
 _MOMENTS = {ADAM: (EXP_AVG, EXP_AVG_SQ), LION: (EXP_AVG,), BY_MOMENTUM: (MOMENTUM,)}
@@ -53,43 +52,27 @@ def with_step_zero(groups: Collection[Group]) -> list[dict[str, Any]]:
     return [{**group, **({"step": 0} if rule_of(group) == ADAM else {})} for group in groups]
 
 
-class FirstMoments(WrappedState):
-    """A state of masters alone, beside the zeros that their moments begin with."""
+def with_zero_moments(state: OptimizerState, moments: Sequence[str]) -> OptimizerState:
+    """Return a state of masters alone, with the zeros that their moments begin with."""
 
-    def __init__(self, state: OptimizerState, moments: Sequence[str]) -> None:
-        super().__init__(state)
-        self._moments = tuple(moments)
-        self.kinds = (*state.kinds, *self._moments)
+    def stored_kind(kind: str) -> str:
+        return FP32_PARAM if kind in moments else kind
 
-    @property
-    @override
-    def carried_kinds(self) -> tuple[str, ...]:
-        return (*self.state.carried_kinds, *self._moments)
+    def logical_tensor(kind: str, name: str) -> LogicalTensor | None:
+        found = state.logical_tensor(stored_kind(kind), name)
+        return LogicalTensor(name, found.shape, "float32") if found and kind in moments else found
 
-    @override
-    def names(self, kind: str | None = None) -> list[str]:
-        return self.state.names(self._stored(kind) if kind else None)
-
-    @override
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        found = self.state.logical_tensor(self._stored(kind), name)
-        return LogicalTensor(name, found.shape, "float32") if found and kind in self._moments else found
-
-    @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        return self.state.stored(self._stored(kind), name)
-
-    @override
-    def derivation(self, kind: str, name: str) -> Derivation | None:
-        return _Zeros() if kind in self._moments else self.state.derivation(kind, name)
-
-    @override
-    def copies(self, kind: str, name: str) -> Copies:
-        return self.state.copies(self._stored(kind), name)
-
-    def _stored(self, kind: str) -> str:
-        """Where the answer for a kind is found: moments have the places of their masters."""
-        return FP32_PARAM if kind in self._moments else kind
+    return replace(
+        StateView.of(state),
+        kinds=(*state.kinds, *moments),
+        carried_kinds=(*state.carried_kinds, *moments),
+        names=lambda kind=None: state.names(kind and stored_kind(kind)),
+        logical_tensor=logical_tensor,
+        # Moments have the places of their masters.
+        stored=lambda kind, name: state.stored(stored_kind(kind), name),
+        copies=lambda kind, name: state.copies(stored_kind(kind), name),
+        derivation=lambda kind, name: _Zeros() if kind in moments else state.derivation(kind, name),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.master_check import first_mismatch
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.optimizers.derived_masters import NumbersOfRemainders
+from mcore_ckpt_ext.optimizers.derived_masters import numbers_of_remainders
 from mcore_ckpt_ext.optimizers.model_space_state import STATE_KEY, ModelSpaceState
 from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, Version
 from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders
@@ -90,7 +90,7 @@ def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalM
                 where=str(holder.folder),
                 hint="use an iteration saved without --dist-ckpt-optim-fully-reshardable",
             )
-        return NumbersOfRemainders(state)
+        return numbers_of_remainders(state)
     return repaired(state, models(), holder.orders(), holder.weights, holder.transfer)
 
 

@@ -58,13 +58,12 @@ class OptimizerState(StoredOnce, ABC):
 
     @property
     def shifted(self) -> Sequence[str]:
-        """Parameters whose stored slots hold other elements (see `shifted_state`)."""
+        """Parameters whose stored slots hold other elements (see `workarounds.fully_reshardable_padding`)."""
         return ()
 
-    @property
-    def written(self) -> OptimizerState:
-        """The state as its slots hold it, which differs for what is `shifted`."""
-        return self
+    def slots(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """The slices that Megatron wrote as those of a tensor; for what is `shifted` they hold other elements."""
+        return self.stored(kind, name)
 
     def lost(self, kind: str, name: str) -> list[tuple[int, int]]:
         """Elements `[first, last)` of a tensor's flattening that are stored nowhere."""

@@ -5,21 +5,14 @@ A new encoding is a module with its rows, and a line here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-
-from typing_extensions import override
-
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.optimizers import bucket_formats, dp_zero, legacy_masters, model_space_formats
 from mcore_ckpt_ext.optimizers.derived_masters import with_masters
-from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, Version
 from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.state_view import joined
 from mcore_ckpt_ext.optimizers.unsupported import check_provable
-from mcore_ckpt_ext.planning.plan import Copies, Derivation, StoredSlice
 
 # Encodings that name their parameters come before gradient buffers, which hold the others.
 ENCODINGS: tuple[Encoding, ...] = (
@@ -105,81 +98,4 @@ def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
         states.append(with_masters(encoding.read(holder, own, others), holder.weights))
         if encoding.shows_names:
             named |= set(states[-1].names())
-    return states[0] if len(states) == 1 else Composition(states)
-
-
-class Composition(OptimizerState):
-    """The states of several optimizers, each for its own parameters."""
-
-    def __init__(self, states: Sequence[OptimizerState]) -> None:
-        self._states = states
-        self.kinds = tuple(dict.fromkeys(kind for state in states for kind in state.kinds))
-
-    @override
-    def names(self, kind: str | None = None) -> list[str]:
-        return list(dict.fromkeys(name for state in self._states for name in state.names(kind)))
-
-    @override
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        state = self._state_of(name)
-        return state.logical_tensor(kind, name) if state else None
-
-    @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        state = self._state_of(name)
-        return state.stored(kind, name) if state else []
-
-    @override
-    def copies(self, kind: str, name: str) -> Copies:
-        state = self._state_of(name)
-        return state.copies(kind, name) if state else []
-
-    @override
-    def derivation(self, kind: str, name: str) -> Derivation | None:
-        state = self._state_of(name)
-        return state.derivation(kind, name) if state else None
-
-    @property
-    @override
-    def carried_kinds(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(kind for state in self._states for kind in state.carried_kinds))
-
-    @override
-    def is_distributed(self, name: str) -> bool:
-        state = self._state_of(name)
-        return state is None or state.is_distributed(name)
-
-    @override
-    def witnesses(self) -> list[str]:
-        return sorted({witness for state in self._states for witness in state.witnesses()})
-
-    @override
-    def lost_elements(self) -> dict[str, int]:
-        return {name: count for state in self._states for name, count in state.lost_elements().items()}
-
-    @property
-    @override
-    def buffers(self) -> Sequence[Buffers]:
-        return [buffers for state in self._states for buffers in state.buffers]
-
-    @property
-    @override
-    def shifted(self) -> Sequence[str]:
-        return [name for state in self._states for name in state.shifted]
-
-    @property
-    @override
-    def written(self) -> OptimizerState:
-        return Composition([state.written for state in self._states])
-
-    @override
-    def lost(self, kind: str, name: str) -> list[tuple[int, int]]:
-        state = self._state_of(name)
-        return state.lost(kind, name) if state else []
-
-    def _state_of(self, name: str) -> OptimizerState | None:
-        return self._holding.get(name)
-
-    @cached_property
-    def _holding(self) -> dict[str, OptimizerState]:
-        return {name: state for state in reversed(self._states) for name in state.names()}
+    return joined(states)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import pickle
 import shutil
 import sys
 import tarfile
@@ -112,6 +113,22 @@ def _shared_folder() -> Path:
 
         atexit.register(remove)
     return Path(os.environ[FOLDER_VARIABLE])
+
+
+def optimizer_alone(name: str, folder: Path) -> Path:
+    """The optimizer of a checkpoint, as a loop saves it that keeps the model elsewhere, and no arguments."""
+    shutil.copytree(fixture_named(name).iteration, folder)
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o755)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    of_optimizers = ("optimizer.", "chained_", "common_state")
+    for key in [key for key in metadata.state_dict_metadata if not key.startswith(of_optimizers)]:
+        del metadata.state_dict_metadata[key]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    if (common := folder / "common.pt").exists():
+        kept = torch.load(common, weights_only=False)
+        torch.save({key: kept[key] for key in ("optimizer", "content_metadata") if key in kept}, common)
+    return folder
 
 
 def pack(folder: Path, archive: Path) -> None:

@@ -26,7 +26,7 @@ from mcore_ckpt_ext.layout.quantised import is_quantised
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import check_supported
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.optimizers.derived_masters import JoinedMasters
+from mcore_ckpt_ext.optimizers.derived_masters import joined_masters
 from mcore_ckpt_ext.optimizers.unsupported import is_master
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.transfer import read_slice
@@ -204,13 +204,12 @@ def test_moments_whose_scale_is_missing(copied: Fixture, dtype: torch.dtype) -> 
     ("weight", "found"), [(None, "no weight"), (LogicalTensor("", (), "float16"), "a weight of float16")]
 )
 def test_remainders_without_the_weights_that_they_belong_to(weight: LogicalTensor | None, found: str) -> None:
-    joined = open_checkpoint(fixture_named("p47").run).optimizer
-    assert isinstance(joined, JoinedMasters)
+    state = open_checkpoint(fixture_named("p47").run).optimizer
     weights: Any = SimpleNamespace(logical_tensor=lambda kind, name: weight)
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     says = f"which are missing; found: {found}; expected: a bfloat16 weight; where: {name}.*another iteration"
     with pytest.raises(UnreadableCheckpointError, match=says):
-        JoinedMasters(joined.state, weights).derivation("fp32_param", name)
+        joined_masters(state, weights).derivation("fp32_param", name)
 
 
 @pytest.mark.parametrize("implementation", [{"moe_use_legacy_grouped_gemm": True}, {"transformer_impl": "local"}])

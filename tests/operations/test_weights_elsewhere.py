@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 from pathlib import Path
 
@@ -20,26 +19,10 @@ from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
-from tests.harness.checkpoints import assert_is_the_truth, fixture_named
+from tests.harness.checkpoints import assert_is_the_truth, fixture_named, optimizer_alone
 
-_OF_OPTIMIZERS = ("optimizer.", "chained_", "common_state")
 # Every row of the vocabulary: what a tokenizer does not need is in no Hugging Face folder otherwise.
 _WHOLE = {"p02": 256}
-
-
-def optimizer_alone(name: str, folder: Path) -> Path:
-    """The optimizer of a checkpoint, as a loop saves it that keeps the model elsewhere, and no arguments."""
-    shutil.copytree(fixture_named(name).iteration, folder)
-    for path in (folder, *folder.iterdir()):
-        path.chmod(0o755)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    for key in [key for key in metadata.state_dict_metadata if not key.startswith(_OF_OPTIMIZERS)]:
-        del metadata.state_dict_metadata[key]
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    if (common := folder / "common.pt").exists():
-        kept = torch.load(common, weights_only=False)
-        torch.save({key: kept[key] for key in ("optimizer", "content_metadata") if key in kept}, common)
-    return folder
 
 
 def hugging_face(name: str, folder: Path) -> Path:

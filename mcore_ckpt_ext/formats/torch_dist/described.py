@@ -32,7 +32,7 @@ from mcore_ckpt_ext.formats.external_weights import (
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.torch_dist.inference import infer_layout, infer_model_config, possible_layouts
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights
+from mcore_ckpt_ext.formats.weights_view import WeightsView, relocated
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.loops.verl import STEP
@@ -88,11 +88,11 @@ class DescribedCheckpoint(FormatReader):
         super().__init__(folder, witnesses)
         self._facts, self._external, self._opened = facts, external or ExternalModel(), opened
         self._lender = self._external.checkpoint
-        self._weights_of_lender: RelocatedWeights | None = None
+        self._weights_of_lender: WeightsView | None = None
         if self._lender is not None:
             self.reader = reader = OverlayReader(self.reader, self._lender.reader)
             self.transfer = Transfer(reader)
-            self._weights_of_lender = RelocatedWeights(self._lender.weights, reader.name_of)
+            self._weights_of_lender = relocated(self._lender.weights, reader.name_of)
         if opened is not None:
             self.index, self.weights_derived_from_masters = opened.index, opened.weights_derived_from_masters
         else:

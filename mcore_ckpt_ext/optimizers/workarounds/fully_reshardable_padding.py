@@ -10,10 +10,9 @@ the buffers is known, the rest can be found again: it stands in its neighbours' 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from typing_extensions import override
 
 from mcore_ckpt_ext.layout.buckets import Placement
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
@@ -22,12 +21,13 @@ from mcore_ckpt_ext.layout.master_check import Mismatch, first_mismatch
 from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, packed_buffers
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece, cut
 from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
 from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.state_view import StateView
 from mcore_ckpt_ext.planning.overlap import Piece, overlap
-from mcore_ckpt_ext.planning.plan import Copies, Source, StoredSlice
+from mcore_ckpt_ext.planning.plan import Source, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 _SAMPLE = 64
@@ -42,74 +42,43 @@ class _Shifted:
     buffer: PackedBuffer
 
 
-class ShiftedState(OptimizerState):
-    """A `fully_reshardable` state whose shifted parameters are looked up where their elements really are.
+def unshifted(
+    written: ModelSpaceState, models: LocalModels, shifted: Mapping[str, Sequence[_Shifted]]
+) -> OptimizerState:
+    """Return a `fully_reshardable` state whose shifted parameters are read from where their elements really are.
 
-    Elements that are in no slot are missing from `stored`, so that planning their tensor is refused. `written` is the
-    state as its slots hold it.
+    Elements that are in no slot are missing from `stored`, so that planning their tensor is refused.
     """
 
-    def __init__(
-        self, written: ModelSpaceState, models: LocalModels, shifted: Mapping[str, Sequence[_Shifted]]
-    ) -> None:
-        self.kinds = written.kinds
-        self._written = written
-        self._models = models
-        self._shifted = shifted
-
-    @property
-    def shifted(self) -> Sequence[str]:
-        """The parameters whose slots hold other elements."""
-        return sorted(self._shifted)
-
-    @property
-    @override
-    def written(self) -> ModelSpaceState:
-        return self._written
-
-    def copies(self, kind: str, name: str) -> Copies:
-        """The copies of the slots, which are all there, whatever they hold."""
-        return self.written.copies(kind, name)
-
-    @override
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        return self.written.logical_tensor(kind, name)
-
-    @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        if name not in self._shifted:
-            return self.written.stored(kind, name)
+    def stored(kind: str, name: str) -> Sequence[StoredSlice]:
+        if name not in shifted:
+            return written.stored(kind, name)
         return [
-            piece
-            for found in self._shifted[name]
-            for piece in cut(found.placement, _joined(self.written, self._models, kind, found))
+            piece for found in shifted[name] for piece in cut(found.placement, _joined(written, models, kind, found))
         ]
 
-    def lost(self, kind: str, name: str) -> list[tuple[int, int]]:
-        """Elements `[first, last)` of a tensor's flattening that are in no slot."""
-        tensor = self.logical_tensor(kind, name)
+    def lost(kind: str, name: str) -> list[tuple[int, int]]:
+        tensor = written.logical_tensor(kind, name)
         if tensor is None:
             return []
         whole = Region.whole(name, tensor.shape)
         pieces = [
-            Piece(region, start, stop, 0)
-            for stored in self.stored(kind, name)
-            for region, start, stop, _ in stored.slice.pieces()
+            Piece(region, start, stop, 0) for one in stored(kind, name) for region, start, stop, _ in one.slice.pieces()
         ]
         return overlap(tensor.shape, Piece(whole, 0, whole.numel, 0), pieces).missing
 
-    @override
-    def lost_elements(self) -> dict[str, int]:
-        counts = {name: sum(last - first for first, last in self.lost(FP32_PARAM, name)) for name in self.shifted}
+    def lost_elements() -> dict[str, int]:
+        counts = {name: sum(last - first for first, last in lost(FP32_PARAM, name)) for name in sorted(shifted)}
         return {name: count for name, count in counts.items() if count}
 
-    @override
-    def names(self, kind: str | None = None) -> list[str]:
-        return self.written.names(kind)
-
-    def witnesses(self) -> list[str]:
-        """Where the places of the parameters are known from."""
-        return ["the arrays' own names, repaired where Megatron wrote them shifted"]
+    return replace(
+        StateView.of(written),
+        stored=stored,
+        lost=lost,
+        lost_elements=lost_elements,
+        shifted=sorted(shifted),
+        witnesses=lambda: ["the arrays' own names, repaired where Megatron wrote them shifted"],
+    )
 
 
 def repaired(
@@ -118,7 +87,7 @@ def repaired(
     orders: Iterable[ParameterOrder],
     weights: Source,
     transfer: Transfer,
-) -> ModelSpaceState | ShiftedState:
+) -> OptimizerState:
     """The state as it is to be read: as written where that is right, otherwise repaired by the first order that holds.
 
     Where neither holds it is returned as written; the proof then refuses what is wrong.
@@ -127,7 +96,7 @@ def repaired(
         shifted = _shifted(models, order)
         if not shifted or masters_hold(written, shifted, weights, transfer):
             return written
-        state = ShiftedState(written, models, shifted)
+        state = unshifted(written, models, shifted)
         if masters_hold(state, shifted, weights, transfer):
             return state
     return written

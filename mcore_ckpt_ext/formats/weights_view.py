@@ -1,0 +1,62 @@
+"""A model's arrays as data: their members, of which a view replaces some and keeps the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mcore_ckpt_ext.formats.parts import Weights
+from mcore_ckpt_ext.planning.array_location import Extent, PlainExtent, ScaleCodec, TransposeCodec
+from mcore_ckpt_ext.planning.plan import Copies, StoredSlice, derivation_of, slices_in
+from mcore_ckpt_ext.planning.source_view import OfTensor, SourceView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsView(SourceView):
+    """The arrays of a model as their members; `dataclasses.replace` makes one that differs in some.
+
+    Attributes:
+        names: all names.
+        copies: the parts of a tensor, and the copies of each part.
+    """
+
+    names: Callable[[], list[str]]
+    copies: OfTensor[Copies]
+
+
+def view_of_weights(weights: Weights) -> WeightsView:
+    """Return a model's arrays as their members."""
+    return WeightsView(
+        names=weights.names,
+        stored=weights.stored,
+        stored_in=partial(slices_in, weights),
+        logical_tensor=weights.logical_tensor,
+        derivation=partial(derivation_of, weights),
+        copies=weights.copies,
+    )
+
+
+def relocated(weights: Weights, name_of: Callable[[str], str]) -> WeightsView:
+    """Return stored weights whose files have other names; `name_of` gives the name of each."""
+
+    def plain(extent: PlainExtent) -> PlainExtent:
+        return extent._replace(file=name_of(extent.file))
+
+    def array(extent: PlainExtent | ScaleCodec) -> PlainExtent | ScaleCodec:
+        if isinstance(extent, ScaleCodec):
+            return replace(extent, codes=plain(extent.codes), scales=plain(extent.scales))
+        return plain(extent)
+
+    def moved(extent: Extent) -> Extent:
+        return replace(extent, array=array(extent.array)) if isinstance(extent, TransposeCodec) else array(extent)
+
+    def all_moved(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
+        return [replace(one, extent=moved(one.extent)) for one in slices]
+
+    return replace(
+        view_of_weights(weights),
+        stored=lambda kind, name: all_moved(weights.stored(kind, name)),
+        stored_in=lambda kind, region: all_moved(slices_in(weights, kind, region)),
+        copies=lambda kind, name: [[all_moved(copy) for copy in part] for part in weights.copies(kind, name)],
+    )

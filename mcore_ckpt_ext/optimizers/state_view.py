@@ -1,0 +1,111 @@
+"""An optimizer state as data: its members, of which a view replaces some and keeps the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Protocol, TypeVar
+
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.plan import Copies, Derivation, StoredSlice
+from mcore_ckpt_ext.planning.source_view import OfTensor
+
+Item = TypeVar("Item")
+
+
+class NamesOfKind(Protocol):
+    """A function of one kind of state, or of all."""
+
+    def __call__(self, kind: str | None = None) -> list[str]:
+        """Return all parameters with state of one kind; by default, of any."""
+
+
+class OfParameter(Protocol):
+    """A predicate of one parameter."""
+
+    def __call__(self, name: str) -> bool:
+        """Return whether it is true of the parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateView(OptimizerState):
+    """An optimizer state as its members, see `OptimizerState`; `dataclasses.replace` makes one that differs in some."""
+
+    kinds: tuple[str, ...]
+    carried_kinds: tuple[str, ...]
+    names: NamesOfKind
+    logical_tensor: OfTensor[LogicalTensor | None]
+    stored: OfTensor[Sequence[StoredSlice]]
+    slots: OfTensor[Sequence[StoredSlice]]
+    copies: OfTensor[Copies]
+    derivation: OfTensor[Derivation | None]
+    lost: OfTensor[list[tuple[int, int]]]
+    is_distributed: OfParameter
+    witnesses: Callable[[], list[str]]
+    lost_elements: Callable[[], dict[str, int]]
+    buffers: Sequence[Buffers]
+    shifted: Sequence[str]
+
+    @classmethod
+    def of(cls, state: OptimizerState) -> StateView:
+        """Return a state as its members."""
+        return StateView(**{field.name: getattr(state, field.name) for field in fields(StateView)})
+
+
+class NoState(OptimizerState):
+    """A state of no parameter."""
+
+    kinds = ()
+
+    def names(self, kind: str | None = None) -> list[str]:
+        """Return no names."""
+        return []
+
+    def logical_tensor(self, kind: str, name: str) -> None:
+        """Return no tensor."""
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """Return no slices."""
+        return []
+
+    def copies(self, kind: str, name: str) -> Copies:
+        """Return no copies."""
+        return []
+
+
+def joined(states: Sequence[OptimizerState]) -> OptimizerState:
+    """Return the states of several optimizers, each for its own parameters, as one."""
+    if len(states) == 1:
+        return states[0]
+    none = NoState()
+
+    @cache
+    def by_name() -> dict[str, OptimizerState]:
+        return {name: state for state in reversed(states) for name in state.names()}
+
+    def of(name: str) -> OptimizerState:
+        return by_name().get(name, none)
+
+    return StateView(
+        kinds=_once(kind for state in states for kind in state.kinds),
+        carried_kinds=_once(kind for state in states for kind in state.carried_kinds),
+        names=lambda kind=None: list(_once(name for state in states for name in state.names(kind))),
+        logical_tensor=lambda kind, name: of(name).logical_tensor(kind, name),
+        stored=lambda kind, name: of(name).stored(kind, name),
+        slots=lambda kind, name: of(name).slots(kind, name),
+        copies=lambda kind, name: of(name).copies(kind, name),
+        derivation=lambda kind, name: of(name).derivation(kind, name),
+        lost=lambda kind, name: of(name).lost(kind, name),
+        is_distributed=lambda name: of(name).is_distributed(name),
+        witnesses=lambda: sorted({witness for state in states for witness in state.witnesses()}),
+        lost_elements=lambda: {name: count for state in states for name, count in state.lost_elements().items()},
+        buffers=[buffers for state in states for buffers in state.buffers],
+        shifted=[name for state in states for name in state.shifted],
+    )
+
+
+def _once(items: Iterable[Item]) -> tuple[Item, ...]:
+    return tuple(dict.fromkeys(items))
