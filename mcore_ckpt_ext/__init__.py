@@ -32,13 +32,8 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.layout.parallel import ParallelLayout
     from mcore_ckpt_ext.megatron.api import load_optimizer, save_sidecar
     from mcore_ckpt_ext.megatron.installation import install, status, uninstall
-    from mcore_ckpt_ext.operations.comparison import (
-        Comparison,
-        KindComparison,
-        PaddingRows,
-        TensorDifference,
-        compare,
-    )  # fmt: skip
+    from mcore_ckpt_ext.operations.comparison import compare
+    from mcore_ckpt_ext.operations.comparison_result import Comparison, KindComparison, PaddingRows, TensorDifference
     from mcore_ckpt_ext.operations.conversion import Report, convert
     from mcore_ckpt_ext.operations.difference_map import DifferenceMap
     from mcore_ckpt_ext.operations.findings import Check, Finding, Verification
@@ -113,7 +108,7 @@ _HOMES = {
     "Check": "mcore_ckpt_ext.operations.findings",
     "Checkpoint": "mcore_ckpt_ext.formats.checkpoint",
     "CheckpointError": "mcore_ckpt_ext.errors",
-    "Comparison": "mcore_ckpt_ext.operations.comparison",
+    "Comparison": "mcore_ckpt_ext.operations.comparison_result",
     "DestinationError": "mcore_ckpt_ext.errors",
     "DifferenceMap": "mcore_ckpt_ext.operations.difference_map",
     "Evidence": "mcore_ckpt_ext.operations.versions",
@@ -124,11 +119,11 @@ _HOMES = {
     "FsdpDtensor": "mcore_ckpt_ext.formats.fsdp.options",
     "HuggingFace": "mcore_ckpt_ext.formats.hugging_face.options",
     "Inspection": "mcore_ckpt_ext.operations.inspection",
-    "KindComparison": "mcore_ckpt_ext.operations.comparison",
+    "KindComparison": "mcore_ckpt_ext.operations.comparison_result",
     "Legacy": "mcore_ckpt_ext.formats.legacy.options",
     "ModelMismatchError": "mcore_ckpt_ext.errors",
     "PackingError": "mcore_ckpt_ext.errors",
-    "PaddingRows": "mcore_ckpt_ext.operations.comparison",
+    "PaddingRows": "mcore_ckpt_ext.operations.comparison_result",
     "ParallelLayout": "mcore_ckpt_ext.layout.parallel",
     "ProofError": "mcore_ckpt_ext.errors",
     "Report": "mcore_ckpt_ext.operations.conversion",
@@ -139,7 +134,7 @@ _HOMES = {
     "Stage": "mcore_ckpt_ext.operations.pipeline_map",
     "StoredFile": "mcore_ckpt_ext.operations.inspection",
     "StoredTensor": "mcore_ckpt_ext.operations.inspection",
-    "TensorDifference": "mcore_ckpt_ext.operations.comparison",
+    "TensorDifference": "mcore_ckpt_ext.operations.comparison_result",
     "TensorHandle": "mcore_ckpt_ext.formats.checkpoint",
     "TorchDist": "mcore_ckpt_ext.formats.torch_dist.options",
     "UnreadState": "mcore_ckpt_ext.formats.unread_state",

@@ -7,14 +7,12 @@ else through a block of bounded size. Nothing here knows a format or a framework
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 
-import numpy
 import torch
 
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
@@ -27,6 +25,7 @@ from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
+from mcore_ckpt_ext.storage.row_reader import RowReader, are_read_together, bytes_of
 from mcore_ckpt_ext.storage.scaled import decode
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -34,21 +33,6 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 BLOCK_BYTES = 16 << 20
 # Below, starting threads costs more than reading.
 _BYTES_FOR_WORKERS = 1 << 20
-# What lies between two rows is read along where it is less than a page: then no page is touched that is not anyway, and
-# copying it costs less than a call. Rows that are shorter than a page pass through a cache of the processor to their
-# places.
-_READ_ALONG_BYTES = 4095
-_LONG_ROW_BYTES = 1 << 12
-_ALONG_BYTES = 1 << 19
-# Longer ones go there many by one call, and what lies between them goes nowhere, up to as much as they hold: that takes
-# half to three quarters of the time of a call for each row, beyond this limit hardly less.
-_MOST_SKIPPED_BYTES = 1 << 13
-# Each of them, and what follows it, is a buffer of the call, which takes 1024 (IOV_MAX of Linux).
-_ROWS_AT_ONCE = 512
-# Rows that follow each other in the file go to their places by one call, unless they are as short as this.
-_SHORT_ROW_BYTES = 1024
-# What is looked at right after it was read: half of a processor's own cache, or less.
-_LOOK_BYTES = 1 << 19
 # Of each fp8 number while it is decoded.
 _DECODED_BYTES = 8
 # By target index; a mapping may leave out targets that the plan does not serve.
@@ -86,7 +70,7 @@ class Transfer:
         self._workers = workers or _threads()
         self._payloads = TensorLocations(reader, checksums)
         self._checksums = checksums
-        self._scratch = threading.local()
+        self._rows = RowReader(reader)
         self._stages = Stages()
 
     def execute(self, plan: Plan, destinations: Destinations, look: LoadAssessment | None = None) -> None:
@@ -132,7 +116,7 @@ class Transfer:
         decodes = isinstance(extent, (TransposeCodec, ScaleCodec))
         size = (getattr(torch, extent.dtype) if decodes else payload.dtype).itemsize
         limit = max(1, block_bytes // (size if payload.scaled is None else _DECODED_BYTES))
-        near = not decodes and _are_near(length, count, source_stride, size)
+        near = not decodes and are_read_together(length, count, source_stride, size)
         at_once = max(1, limit // (source_stride if near else length))
         for row in range(0, count, at_once):
             rows = min(at_once, count - row)
@@ -171,7 +155,7 @@ class Transfer:
             if is_plain(copy, payload) and destination.dtype == payload.dtype:
                 if destination.device.type == "cpu":
                     show = None if look is None else partial(look, copy.target)
-                    self._read_in_place(payload, copy.runs.rows(), destination, show)
+                    self._rows.read(payload, copy.runs.rows(), destination, show)
                     continue
                 if is_staged(destination.device):
                     self._read_staged(payload, copy.runs.rows(), destination)
@@ -187,67 +171,10 @@ class Transfer:
             packed = source, 0, length, count, source_stride, length
 
             def fill(block: torch.Tensor, run: Run = packed) -> None:
-                self._read_in_place(payload, [run], block.view(payload.dtype))
+                self._rows.read(payload, [run], block.view(payload.dtype))
 
             places = destination.as_strided((count, length), (target_stride, 1), destination.storage_offset() + target)
             self._stages.send(count * length * size, fill, places)
-
-    def _read_in_place(
-        self,
-        payload: TensorLocation,
-        runs: Iterable[Run],
-        destination: torch.Tensor,
-        show: Callable[[int, int], None] | None = None,
-    ) -> None:
-        """Read elements to their places; those that come to lie in one piece are shown, a part at a time."""
-        memory, size = _bytes_of(destination), payload.dtype.itemsize
-        runs = runs if show is None else in_parts(runs, _LOOK_BYTES // size)
-        for source, target, length, count, source_stride, target_stride in runs:
-            offset, begin, row_bytes = payload.offset + source * size, target * size, length * size
-            skip, step = source_stride * size, target_stride * size
-            if count == 1:
-                self._reader.read_into(payload.file, offset, memory[begin : begin + row_bytes])
-            elif _are_scattered(row_bytes, skip - row_bytes):
-                self._scatter(payload.file, offset, skip - row_bytes, _rows_in(memory, begin, step, row_bytes, count))
-            elif row_bytes < _LONG_ROW_BYTES and _are_near(length, count, source_stride, size):
-                run = target, length, count, source_stride, target_stride
-                self._read_along(payload.file, offset, memory, size, run)
-            else:
-                self._reader.read_rows(payload.file, offset, skip, _rows_in(memory, begin, step, row_bytes, count))
-            if show is not None and (count == 1 or target_stride == length):
-                show(target, target + count * length)
-
-    def _scatter(self, file: str, offset: int, gap: int, rows: Iterator[memoryview]) -> None:
-        """Read rows of which each lies `gap` bytes behind the one before it, many by one call."""
-        skipped = self._scratch_of(gap)[:gap] if gap else None
-        while some := list(islice(rows, _ROWS_AT_ONCE)):
-            buffers = some if skipped is None else [buffer for row in some for buffer in (row, skipped)][:-1]
-            self._reader.scatter(file, offset, buffers)
-            offset += len(some) * (len(some[0]) + gap)
-
-    def _read_along(
-        self, file: str, offset: int, memory: memoryview, size: int, run: tuple[int, int, int, int, int]
-    ) -> None:
-        """Read rows with what lies between them, and copy them to their places; elements are of `size` bytes."""
-        target, length, count, source_stride, target_stride = run
-        at_once = max(1, _ALONG_BYTES // (source_stride * size))
-        scratch, whole = self._scratch_of(at_once * source_stride * size), f"i{size}"
-        for row in range(0, count, at_once):
-            rows = min(at_once, count - row)
-            span = ((rows - 1) * source_stride + length) * size
-            self._reader.read_into(file, offset + row * source_stride * size, scratch[:span])
-            # numpy, because torch would wake a thread on every processor for so little.
-            found = numpy.ndarray((rows, length), whole, scratch, 0, (source_stride * size, size))
-            begin = (target + row * target_stride) * size
-            places = numpy.ndarray((rows, length), whole, memory, begin, (target_stride * size, size))
-            numpy.copyto(places, found)
-
-    def _scratch_of(self, nbytes: int) -> memoryview:
-        """Memory of this thread that was touched before, so that the system need not find and clear any."""
-        found: memoryview | None = getattr(self._scratch, "memory", None)
-        if found is None or len(found) < nbytes:
-            found = self._scratch.memory = memoryview(bytearray(max(nbytes, _ALONG_BYTES)))
-        return found
 
     def _read_rows(
         self, payload: TensorLocation, first: int, length: int, count: int, stride: int, extent: Extent | None = None
@@ -261,13 +188,13 @@ class Transfer:
         size = payload.dtype.itemsize
         span = (count - 1) * stride + length
         # Of a transposed matrix, more rows come at once than a block has room for what lies between them.
-        if _are_near(length, count, stride, size) and span * size <= BLOCK_BYTES:
+        if are_read_together(length, count, stride, size) and span * size <= BLOCK_BYTES:
             together = torch.empty(span, dtype=payload.dtype, device="cpu")
-            self._reader.read_into(payload.file, payload.offset + first * size, _bytes_of(together))
+            self._reader.read_into(payload.file, payload.offset + first * size, bytes_of(together))
             # Of a single column, a reshape alone would be a view with all that lies between; callers think it packed.
             return together.as_strided((count, length), (stride, 1)).reshape(-1).contiguous()
         elements = torch.empty(count * length, dtype=payload.dtype, device="cpu")
-        memory = _bytes_of(elements)
+        memory = bytes_of(elements)
         for row in range(count):
             offset = payload.offset + (first + row * stride) * size
             self._reader.read_into(payload.file, offset, memory[row * length * size : (row + 1) * length * size])
@@ -317,27 +244,6 @@ def _threads() -> int:
     ranks = max(1, int(told) if told.isdecimal() else 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     return max(1, min(DEFAULT_WORKERS, cores if cores * ranks <= every else cores // ranks))
-
-
-def _are_near(length: int, count: int, stride: int, size: int) -> bool:
-    """Whether rows of `length` elements of `size` bytes, `stride` elements apart, are read in one piece."""
-    return count > 1 and 0 <= (stride - length) * size <= _READ_ALONG_BYTES
-
-
-def _are_scattered(row_bytes: int, gap: int) -> bool:
-    """Whether rows that lie `gap` bytes apart go to their places many by one call."""
-    if gap == 0:
-        return row_bytes > _SHORT_ROW_BYTES
-    return row_bytes >= _LONG_ROW_BYTES and 0 < gap <= min(row_bytes, _MOST_SKIPPED_BYTES)
-
-
-def _rows_in(memory: memoryview, begin: int, step: int, row_bytes: int, count: int) -> Iterator[memoryview]:
-    """The places of `count` rows, `step` bytes apart."""
-    return (memory[place : place + row_bytes] for place in (begin + row * step for row in range(count)))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().view(torch.uint8).numpy())
 
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]

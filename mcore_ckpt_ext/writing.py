@@ -14,10 +14,10 @@ import torch
 
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.planning.write_plan import Block, OutputFile, Record
+from mcore_ckpt_ext.storage.atomic_files import cannot_write
 from mcore_ckpt_ext.storage.crc32 import Piece, checksum, crc32
 from mcore_ckpt_ext.storage.direct import ALIGNMENT, BlockFile, write_all
 from mcore_ckpt_ext.storage.folder import Folder
-from mcore_ckpt_ext.storage.publish import cannot_write
 
 BLOCK_BYTES = 64 << 20
 # Of a record: what a thread fills before it looks for other work.

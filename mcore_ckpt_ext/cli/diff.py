@@ -18,7 +18,7 @@ from mcore_ckpt_ext.errors import readable, some
 from mcore_ckpt_ext.model_space.tensors import KINDS
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.operations.comparison import Comparison, KindComparison, TensorDifference
+    from mcore_ckpt_ext.operations.comparison_result import Comparison, KindComparison, TensorDifference
 
 _SHOWN = 40
 

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.cli.doctor import Report as DoctorReport
 from mcore_ckpt_ext.cli.json_output import ERROR_SCHEMA
 from mcore_ckpt_ext.errors import DETAILS
 from mcore_ckpt_ext.operations.check_results import VerificationResult
-from mcore_ckpt_ext.operations.comparison import Comparison
+from mcore_ckpt_ext.operations.comparison_result import Comparison
 from mcore_ckpt_ext.operations.conversion import Report as ConversionReport
 from mcore_ckpt_ext.operations.inspection import Inspection
 from mcore_ckpt_ext.operations.layout_plan import LayoutPlan

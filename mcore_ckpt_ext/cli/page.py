@@ -12,7 +12,7 @@ from mcore_ckpt_ext.cli.output import json_text
 from mcore_ckpt_ext.errors import DestinationError, UsageError
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.operations.comparison import Comparison
+    from mcore_ckpt_ext.operations.comparison_result import Comparison
     from mcore_ckpt_ext.operations.inspection import Inspection
     from mcore_ckpt_ext.operations.layout_plan import LayoutPlan
     from mcore_ckpt_ext.rehearsal.result import Rehearsal

@@ -21,7 +21,7 @@ import torch
 
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.storage.publish import flush
+from mcore_ckpt_ext.storage.atomic_files import flush
 
 _SCALAR: Any = np.float64(0).__reduce__()[0]
 # What the pickle of a scalar of numpy names; the function's module has two names, of numpy 1 and 2.

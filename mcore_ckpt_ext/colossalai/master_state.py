@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.colossalai.optimizer import MASTER, OURS, loss_scale, set_loss_scale
+from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
+from mcore_ckpt_ext.colossalai.optimizer import MASTER, OURS
 
 _BROUGHT = "_mcore_ckpt_ext_brought"
 

@@ -20,6 +20,7 @@ from mcore_ckpt_ext.colossalai import padding, tensor_parallel
 from mcore_ckpt_ext.colossalai.gathering import whole_values
 from mcore_ckpt_ext.colossalai.loaded_masters import note_exact_masters
 from mcore_ckpt_ext.colossalai.loading import write_master, write_padding
+from mcore_ckpt_ext.colossalai.loss_scale import loss_scale, set_loss_scale
 from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
 from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
@@ -29,7 +30,6 @@ from mcore_ckpt_ext.errors import ModelMismatchError
 OURS = "mcore_ckpt_ext"
 MASTER = "fp32_param"
 _CPU = torch.device("cpu")
-_SCALER = ("_growth_step", "_hysteresis_step")
 _PADDING = "padding"
 
 State = dict[str, Any]
@@ -318,34 +318,3 @@ def _local_state(
             local[name] = value
     local.pop(MASTER, None)
     return local
-
-
-def _scaler(optimizer: Any) -> Any:
-    """The dynamic loss scaler of fp16 training, if there is one (0.5.0,
-    amp/naive_amp/grad_scaler/dynamic_grad_scaler.py); Gemini, ZeRO 1 and 2, and AMP name its holder differently.
-    """
-    names = ("mix_precision_mixin", "mixed_precision_mixin", "mixed_precision")
-    holders = (getattr(optimizer, name, None) for name in names)
-    scalers = (getattr(holder, "grad_scaler", None) for holder in holders)
-    return next((one for one in scalers if all(hasattr(one, name) for name in ("_scale", *_SCALER))), None)
-
-
-def loss_scale(optimizer: Any) -> dict[str, float] | None:
-    """The state of the dynamic loss scaler, if there is one.
-
-    As floats, so that pickles have the same length at any step: asynchronous saves keep a buffer for them (0.5.0,
-    utils/safetensors.py: _flatten_optim_state_dict; booster/plugin/gemini_plugin.py: save_unsharded_optimizer).
-    """
-    scaler = _scaler(optimizer)
-    if scaler is None:
-        return None
-    return {"scale": float(scaler.scale), **{name: float(getattr(scaler, name)) for name in _SCALER}}
-
-
-def set_loss_scale(optimizer: Any, saved: Mapping[str, float]) -> None:
-    """Give the dynamic loss scaler, if there is one, a state from `loss_scale`."""
-    scaler = _scaler(optimizer)
-    if scaler is not None:
-        scaler._scale = torch.full_like(scaler._scale, saved["scale"])
-        for name in _SCALER:
-            setattr(scaler, name, int(saved[name]))

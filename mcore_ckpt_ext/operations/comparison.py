@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -23,105 +23,26 @@ from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, word_embeddings_in
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.operations.comparison_result import (
+    SCHEMA,
+    Comparison,
+    KindComparison,
+    PaddingRows,
+    TensorDifference,
+)
 from mcore_ckpt_ext.operations.content import index_of
 from mcore_ckpt_ext.operations.coverage import check_stored_once, raise_first_contradiction
-from mcore_ckpt_ext.operations.difference_map import DifferenceMap, MapBuilder, Tally
+from mcore_ckpt_ext.operations.difference_map import MapBuilder, Tally
 from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference, facts_beside
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
 from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, threads, without_shifts
 from mcore_ckpt_ext.operations.replicas import differing_copies
-from mcore_ckpt_ext.operations.resumed_settings import Setting, settings_compared
+from mcore_ckpt_ext.operations.resumed_settings import settings_compared
 from mcore_ckpt_ext.operations.sources import open_both
 from mcore_ckpt_ext.planning.array_location import TransposeCodec
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
-SCHEMA = 4
 _Where = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, slots=True)
-class PaddingRows:
-    """Rows that only one of the two has, beyond the other's end: how many, and how many elements are not zero."""
-
-    only_in: str
-    rows: int
-    nonzero: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDifference:
-    """How one tensor differs.
-
-    Attributes:
-        kind: of both tensors.
-        name: of both tensors.
-        shapes: of A and of B; rows that both have are compared where only the first axis differs.
-        dtypes: of A and of B; where they differ, values are compared as float64.
-        elements: compared.
-        different: elements whose bits differ.
-        signed_zeros: of these, 0.0 against -0.0.
-        largest: the largest absolute difference between two finite numbers.
-        first: the index of the first element that differs, and both values as text (JSON has no NaN).
-        padding: rows that only one has.
-        problem: why it could not be compared.
-        where: a picture of where the differences are; None unless it was asked for, or nothing differs.
-    """
-
-    kind: str
-    name: str
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[str, str]
-    elements: int = 0
-    different: int = 0
-    signed_zeros: int = 0
-    largest: float = 0.0
-    first: tuple[tuple[int, ...], str, str] | None = None
-    padding: PaddingRows | None = None
-    problem: str = ""
-    where: DifferenceMap | None = None
-
-
-@dataclass(frozen=True)
-class KindComparison:
-    """All tensors of one kind."""
-
-    kind: str
-    compared: int
-    elements: int
-    only_in_a: tuple[str, ...]
-    only_in_b: tuple[str, ...]
-    different: tuple[TensorDifference, ...]
-
-    @property
-    def equal(self) -> bool:
-        """Same names, shapes, dtypes, and bits."""
-        return not (self.only_in_a or self.only_in_b or self.different)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The result; `facts` do not count for equality.
-
-    `equal`: tensors and settings are. `settings` are those that a resume takes up. They count where both checkpoints
-    have an optimizer, and neither kinds nor tensors alone were asked for; otherwise `settings_equal` is None.
-
-    Tensors are not equal while one of the two has keys that nothing here reads (`unread_a`, `unread_b`), or copies of
-    one tensor, held by several ranks, that are not the same (`differing_copies_a`, `differing_copies_b`).
-    """
-
-    schema: int
-    a: str
-    b: str
-    equal: bool
-    tensors_equal: bool
-    settings_equal: bool | None
-    kinds: tuple[KindComparison, ...]
-    settings: tuple[Setting, ...]
-    facts: tuple[MetadataDifference, ...]
-    unread_a: tuple[UnreadState, ...] = ()
-    unread_b: tuple[UnreadState, ...] = ()
-    differing_copies_a: tuple[str, ...] = ()
-    differing_copies_b: tuple[str, ...] = ()
 
 
 def compare(

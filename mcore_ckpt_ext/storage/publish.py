@@ -13,11 +13,11 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import DestinationError
+from mcore_ckpt_ext.storage.atomic_files import cannot_write
 from mcore_ckpt_ext.storage.folder import Folder, exchange, move_new
 
 _CONTENT, _REPLACED, _LOCK, _WORK, _JOURNAL = "content", "replaced", "lock", "work", "journal"
@@ -312,62 +312,3 @@ def _status(path: Path) -> os.stat_result | None:
 
 def _identity(status: os.stat_result | None) -> tuple[int, int] | None:
     return None if status is None else (status.st_dev, status.st_ino)
-
-
-def cannot_write(path: Path, error: OSError) -> DestinationError:
-    """The refusal that belongs to an error of the operating system."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return DestinationError(
-        "the destination cannot be written",
-        found=error.strerror or str(error),
-        where=str(error.filename or path),
-        hint="free some space or choose another destination; --resume then continues where this run stopped"
-        if full else "choose a destination that you may write to; --resume continues what this run began",
-    )  # fmt: skip
-
-
-def flush(path: Path) -> None:
-    """Flush a file or a folder to the disk.
-
-    Raises:
-        OSError: the disk refuses.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def flush_all(paths: Iterable[Path]) -> None:
-    """Flush files and folders at the same time: a file system then waits for the disk once, not once for each.
-
-    Raises:
-        OSError: the disk refuses.
-    """
-    with ThreadPoolExecutor() as pool:
-        for _ in pool.map(flush, paths):
-            pass
-
-
-def replace(files: Mapping[Path, str]) -> None:
-    """Write small files, given their texts, so that a reader sees each as it was or as it is to be, whole.
-
-    Raises:
-        OSError: the disk refuses; what has not taken its name is gone.
-    """
-    partials = {path: path.with_name(f"{path.name}.partial") for path in files}
-    try:
-        for path, partial in partials.items():
-            # A link, planted or left there, is removed and never followed.
-            partial.unlink(missing_ok=True)
-            with os.fdopen(os.open(partial, _MINE | os.O_NOFOLLOW, 0o666), "w") as stream:
-                stream.write(files[path])
-        flush_all(partials.values())
-        for path, partial in partials.items():
-            partial.replace(path)
-    except OSError:
-        for partial in partials.values():
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-        raise

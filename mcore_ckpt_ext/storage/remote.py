@@ -15,10 +15,10 @@ from typing import IO
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import INTERRUPTED, CheckpointError, DestinationError, UnreadableCheckpointError
+from mcore_ckpt_ext.storage.atomic_files import cannot_write
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.files import FolderReader, checked_name, cut_short
 from mcore_ckpt_ext.storage.paths import file_system, is_remote
-from mcore_ckpt_ext.storage.publish import cannot_write
 
 BLOCK_BYTES = 4 << 20
 _KEPT_BLOCKS = 32

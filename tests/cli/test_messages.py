@@ -16,8 +16,8 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.output import json_text
 from mcore_ckpt_ext.errors import CheckpointError, io_hint
+from mcore_ckpt_ext.storage.atomic_files import cannot_write
 from mcore_ckpt_ext.storage.json_tree import encode
-from mcore_ckpt_ext.storage.publish import cannot_write
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import without_digests
 from tests.harness.terminal import on_terminal

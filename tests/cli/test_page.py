@@ -14,7 +14,7 @@ import pytest
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page, plan_page
 from mcore_ckpt_ext.formats.unread_state import UnreadState
-from mcore_ckpt_ext.operations.comparison import Comparison, KindComparison, TensorDifference
+from mcore_ckpt_ext.operations.comparison_result import Comparison, KindComparison, TensorDifference
 from mcore_ckpt_ext.operations.inspection import Inspection, StoredTensor, inspect
 from mcore_ckpt_ext.operations.layout_plan import plan
 from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference

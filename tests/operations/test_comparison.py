@@ -19,7 +19,8 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, FP32_PARAM, KINDS, WEIGHT
 from mcore_ckpt_ext.operations import reading
-from mcore_ckpt_ext.operations.comparison import Comparison, PaddingRows, TensorDifference, compare
+from mcore_ckpt_ext.operations.comparison import compare
+from mcore_ckpt_ext.operations.comparison_result import Comparison, PaddingRows, TensorDifference
 from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position
 

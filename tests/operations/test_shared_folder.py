@@ -13,8 +13,9 @@ import pytest
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import DestinationError
+from mcore_ckpt_ext.storage.atomic_files import replace
 from mcore_ckpt_ext.storage.folder import Folder
-from mcore_ckpt_ext.storage.publish import Publication, replace
+from mcore_ckpt_ext.storage.publish import Publication
 from tests.harness.checkpoints import fixture_named
 
 WORK = "a" * 16

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, with_index
+from mcore_ckpt_ext.storage.atomic_files import flush, flush_all, replace
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folders, iteration_number, read_tracker
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, digest_of_index
-from mcore_ckpt_ext.storage.publish import flush, flush_all, replace
 
 _PROBE = ".mcore_ckpt_ext.probe"
 _PROBE_BYTES = 1 << 12

@@ -1,0 +1,127 @@
+"""Reads rows of stored arrays straight into memory, by as few calls and copies as pay."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+import numpy
+import torch
+
+from mcore_ckpt_ext.planning.overlap import Run, in_parts
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.tensor_location import TensorLocation
+
+# What lies between two rows is read along where it is less than a page: then no page is touched that is not anyway, and
+# copying it costs less than a call. Rows that are shorter than a page pass through a cache of the processor to their
+# places.
+_READ_ALONG_BYTES = 4095
+_LONG_ROW_BYTES = 1 << 12
+_ALONG_BYTES = 1 << 19
+# Longer ones go there many by one call, and what lies between them goes nowhere, up to as much as they hold: that takes
+# half to three quarters of the time of a call for each row, beyond this limit hardly less.
+_MOST_SKIPPED_BYTES = 1 << 13
+# Each of them, and what follows it, is a buffer of the call, which takes 1024 (IOV_MAX of Linux).
+_ROWS_AT_ONCE = 512
+# Rows that follow each other in the file go to their places by one call, unless they are as short as this.
+_SHORT_ROW_BYTES = 1024
+# What is looked at right after it was read: half of a processor's own cache, or less.
+_LOOK_BYTES = 1 << 19
+
+
+class RowReader:
+    """Reads runs of elements of stored arrays to their places in memory; safe to use from several threads."""
+
+    def __init__(self, reader: FolderReader) -> None:
+        self._reader = reader
+        self._scratch = threading.local()
+
+    def read(
+        self,
+        location: TensorLocation,
+        runs: Iterable[Run],
+        destination: torch.Tensor,
+        show: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Read elements to their places.
+
+        Args:
+            location: where the stored array lies.
+            runs: which elements go where.
+            destination: 1-D, contiguous, in ordinary memory, of the array's dtype.
+            show: receives the first and the end of elements that have just come to lie in one piece, a part at a time.
+
+        Raises:
+            UnreadableCheckpointError: the file is damaged or too short; some elements may have been written.
+        """
+        memory, size = bytes_of(destination), location.dtype.itemsize
+        runs = runs if show is None else in_parts(runs, _LOOK_BYTES // size)
+        for source, target, length, count, source_stride, target_stride in runs:
+            offset, begin, row_bytes = location.offset + source * size, target * size, length * size
+            skip, step = source_stride * size, target_stride * size
+            if count == 1:
+                self._reader.read_into(location.file, offset, memory[begin : begin + row_bytes])
+            elif _are_scattered(row_bytes, skip - row_bytes):
+                self._scatter(location.file, offset, skip - row_bytes, _rows_in(memory, begin, step, row_bytes, count))
+            elif row_bytes < _LONG_ROW_BYTES and are_read_together(length, count, source_stride, size):
+                run = target, length, count, source_stride, target_stride
+                self._read_along(location.file, offset, memory, size, run)
+            else:
+                self._reader.read_rows(location.file, offset, skip, _rows_in(memory, begin, step, row_bytes, count))
+            if show is not None and (count == 1 or target_stride == length):
+                show(target, target + count * length)
+
+    def _scatter(self, file: str, offset: int, gap: int, rows: Iterator[memoryview]) -> None:
+        """Read rows of which each lies `gap` bytes behind the one before it, many by one call."""
+        skipped = self._scratch_of(gap)[:gap] if gap else None
+        while some := list(islice(rows, _ROWS_AT_ONCE)):
+            buffers = some if skipped is None else [buffer for row in some for buffer in (row, skipped)][:-1]
+            self._reader.scatter(file, offset, buffers)
+            offset += len(some) * (len(some[0]) + gap)
+
+    def _read_along(
+        self, file: str, offset: int, memory: memoryview, size: int, run: tuple[int, int, int, int, int]
+    ) -> None:
+        """Read rows with what lies between them, and copy them to their places; elements are of `size` bytes."""
+        target, length, count, source_stride, target_stride = run
+        at_once = max(1, _ALONG_BYTES // (source_stride * size))
+        scratch, whole = self._scratch_of(at_once * source_stride * size), f"i{size}"
+        for row in range(0, count, at_once):
+            rows = min(at_once, count - row)
+            span = ((rows - 1) * source_stride + length) * size
+            self._reader.read_into(file, offset + row * source_stride * size, scratch[:span])
+            # numpy, because torch would wake a thread on every processor for so little.
+            found = numpy.ndarray((rows, length), whole, scratch, 0, (source_stride * size, size))
+            begin = (target + row * target_stride) * size
+            places = numpy.ndarray((rows, length), whole, memory, begin, (target_stride * size, size))
+            numpy.copyto(places, found)
+
+    def _scratch_of(self, nbytes: int) -> memoryview:
+        """Memory of this thread that was touched before, so that the system need not find and clear any."""
+        found: memoryview | None = getattr(self._scratch, "memory", None)
+        if found is None or len(found) < nbytes:
+            found = self._scratch.memory = memoryview(bytearray(max(nbytes, _ALONG_BYTES)))
+        return found
+
+
+def are_read_together(length: int, count: int, stride: int, size: int) -> bool:
+    """Whether rows of `length` elements of `size` bytes, `stride` elements apart, are read in one piece."""
+    return count > 1 and 0 <= (stride - length) * size <= _READ_ALONG_BYTES
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor."""
+    return memoryview(tensor.detach().view(torch.uint8).numpy())
+
+
+def _are_scattered(row_bytes: int, gap: int) -> bool:
+    """Whether rows that lie `gap` bytes apart go to their places many by one call."""
+    if gap == 0:
+        return row_bytes > _SHORT_ROW_BYTES
+    return row_bytes >= _LONG_ROW_BYTES and 0 < gap <= min(row_bytes, _MOST_SKIPPED_BYTES)
+
+
+def _rows_in(memory: memoryview, begin: int, step: int, row_bytes: int, count: int) -> Iterator[memoryview]:
+    """The places of `count` rows, `step` bytes apart."""
+    return (memory[place : place + row_bytes] for place in (begin + row * step for row in range(count)))
