@@ -14,7 +14,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor, RawArray
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
-from mcore_ckpt_ext.storage import pinned
+from mcore_ckpt_ext.storage import pinned, row_reader
 from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.overlay_reader import OverlayReader
@@ -76,7 +76,7 @@ def test_every_element_reaches_its_place_and_nothing_else_is_touched(
     Transfer(reader).execute(plan_of(RUNS[name]), [memory])
     assert torch.equal(memory, expected(RUNS[name]))
     memory.fill_(-1.0)
-    monkeypatch.setattr(transfers, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(row_reader, "_ROWS_AT_ONCE", 4)
     Transfer(reader).execute(plan_of(RUNS[name]), [memory])
     assert torch.equal(memory, expected(RUNS[name]))
 
@@ -115,7 +115,7 @@ def test_what_is_looked_at_is_there_and_is_looked_at_once(
     name: str, reader: FolderReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts of a bounded size; all of it, where it comes to lie in one piece."""
-    monkeypatch.setattr(transfers, "_LOOK_BYTES", 4000)
+    monkeypatch.setattr(row_reader, "_LOOK_BYTES", 4000)
     memory, whole = torch.full((150_000,), -1.0), expected(RUNS[name])
     looked = torch.zeros(len(memory), dtype=torch.int64)
 
