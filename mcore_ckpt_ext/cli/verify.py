@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
@@ -12,12 +14,14 @@ from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, l
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
+from mcore_ckpt_ext.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.findings import Finding, Verification
 
 
 _SHOWN = 4
+_UNREADABLE = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,27 +35,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="list every finding, also many of one kind")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
+    parser.add_argument("--record", metavar="FILE", help="if sound, write a manifest: SHA-256 of all files and tensors")
+    parser.add_argument("--against", metavar="FILE", help="compare with such a manifest, or with a list of sha256sum")
+    parser.add_argument(
+        "--tensors-only", action="store_true", help="compare tensors with it, not files, as after a conversion"
+    )
+    parser.add_argument(
+        "--prometheus", metavar="FILE", type=Path, help="also write the result as metrics for node_exporter"
+    )
     add_weights(parser, "an optimizer-only checkpoint")
     add_facts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and report what was found."""
-    from mcore_ckpt_ext.operations.check_results import verification_result
+    found = _verify(arguments) if arguments.prometheus is None else _measured(arguments)
+    if arguments.json:
+        from mcore_ckpt_ext.operations.check_results import verification_result
+
+        print_result("verify", verification_result(found), _exit_code(found))
+    else:
+        _show(found, show_all=arguments.all)
+    return _exit_code(found)
+
+
+def _verify(arguments: argparse.Namespace) -> Verification:
     from mcore_ckpt_ext.operations.verification import verify
 
-    found = verify(
+    return verify(
         arguments.path,
         quick=arguments.quick,
         workers=arguments.workers,
         progress=Progress(),
         facts=facts_of(arguments),
         weights=arguments.weights,
+        record=arguments.record,
+        against=arguments.against,
+        tensors_only=arguments.tensors_only,
     )
-    if arguments.json:
-        print_result("verify", verification_result(found), 0 if found.sound else 1)
-    else:
-        _show(found, show_all=arguments.all)
+
+
+def _measured(arguments: argparse.Namespace) -> Verification:
+    """Verify, and write metrics, also where the checkpoint cannot be verified.
+
+    Raises:
+        CheckpointError: it cannot be, or the metrics cannot be written.
+    """
+    from mcore_ckpt_ext.cli import prometheus
+    from mcore_ckpt_ext.operations.check_results import verification_result
+    from mcore_ckpt_ext.storage.paths import as_path
+
+    prometheus.check_metrics_file(arguments.prometheus)
+    begin = time.monotonic()
+    try:
+        found = _verify(arguments)
+    except CheckpointError:
+        text = prometheus.metrics(arguments.path, _UNREADABLE, time.monotonic() - begin)
+        prometheus.write_metrics(arguments.prometheus, text)
+        raise
+    seconds, disk = time.monotonic() - begin, prometheus.disk_of(as_path(found.path))
+    text = prometheus.metrics(arguments.path, _exit_code(found), seconds, verification_result(found), disk)
+    prometheus.write_metrics(arguments.prometheus, text)
+    return found
+
+
+def _exit_code(found: Verification) -> int:
     return 0 if found.sound else 1
 
 
@@ -69,6 +117,8 @@ def _show(found: Verification, *, show_all: bool) -> None:
                 line(f"  and {len(findings) - len(shown):,} more like the last; --all lists them")
     errors = sum(finding.severity == "error" for finding in found.findings)
     line()
+    if found.recorded:
+        line(f"recorded in {found.recorded}")
     depth = ": metadata only, data not read" if found.quick else ""
     if found.sound:
         line(Painted(f"sound{depth}", GOOD))

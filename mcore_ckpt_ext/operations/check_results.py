@@ -63,14 +63,20 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """The result of `verify --json`; `sound` is False where a problem is an error."""
+    """The result of `verify --json`; `sound` is False where a problem is an error.
+
+    `recorded`: the manifest that was written; None where none was. `iteration`: None where the checkpoint has none, or
+    cannot be opened.
+    """
 
     schema: int
     path: str
+    iteration: int | None
     quick: bool
     sound: bool
     checks: tuple[CheckResult, ...]
     problems: tuple[Problem, ...]
+    recorded: str | None
 
 
 def verification_result(found: Verification) -> VerificationResult:
@@ -78,7 +84,10 @@ def verification_result(found: Verification) -> VerificationResult:
     problems = (
         Problem(one.severity, IDS[one.check], one.where, one.file, one.offset, one.what) for one in found.findings
     )
-    return VerificationResult(SCHEMA, found.path, found.quick, found.sound, tuple(_checks(found)), tuple(problems))
+    checks = tuple(_checks(found))
+    return VerificationResult(
+        SCHEMA, found.path, found.iteration, found.quick, found.sound, checks, tuple(problems), found.recorded
+    )
 
 
 def _checks(found: Verification) -> Iterator[CheckResult]:

@@ -50,12 +50,23 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result: sound means that no finding is an error."""
+    """The result: sound means that no finding is an error.
+
+    Attributes:
+        path: the checkpoint's folder.
+        quick: whether metadata alone was checked.
+        checks: that were made, or could not be.
+        findings: in the order of the checks.
+        recorded: the manifest that was written; None where none was.
+        iteration: of a job; None where the checkpoint cannot be opened, or is a model to start from.
+    """
 
     path: str
     quick: bool
     checks: tuple[Check, ...]
     findings: tuple[Finding, ...]
+    recorded: str | None = None
+    iteration: int | None = None
 
     @property
     def sound(self) -> bool:

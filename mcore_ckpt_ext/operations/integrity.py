@@ -191,7 +191,7 @@ def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding
         if Path(name).name != name:
             return error(MANIFEST, str(path), f"it names something outside of the folder: {name!r}")
         try:
-            found = _digest(folder, name, advance)
+            found = digest_of_file(folder, name, advance)
         except OSError as problem:
             return error(MANIFEST, str(folder / name), f"missing or unreadable: {problem.strerror}", name)
         if found != expected:
@@ -209,7 +209,12 @@ def manifest_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
 
 
-def _digest(folder: Path, name: str, advance: Advance) -> str:
+def digest_of_file(folder: Path, name: str, advance: Advance = lambda count: None) -> str:
+    """The SHA-256 of a file of a folder.
+
+    Raises:
+        OSError: it is missing, cannot be read, or is a link out of the folder.
+    """
     digest = hashlib.sha256()
     with (folder / name).open("rb") if is_remote(folder) else os.fdopen(open_file(folder, name), "rb") as file:
         while block := file.read(_HASH_BLOCK):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -15,6 +16,7 @@ from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsafePickleError,
     UnsupportedCheckpointError,
+    UsageError,
     readable,
     reraise_as_unreadable,
     some,
@@ -43,10 +45,13 @@ from mcore_ckpt_ext.operations.findings import (
 )
 from mcore_ckpt_ext.operations.integrity import StoredChecksums, check_file_digests
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
+from mcore_ckpt_ext.operations.recording import Content, check_destination, compare, compare_tensors
+from mcore_ckpt_ext.operations.recording import record as write_manifest
 from mcore_ckpt_ext.operations.state_check import StateCheck
 from mcore_ckpt_ext.operations.stored_tensors import check_listing, check_stored_tensors, listed_bytes
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checksums import Confirmed
+from mcore_ckpt_ext.storage.manifest import read_manifest
 from mcore_ckpt_ext.storage.paths import as_path
 
 
@@ -58,6 +63,9 @@ def verify(
     progress: Progress = lambda done, total: None,
     facts: Facts = NOTHING,
     weights: str | os.PathLike[str] | None = None,
+    record: str | os.PathLike[str] | None = None,
+    against: str | os.PathLike[str] | None = None,
+    tensors_only: bool = False,
 ) -> Verification:
     """Verify a checkpoint.
 
@@ -70,10 +78,15 @@ def verify(
         facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
         weights: where the weights lie, if the checkpoint holds an optimizer alone; its masters are proven by them. Of
             adapters alone, the model that they are for.
+        record: a manifest to write, with the SHA-256 of each file and each tensor, if nothing is wrong.
+        against: a manifest to compare with.
+        tensors_only: compare tensors with the manifest, and not files: after a conversion, all files are others.
 
     Raises:
-        UsageError: facts are given of a checkpoint that describes its job itself, or they contradict its index.
-        UnreadableCheckpointError: there is no checkpoint at all at that path.
+        UsageError: options contradict each other, or facts are given of a checkpoint that describes its job itself, or
+            they contradict its index.
+        UnreadableCheckpointError: there is no checkpoint at all at that path, or no manifest.
+        DestinationError: the manifest cannot be written.
         UnsupportedCheckpointError: its kind is not read.
 
     Example:
@@ -83,6 +96,13 @@ def verify(
         >>> [check.extent for check in found.checks if check.name == "proof"]
         ['53,536 masters equal to their weights']
     """
+    if quick and (record is not None or against is not None):
+        raise UsageError("a manifest is of all bytes, which --quick does not read", hint="leave out --quick")
+    if tensors_only and against is None:
+        raise UsageError("--tensors-only needs a manifest to compare with", hint="--against FILE")
+    manifest = None if against is None else read_manifest(Path(against))
+    if record is not None:
+        check_destination(Path(record))
     located = locate(as_path(path))
     folder = located.folder or as_path(path)
     run = _Run(folder, quick, workers, progress, partial(open_checkpoint, folder, facts=facts, weights=weights))
@@ -92,7 +112,17 @@ def verify(
         run.results.findings.extend(problems)
         if not problems:
             run.verify_or_note()
-    return Verification(str(run.folder), quick, tuple(run.results.checks), tuple(run.results.findings))
+        if manifest is not None and tensors_only:
+            compare_tensors(manifest, run.content, workers, run.results)
+        elif manifest is not None and against is not None:
+            whole = weights is None
+            compare(manifest, Path(against), folder, run.content, workers, run.results, files_suffice=whole)
+    checks, findings = tuple(run.results.checks), tuple(run.results.findings)
+    found = Verification(str(run.folder), quick, checks, findings, iteration=_iteration(run.content))
+    if record is None or run.content is None or not found.sound:
+        return found
+    write_manifest(Path(record), folder, run.content, workers)
+    return replace(found, recorded=str(record))
 
 
 class _Run:
@@ -103,6 +133,7 @@ class _Run:
     ) -> None:
         self.folder, self._opens = folder, opens
         self.results = Results()
+        self.content: Content | None = None
         self._quick, self._workers, self._progress = quick, workers, progress
 
     def verify_or_note(self) -> None:
@@ -128,6 +159,7 @@ class _Run:
         except ProofError as problem:
             self._error(PROOF, problem)
         else:
+            self.content = checkpoint
             failed = self._check_metadata(checkpoint)
             if self._quick:
                 StateCheck(checkpoint, self.results, failed).check_metadata()
@@ -138,8 +170,9 @@ class _Run:
         """Verify a folder of weights: its files and elements as they are, its names and shapes by its model."""
         check_listing(listing, self.results)
         if listing.is_readable:
+            self.content = listing
             try:
-                checkpoint = self._opens()
+                self.content = checkpoint = self._opens()
                 self._check_weights(checkpoint)
             except UnsupportedCheckpointError as problem:
                 reason = "; ".join(filter(None, map(problem.details.get, ("found", "hint"))))
@@ -217,6 +250,10 @@ class _Run:
 
     def _error(self, check: str, problem: CheckpointError) -> None:
         self.results.findings.append(error(check, str(self.folder), str(problem)))
+
+
+def _iteration(content: Content | None) -> int | None:
+    return content.iteration if isinstance(content, CheckpointView) and not content.released else None
 
 
 def _has_optimizer_alone(checkpoint: CheckpointView) -> bool:

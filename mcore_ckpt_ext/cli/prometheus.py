@@ -1,0 +1,137 @@
+"""The result of a verification as metrics, for the textfile collector of Prometheus' node_exporter.
+
+The text is in Prometheus' exposition format; the collector reads files that end in `.prom`, whenever it is scraped, so
+that a file has to be replaced at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcore_ckpt_ext.errors import DestinationError, UsageError, io_hint
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.operations.check_results import VerificationResult
+
+_BEGIN = "# HELP mcore_ckpt_"
+_STATUSES = ("passed", "failed", "skipped")
+_SEVERITIES = ("error", "warning")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The files of a checkpoint: their bytes, and when the newest was written, in seconds since 1970."""
+
+    nbytes: int
+    newest: float
+
+
+@dataclass(frozen=True)
+class _Metric:
+    name: str
+    meaning: str
+    values: Mapping[str, float]
+    """By the value of the label `label`; by the empty text where there is no such label."""
+    label: str = ""
+
+
+def check_metrics_file(path: Path) -> None:
+    """Refuse to write metrics over something else.
+
+    Raises:
+        UsageError: there is a file of another kind, or no folder to write it to.
+    """
+    if path.is_dir() or (path.exists() and not _is_ours(path)):
+        raise UsageError("--prometheus would overwrite something that is no file of its metrics", where=str(path),
+                         hint="choose a new file, or an earlier one of this option")  # fmt: skip
+    if not path.absolute().parent.is_dir():
+        raise UsageError("the folder of the metrics does not exist", where=str(path.absolute().parent),
+                         hint="create it, or choose another file")  # fmt: skip
+
+
+def write_metrics(path: Path, text: str) -> None:
+    """Replace a file of metrics, so that a reader sees the former ones or these.
+
+    Raises:
+        DestinationError: it cannot be written.
+    """
+    from mcore_ckpt_ext.storage.atomic_files import replace
+
+    try:
+        replace({path: text})
+    except OSError as error:
+        raise DestinationError(
+            "the metrics cannot be written", found=error.strerror, where=str(path), hint=io_hint(error)
+        ) from error
+
+
+def metrics(
+    path: str, exit_code: int, seconds: float, result: VerificationResult | None = None, disk: Disk | None = None
+) -> str:
+    """The text of the metrics.
+
+    Args:
+        path: what was verified, as the label `path` of each metric.
+        exit_code: of the command.
+        seconds: that it took.
+        result: None where the checkpoint could not be verified at all.
+        disk: of the checkpoint's files; None likewise.
+    """
+    found = [*_of_run(exit_code, seconds), *(_of_result(result) if result else ()), *(_of_disk(disk) if disk else ())]
+    return "".join(text for metric in found for text in _lines(path, metric))
+
+
+def disk_of(folder: Path) -> Disk:
+    """The bytes of a folder, and when its newest file was written."""
+    status = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return Disk(sum(one.st_size for one in status), max((one.st_mtime for one in status), default=0.0))
+
+
+def _of_run(exit_code: int, seconds: float) -> Iterator[_Metric]:
+    yield _Metric("verify_exit_code", "Exit code: 0 sound, 1 not sound, 2 not readable.", _one(exit_code))
+    yield _Metric("verify_timestamp_seconds", "When the last verification ended.", _one(time.time()))
+    yield _Metric("verify_duration_seconds", "Time that the last verification took.", _one(seconds))
+
+
+def _of_result(result: VerificationResult) -> Iterator[_Metric]:
+    statuses: Counter[str] = Counter(check.status for check in result.checks)
+    severities: Counter[str] = Counter(problem.severity for problem in result.problems)
+    by_status = {status: float(statuses[status]) for status in _STATUSES}
+    by_severity = {severity: float(severities[severity]) for severity in _SEVERITIES}
+    yield _Metric("verify_sound", "Whether no check failed.", _one(result.sound))
+    yield _Metric("verify_checks", "Checks by their status.", by_status, "status")
+    yield _Metric("verify_problems", "Problems that were found, by their severity.", by_severity, "severity")
+    if result.iteration is not None:
+        yield _Metric("checkpoint_iteration", "Iteration of the checkpoint.", _one(result.iteration))
+
+
+def _of_disk(disk: Disk) -> Iterator[_Metric]:
+    yield _Metric("checkpoint_bytes", "Bytes of the checkpoint's files.", _one(disk.nbytes))
+    yield _Metric("checkpoint_timestamp_seconds", "When its newest file was written.", _one(disk.newest))
+    yield _Metric("checkpoint_age_seconds", "Age of its newest file.", _one(time.time() - disk.newest))
+
+
+def _one(value: float) -> dict[str, float]:
+    return {"": float(value)}
+
+
+def _lines(path: str, metric: _Metric) -> Iterator[str]:
+    name = f"mcore_ckpt_{metric.name}"
+    yield f"# HELP {name} {metric.meaning}\n# TYPE {name} gauge\n"
+    for of_label, value in metric.values.items():
+        label = f',{metric.label}="{of_label}"' if metric.label else ""
+        yield f'{name}{{path="{_escaped(path)}"{label}}} {value!r}\n'
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def _is_ours(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(_BEGIN)) == _BEGIN.encode()

@@ -1,0 +1,153 @@
+"""A manifest: the SHA-256 of each file of a folder and of each tensor in it, as a text that `sha256sum -c` reads.
+
+GNU's `sha256sum` compares the files without this package: lines of tensors begin with `#`, which makes them comments:
+
+    # mcore_ckpt_ext manifest 1
+    3b1c...  common.pt
+    # tensor {"kind": "weight", "name": "...", "dtype": "bfloat16", "shape": [128, 32], "sha256": "..."}
+    # end: 9 files, 120 tensors
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, io_hint, shortened
+from mcore_ckpt_ext.storage.json_text import parsed
+
+_HEAD = "# mcore_ckpt_ext manifest 1"
+_TENSOR, _END = "# tensor ", "# end: "
+_FILE = re.compile(r"^(\\?)([0-9a-f]{64}) [ *](.+)$", re.ASCII)
+_DIGEST = re.compile(r"^[0-9a-f]{64}$", re.ASCII)
+_ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
+_ESCAPED = re.compile(r"\\(.)")
+_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """The SHA-256 of a tensor's elements, row by row, little-endian; shape in elements."""
+
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The SHA-256 of files by their path in the folder, and of tensors.
+
+    `has_tensors` is False of a manifest that another program wrote, which lists files alone.
+    """
+
+    files: dict[str, str] = field(default_factory=dict)
+    tensors: tuple[TensorDigest, ...] = ()
+    has_tensors: bool = True
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The text of a manifest."""
+    files = [_file_line(name, digest) for name, digest in sorted(manifest.files.items())]
+    tensors = [f"{_TENSOR}{json.dumps(asdict(one))}" for one in manifest.tensors]
+    return "\n".join([_HEAD, *files, *tensors, _end(len(files), len(tensors)), ""])
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest, or a list of files that `sha256sum` printed.
+
+    Raises:
+        UnreadableCheckpointError: it cannot be read, is incomplete, or is something else.
+    """
+    try:
+        if path.stat().st_size > _LIMIT:
+            raise ValueError(f"more than {_LIMIT:,} bytes")
+        return _parsed(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnreadableCheckpointError(
+            "the manifest cannot be read", found=error.strerror, where=str(path), hint=io_hint(error)
+        ) from error
+    except ValueError as error:
+        raise UnreadableCheckpointError(
+            "this is no manifest, or a damaged one", found=shortened(str(error)), where=str(path),
+            hint="pass a file that `mcore-ckpt verify PATH --record FILE` or `sha256sum` wrote",
+        ) from error  # fmt: skip
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file begins as a manifest of this package."""
+    with path.open("rb") as stream:
+        return stream.read(len(_HEAD)) == _HEAD.encode()
+
+
+def _parsed(text: str) -> Manifest:
+    lines = text.removesuffix("\n").split("\n")
+    is_ours = lines[0] == _HEAD
+    tensors = [_tensor(line) for line in lines if is_ours and line.startswith(_TENSOR)]
+    files = dict(_file(line) for line in lines if line and not line.startswith("#"))
+    if is_ours and lines[-1] != _end(len(files), len(tensors)):
+        raise ValueError(f"it has {len(files)} files and {len(tensors)} tensors, and ends with {lines[-1]!r}")
+    if not files:
+        raise ValueError("it lists no file")
+    return Manifest(files, tuple(tensors), is_ours)
+
+
+def _end(files: int, tensors: int) -> str:
+    return f"{_END}{files} files, {tensors} tensors"
+
+
+def _file_line(name: str, digest: str) -> str:
+    escaped = "".join(_ESCAPES.get(letter, letter) for letter in name)
+    begin = "" if escaped == name else "\\"
+    return f"{begin}{digest}  {escaped}"
+
+
+def _file(line: str) -> tuple[str, str]:
+    match = _FILE.match(line)
+    if match is None:
+        raise ValueError(f"a line that names no file: {line!r}")
+    escaped, digest, name = match.groups()
+    if escaped:
+        name = _ESCAPED.sub(lambda found: {"n": "\n", "r": "\r"}.get(found[1], found[1]), name)
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"it names a file outside of the folder: {name!r}")
+    return str(path), digest
+
+
+def _tensor(line: str) -> TensorDigest:
+    entry = parsed(line.removeprefix(_TENSOR).encode())
+    texts = ("kind", "name", "dtype", "sha256")
+    if not isinstance(entry, dict) or entry.keys() != {*texts, "shape"}:
+        raise ValueError(f"a line that describes no tensor: {line!r}")
+    shape = entry["shape"]
+    if not all(isinstance(entry[key], str) for key in texts) or not _is_shape(shape):
+        raise ValueError(f"a tensor with invalid values: {line!r}")
+    if not _DIGEST.match(entry["sha256"]):
+        raise ValueError(f"a tensor without its SHA-256: {line!r}")
+    return TensorDigest(entry["kind"], entry["name"], entry["dtype"], tuple(shape), entry["sha256"])
+
+
+def _is_shape(shape: object) -> bool:
+    return isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+
+
+def differing(stated: Iterable[TensorDigest], found: Iterable[TensorDigest]) -> list[tuple[TensorDigest, str]]:
+    """The tensors that two manifests do not have alike, and how they differ."""
+    have = {(one.kind, one.name): one for one in found}
+    differences: list[tuple[TensorDigest, str]] = []
+    for one in stated:
+        other = have.pop((one.kind, one.name), None)
+        if other is None:
+            differences.append((one, "missing: it is recorded, and not in the checkpoint"))
+        elif (other.dtype, other.shape) != (one.dtype, one.shape):
+            what = f"it is {other.dtype} {other.shape}, recorded is {one.dtype} {one.shape}"
+            differences.append((one, what))
+        elif other.sha256 != one.sha256:
+            differences.append((one, f"its SHA-256 is {other.sha256[:16]}..., recorded is {one.sha256[:16]}..."))
+    return [*differences, *((one, "it is not recorded") for one in have.values())]
