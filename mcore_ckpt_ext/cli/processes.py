@@ -1,4 +1,4 @@
-"""The processes that torchrun started, as a team that shares a conversion."""
+"""The processes that torchrun started, as a team that shares the work of a command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 # Set by torchrun alone (torch/distributed/elastic/agent/server/local_elastic_agent.py).
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-_HOW_TO_START = "start them with torchrun -m mcore_ckpt_ext convert ..., or leave --join out and use one process"
+_HOW_TO_START = "start them with torchrun -m mcore_ckpt_ext ..., or leave --join out and use one process"
 _DIGITS = 10
 
 
@@ -86,7 +86,7 @@ class _Together:
         except Exception as caught:  # noqa: BLE001 - raised again below
             error = caught
         try:
-            reasons = self._told(None if error is None else in_words(error))
+            reasons = self.gather(None if error is None else in_words(error))
         except CheckpointError:
             if error is not None:
                 raise error from None
@@ -104,20 +104,20 @@ class _Together:
 
     def total(self, count: int) -> int:
         """The sum over all processes."""
-        return sum(self._told(count))
+        return sum(self.gather(count))
 
-    def _told(self, item: Item) -> list[Item]:
-        """What each process tells.
+    def gather(self, item: Item) -> list[Item]:
+        """One item from every process, in their order.
 
         Raises:
-            CheckpointError: one does not answer any more.
+            CheckpointError: a process has ended.
         """
         found = [item] * self.size
         try:
             torch.distributed.all_gather_object(found, item)
         except RuntimeError as error:  # of the backend: the connection is closed, or timed out
             raise CheckpointError(
-                "another process of this conversion has ended", found=next(iter(str(error).splitlines()), ""),
-                hint="if the destination is not there yet, start all of them again, with --resume",
+                "another process of this command has ended", found=next(iter(str(error).splitlines()), ""),
+                hint="start all of them again; a conversion that has not ended, with --resume",
             ) from error  # fmt: skip
         return found

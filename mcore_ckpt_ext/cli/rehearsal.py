@@ -31,6 +31,10 @@ def add_rehearsal(parser: argparse.ArgumentParser) -> None:
         "--change", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
         help="argument other than the layout that will differ from the job that wrote the checkpoint",
     )  # fmt: skip
+    group.add_argument(
+        "--join", action="store_true",
+        help="split the work across the processes of the current torch.distributed job (default under torchrun)",
+    )  # fmt: skip
 
 
 def check_rehearsal(arguments: argparse.Namespace) -> None:
@@ -40,7 +44,7 @@ def check_rehearsal(arguments: argparse.Namespace) -> None:
         UsageError: there are such.
     """
     if arguments.rehearse is None:
-        given = [f"--{name}" for name in ("full", "change") if getattr(arguments, name)]
+        given = [f"--{name}" for name in ("full", "change", "join") if getattr(arguments, name)]
         if given:
             raise UsageError("this option requires --rehearse", found=given[0], expected="--rehearse")
         return
@@ -54,19 +58,25 @@ def check_rehearsal(arguments: argparse.Namespace) -> None:
 
 def run_rehearsal(arguments: argparse.Namespace) -> int:
     """Rehearse a resume; exit code 1 where it would be refused."""
+    from mcore_ckpt_ext.cli.processes import the_team
     from mcore_ckpt_ext.rehearsal.rehearse import rehearse
     from mcore_ckpt_ext.rehearsal.target import sizes_in
 
-    found = rehearse(
-        arguments.path,
-        arguments.gpus,
-        sizes_in(arguments.rehearse),
-        megatron_version=arguments.megatron_version,
-        full=arguments.full,
-        stated=stated_arguments(arguments.argument),
-        changes=stated_arguments(arguments.change),
-    )
+    sizes = sizes_in(arguments.rehearse)
+    with the_team(join=arguments.join) as team:
+        found = rehearse(
+            arguments.path,
+            arguments.gpus,
+            sizes,
+            megatron_version=arguments.megatron_version,
+            full=arguments.full,
+            stated=stated_arguments(arguments.argument),
+            changes=stated_arguments(arguments.change),
+            team=team,
+        )
     exit_code = 0 if found.will_succeed else 1
+    if team.rank > 0:
+        return exit_code
     if arguments.html is not None:
         write_page(arguments.html, plan_page(found))
         message(f"wrote {arguments.html}")

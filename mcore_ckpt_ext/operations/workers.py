@@ -1,9 +1,11 @@
-"""Processes that share a conversion: what one does for all, and how the failure of one becomes the failure of all."""
+"""Processes that share the work of a command: what one does for all, and how one failure becomes that of all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+Item = TypeVar("Item")
 
 
 class Team(Protocol):
@@ -30,6 +32,13 @@ class Team(Protocol):
     def total(self, count: int) -> int:
         """The sum of a number over all processes."""
 
+    def gather(self, item: Item) -> list[Item]:
+        """One item from every process, in their order.
+
+        Raises:
+            CheckpointError: a process has ended.
+        """
+
 
 class SingleProcess:
     """One process."""
@@ -47,3 +56,7 @@ class SingleProcess:
     def total(self, count: int) -> int:
         """The sum of a number over all processes."""
         return count
+
+    def gather(self, item: Item) -> list[Item]:
+        """One item from every process, in their order."""
+        return [item]

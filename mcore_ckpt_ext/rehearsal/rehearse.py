@@ -26,6 +26,7 @@ from mcore_ckpt_ext.megatron.live.planning import LIVE_MODEL, check_job, open_wi
 from mcore_ckpt_ext.megatron.new_tokens import new_tokens, refusal
 from mcore_ckpt_ext.megatron.probe import check_whole, probe_checkpoint
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank, on_every_rank
 from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
@@ -55,6 +56,7 @@ def rehearse(
     full: bool = False,
     stated: Mapping[str, Any] | None = None,
     changes: Mapping[str, Any] | None = None,
+    team: Team | None = None,
 ) -> Rehearsal:
     """Do what a resume under another layout would do up to its first write, for all ranks, without Megatron.
 
@@ -66,6 +68,7 @@ def rehearse(
         full: compare all masters with their weights, not only samples.
         stated: arguments of the job that wrote, which the checkpoint does not state.
         changes: arguments in which the job that resumes differs, beside its layout.
+        team: the processes that share the work, each with the same arguments; by default this one alone.
 
     Raises:
         UsageError: a value makes no sense.
@@ -99,14 +102,17 @@ def rehearse(
         tokens = new_tokens(checkpoint.vocabulary_rows, Namespace(**job.arguments.stated))
         if tokens:
             return replace(plain, refusal=str(refusal(tokens, str(folder.parent))), is_verbatim=True)
-        return _Rehearsing(folder, written, job, version, plain).result(full=full)
+        return _Rehearsing(folder, written, job, version, plain, team or SingleProcess()).result(full=full)
 
 
 class _Rehearsing:
     """The steps from the first look at a checkpoint on, as `megatron/load.py` and `optimizer_reshard` take them."""
 
-    def __init__(self, folder: Path, written: JobArguments, job: TargetJob, version: Version, plain: Rehearsal) -> None:
+    def __init__(
+        self, folder: Path, written: JobArguments, job: TargetJob, version: Version, plain: Rehearsal, team: Team
+    ) -> None:
         self._folder, self._written, self._job, self._version, self._plain = folder, written, job, version, plain
+        self._team = team
         # Whether the job itself plans the resume: without a decision, everything before it is refused by all loads.
         self._plans = True
 
@@ -140,7 +146,7 @@ class _Rehearsing:
         shares = Shares(
             simulated, checkpoint, on_every_rank(PLANNING, ranks, lambda: self._groups(checkpoint)),
             DataParallelRanks(simulated, checkpoint, self._version),
-            own_bounds=takes_own_bounds(running.stated, self._version),
+            own_bounds=takes_own_bounds(running.stated, self._version), team=self._team,
         )  # fmt: skip
         shares.plan()
         shares.find_weights()

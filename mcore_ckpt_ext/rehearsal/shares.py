@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -12,6 +12,7 @@ from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.megatron.live.master_check import prove
 from mcore_ckpt_ext.megatron.live.planning import plan_rank
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
+from mcore_ckpt_ext.operations.workers import Team
 from mcore_ckpt_ext.optimizers.groups import Group
 from mcore_ckpt_ext.planning.plan import WantedSlice, plans_of
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank
@@ -35,6 +36,15 @@ class Figures:
     proven: int = 0
     names: set[str] = field(default_factory=set)
 
+    def together(self, other: Figures) -> Figures:
+        """What two processes have counted."""
+        numbers = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)[:-1]}
+        return Figures(**numbers, names=self.names | other.names)
+
+
+# A pipeline stage, and the number of a part that its ranks hold, or load.
+_Place = tuple[int, int]
+
 
 class Shares:
     """The shards of all ranks of a simulated job."""
@@ -47,10 +57,17 @@ class Shares:
         ranks: DataParallelRanks,
         *,
         own_bounds: bool,
+        team: Team,
     ) -> None:
+        """`team`: the processes that share the parts; each ends with the same result."""
         self._job, self._checkpoint, self._groups, self._ranks = job, checkpoint, groups, ranks
-        self._own_bounds = own_bounds
-        self.figures = Figures()
+        self._own_bounds, self._team = own_bounds, team
+        self._figures = Figures()
+
+    @property
+    def figures(self) -> Figures:
+        """What all processes have counted."""
+        return reduce(Figures.together, self._team.gather(self._figures))
 
     def plan(self) -> None:
         """Find every element of every shard; parts that several ranks hold are planned once.
@@ -61,18 +78,22 @@ class Shares:
         Raises:
             RefusedError: some rank would refuse.
         """
-        wrong: list[Held] = []
-        problem: CheckpointError | None = None
-        for held in self._stages():
-            for copies, alike in self._by_copies(held):
-                try:
-                    self.figures.bytes_read += self._plan([one.shard for one in alike]) * copies
-                except CheckpointError as error:
-                    problem = problem or error
-                    wrong += [one for one in alike if self._is_refused(one)] or alike
-                self._count(alike, copies)
-        if problem is not None:
-            self._refuse(PLANNING, wrong, self._plan, problem)
+        wrong: list[_Place] = []
+
+        def work() -> None:
+            for pipeline, held in self._stages():
+                for copies, numbers in self._by_copies(held):
+                    own = self._own(numbers)
+                    alike = [held[number] for number in own]
+                    try:
+                        self._figures.bytes_read += self._plan([one.shard for one in alike]) * copies if alike else 0
+                    except CheckpointError:
+                        refused = [number for number in own if self._is_refused(held[number])] or own
+                        wrong.extend((pipeline, number) for number in refused)
+                    self._count(alike, copies)
+
+        self._team.all(work)
+        self._refuse_any(PLANNING, wrong, self._plan)
 
     def find_weights(self) -> None:
         """Find every element of every weight that some rank loads.
@@ -80,14 +101,29 @@ class Shares:
         Raises:
             RefusedError: one is not there; Megatron says so in words of its own.
         """
-        for pipeline in range(self._job.layout.pipeline):
-            for wanted, ranks in self._job.weights(pipeline):
-                try:
-                    read = sum(plan.bytes_read for plan in plans_of(wanted, self._checkpoint))
-                except CheckpointError as error:
-                    raise RefusedError(error, is_verbatim=False) from error
-                self.figures.weights += wanted.slice.numel
-                self.figures.bytes_read += read * ranks
+        missing: list[_Place] = []
+
+        def work() -> None:
+            for pipeline in range(self._job.layout.pipeline):
+                weights = self._job.weights(pipeline)
+                for number in self._own(range(len(weights))):
+                    wanted, ranks = weights[number]
+                    try:
+                        read = sum(plan.bytes_read for plan in plans_of(wanted, self._checkpoint))
+                    except CheckpointError:
+                        missing.append((pipeline, number))
+                        return
+                    self._figures.weights += wanted.slice.numel
+                    self._figures.bytes_read += read * ranks
+
+        self._team.all(work)
+        places = sorted(set().union(*self._team.gather(missing)))
+        if places:
+            pipeline, number = places[0]
+            try:
+                plans_of(self._job.weights(pipeline)[number][0], self._checkpoint)
+            except CheckpointError as error:
+                raise RefusedError(error, is_verbatim=False) from error
 
     def prove(self, *, full: bool) -> None:
         """Compare masters with their weights: all of them, or the first ones of every part.
@@ -95,32 +131,38 @@ class Shares:
         Raises:
             RefusedError: some rank would refuse.
         """
-        wrong: list[Held] = []
-        problem: CheckpointError | None = None
-        for held in self._stages():
-            for one in held:
-                if self._checkpoint.masters_are_derived(one.shard.name):
-                    continue
-                try:
-                    for piece in _pieces(one.shard, full=full):
-                        self._prove([piece])
-                        self.figures.proven += piece.slice.numel
-                except CheckpointError as error:
-                    problem = problem or error
-                    wrong.append(one)
-        if problem is not None:
-            self._refuse(PROVING, wrong, self._prove, problem)
+        wrong: list[_Place] = []
 
-    def _stages(self) -> Iterator[list[Held]]:
+        def work() -> None:
+            for pipeline, held in self._stages():
+                for number in self._own(range(len(held))):
+                    shard = held[number].shard
+                    if self._checkpoint.masters_are_derived(shard.name):
+                        continue
+                    try:
+                        for piece in _pieces(shard, full=full):
+                            self._prove([piece])
+                            self._figures.proven += piece.slice.numel
+                    except CheckpointError:
+                        wrong.append((pipeline, number))
+
+        self._team.all(work)
+        self._refuse_any(PROVING, wrong, self._prove)
+
+    def _stages(self) -> Iterator[tuple[int, list[Held]]]:
         for pipeline in range(self._job.layout.pipeline):
-            yield self._job.held(pipeline)
+            yield pipeline, self._job.held(pipeline)
 
-    def _by_copies(self, held: Sequence[Held]) -> Iterator[tuple[int, list[Held]]]:
+    def _own(self, numbers: Sequence[int]) -> Sequence[int]:
+        """This process's part of some work."""
+        return numbers[self._team.rank :: self._team.size]
+
+    def _by_copies(self, held: Sequence[Held]) -> Iterator[tuple[int, list[int]]]:
         """Parts with the number of times that the job's ranks read them: once for each group that shares them out."""
-        state, found = self._checkpoint.optimizer, dict[int, list[Held]]()
-        for one in held:
+        state, found = self._checkpoint.optimizer, dict[int, list[int]]()
+        for number, one in enumerate(held):
             ranks = 1 if state.is_distributed(one.shard.name) else self._job.copies(one.places[0])
-            found.setdefault(len(one.places) * ranks, []).append(one)
+            found.setdefault(len(one.places) * ranks, []).append(number)
         yield from found.items()
 
     def _plan(self, shards: Sequence[SimulatedShard]) -> int:
@@ -136,7 +178,7 @@ class Shares:
         return False
 
     def _count(self, held: Sequence[Held], copies: int) -> None:
-        figures = self.figures
+        figures = self._figures
         figures.names |= {one.shard.name for one in held}
         figures.parts += sum(len(one.places) for one in held)
         figures.elements += sum(one.shard.slice.numel * (1 + len(one.shard.kinds)) for one in held) * copies
@@ -147,16 +189,20 @@ class Shares:
             wanted = WantedSlice(FP32_PARAM, shard.slice, own, shard.live.may_pad)
             prove(shard, read_wanted(self._checkpoint, self._checkpoint.transfer, wanted), self._checkpoint)
 
-    def _refuse(
-        self,
-        phase: str,
-        wrong: Sequence[Held],
-        work: Callable[[Sequence[SimulatedShard]], object],
-        problem: CheckpointError,
-    ) -> NoReturn:
-        """Refuse in the words of the ranks that hold an element of a part with which something is wrong."""
+    def _refuse_any(
+        self, phase: str, wrong: Sequence[_Place], work: Callable[[Sequence[SimulatedShard]], object]
+    ) -> None:
+        """Refuse in the words of the ranks that hold an element of a part with which some process found a fault.
+
+        Raises:
+            RefusedError: there is such a part.
+        """
+        places = sorted(set().union(*self._team.gather(list(wrong))))
+        if not places:
+            return
+        faulty = [self._job.held(pipeline)[number] for pipeline, number in places]
         by_place: dict[ModelRank, list[SimulatedShard]] = {}
-        for one in wrong:
+        for one in faulty:
             for place in one.places:
                 by_place.setdefault(place, []).append(one.shard)
 
@@ -165,7 +211,11 @@ class Shares:
                 work(shards)
 
         by_rank(phase, self._job.layout.world, of_rank, is_verbatim=self._ranks.are_known)
-        raise RefusedError(problem, is_verbatim=False) from problem
+        # No rank's own elements show it, but those of the part do.
+        try:
+            work([one.shard for one in faulty])
+        except CheckpointError as problem:
+            raise RefusedError(problem, is_verbatim=False) from problem
 
 
 def _pieces(shard: SimulatedShard, *, full: bool) -> Iterator[SimulatedShard]:
