@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
+from mcore_ckpt_ext.lazy_torch import torch
 
-_CPU = torch.device("cpu")
+_CPU = "cpu"
 _WITHOUT_DATA = "meta"
 
 
@@ -42,7 +42,7 @@ def device_module(kind: str) -> Any:
 def current_device(kind: str) -> torch.device:
     """Return the device of a kind that this thread uses; for the CPU, and kinds without numbers, without an index."""
     current = getattr(device_module(kind), "current_device", None)
-    index = None if kind == _CPU.type or current is None else current()
+    index = None if kind == _CPU or current is None else current()
     return torch.device(kind, index) if isinstance(index, int) else torch.device(kind)
 
 

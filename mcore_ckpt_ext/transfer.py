@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-
-import torch
+from typing import TypeAlias
 
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.devices import is_staged
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.array_location import Extent, ScaleCodec, TransposeCodec
 from mcore_ckpt_ext.planning.overlap import Run, in_parts
@@ -36,7 +36,7 @@ _BYTES_FOR_WORKERS = 1 << 20
 # Of each fp8 number while it is decoded.
 _DECODED_BYTES = 8
 # By target index; a mapping may leave out targets that the plan does not serve.
-Destinations = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
+Destinations: TypeAlias = "Sequence[torch.Tensor] | Mapping[int, torch.Tensor]"
 # Given a target index and the elements from the first to below the second, which have just been read.
 LoadAssessment = Callable[[int, int, int], None]
 
@@ -146,13 +146,13 @@ class Transfer:
         size = payload.dtype.itemsize
         data = bytearray(count * size)
         self._reader.read_into(payload.file, payload.offset + first * size, memoryview(data))
-        return payload.decoded(torch.frombuffer(data, dtype=payload.dtype))
+        return payload.decoded(torch.frombuffer(data, dtype=payload.dtype.torch))
 
     def _copy_all(self, copies: Sequence[Copy], destinations: Destinations, look: LoadAssessment | None) -> None:
         for copy in copies:
             destination = destinations[copy.target]
             payload = self.locate(copy.extent)
-            if is_plain(copy, payload) and destination.dtype == payload.dtype:
+            if is_plain(copy, payload) and destination.dtype == payload.dtype.torch:
                 if destination.device.type == "cpu":
                     show = None if look is None else partial(look, copy.target)
                     self._rows.read(payload, copy.runs.rows(), destination, show)
@@ -171,7 +171,7 @@ class Transfer:
             packed = source, 0, length, count, source_stride, length
 
             def fill(block: torch.Tensor, run: Run = packed) -> None:
-                self._rows.read(payload, [run], block.view(payload.dtype))
+                self._rows.read(payload, [run], block.view(payload.dtype.torch))
 
             places = destination.as_strided((count, length), (target_stride, 1), destination.storage_offset() + target)
             self._stages.send(count * length * size, fill, places)
@@ -189,11 +189,11 @@ class Transfer:
         span = (count - 1) * stride + length
         # Of a transposed matrix, more rows come at once than a block has room for what lies between them.
         if are_read_together(length, count, stride, size) and span * size <= BLOCK_BYTES:
-            together = torch.empty(span, dtype=payload.dtype, device="cpu")
+            together = torch.empty(span, dtype=payload.dtype.torch, device="cpu")
             self._reader.read_into(payload.file, payload.offset + first * size, bytes_of(together))
             # Of a single column, a reshape alone would be a view with all that lies between; callers think it packed.
             return together.as_strided((count, length), (stride, 1)).reshape(-1).contiguous()
-        elements = torch.empty(count * length, dtype=payload.dtype, device="cpu")
+        elements = torch.empty(count * length, dtype=payload.dtype.torch, device="cpu")
         memory = bytes_of(elements)
         for row in range(count):
             offset = payload.offset + (first + row * stride) * size
@@ -246,7 +246,7 @@ def _threads() -> int:
     return max(1, min(DEFAULT_WORKERS, cores if cores * ranks <= every else cores // ranks))
 
 
-Allocate = Callable[[int, torch.dtype], torch.Tensor]
+Allocate: TypeAlias = "Callable[[int, torch.dtype], torch.Tensor]"
 """Makes a 1-D tensor of so many elements, of a dtype; what is in it does not matter."""
 
 

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from typing import TypeAlias
 
-import torch
-
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.planning.write_plan import Block, OutputFile, Record
 from mcore_ckpt_ext.storage.atomic_files import cannot_write
@@ -23,7 +23,7 @@ BLOCK_BYTES = 64 << 20
 # Of a record: what a thread fills before it looks for other work.
 _STRETCH_BYTES = 64 << 20
 
-FillBlock = Callable[[Record, Block, torch.Tensor], Sequence[Piece] | None]
+FillBlock: TypeAlias = "Callable[[Record, Block, torch.Tensor], Sequence[Piece] | None]"
 """Fills a 1-D tensor, one element for each of the block, with the block's content; the gaps are zero already.
 
 What it answers with are pieces of the block, in bytes, whose checksums are known.

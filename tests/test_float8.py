@@ -83,7 +83,7 @@ def test_numbers_are_multiplied_by_their_scale(
     last_two_of_each_row = Runs(*(np.array([number]) for number in (1, 0, 2, 2, 3, 2)))
     (block,) = transfer.blocks(Copy(extent, 0, last_two_of_each_row))
     assert torch.equal(block.rows(), expected[:, 1:])
-    assert transfer.locate(extent).dtype == dtype
+    assert transfer.locate(extent).dtype.torch == dtype
 
 
 @pytest.mark.parametrize(

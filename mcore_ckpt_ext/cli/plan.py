@@ -14,9 +14,7 @@ from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_reh
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
 from mcore_ckpt_ext.errors import UsageError, readable, shortened
-from mcore_ckpt_ext.job.stated import stated_arguments
-from mcore_ckpt_ext.layout_choice.memory import Recomputation
-from mcore_ckpt_ext.layout_choice.search import PINS
+from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.layout_plan import LayoutPlan, PlannedLayout
@@ -69,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_place(arguments.html)
     if arguments.rehearse is not None:
         return run_rehearsal(arguments)
+    from mcore_ckpt_ext.job.stated import stated_arguments
     from mcore_ckpt_ext.operations.layout_plan import plan
 
     found = plan(

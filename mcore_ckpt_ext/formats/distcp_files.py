@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.planning.write_plan import OutputFile, Record, WriteItem
 from mcore_ckpt_ext.storage.archive_writer import ArchivePlan, plan_archive, plan_tensor

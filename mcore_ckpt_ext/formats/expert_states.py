@@ -16,9 +16,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from mcore_ckpt_ext.errors import escaped
+from mcore_ckpt_ext.lazy_torch import is_tensor, torch
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
 from mcore_ckpt_ext.storage.pickle_allowlist import hides_a_pickle
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError, archive_of, read_state, same, write_state
@@ -135,7 +134,7 @@ def _read(state: Any) -> dict[str, Any] | None:
 
 
 def _side_by_side(content: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((k, v) for k, v in list(content.items()) if _SIDE_BY_SIDE.match(k) and isinstance(v, torch.Tensor))
+    return ((k, v) for k, v in list(content.items()) if _SIDE_BY_SIDE.match(k) and is_tensor(v))
 
 
 def about_emptied(emptied: Sequence[str]) -> list[str]:
@@ -147,7 +146,7 @@ def content_of(state: Any) -> bytes | None:
     """The bytes that Transformer Engine unpickles: a stream, or a tensor of bytes."""
     if isinstance(state, io.BytesIO):
         return state.getvalue()
-    if isinstance(state, torch.Tensor):
+    if is_tensor(state):
         return state.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return bytes(state) if isinstance(state, (bytes, bytearray)) else None
 

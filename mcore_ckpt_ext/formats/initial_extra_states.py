@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 
 _BLOCKS = ("decoder.", "mtp.")

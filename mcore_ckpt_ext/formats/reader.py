@@ -184,7 +184,7 @@ class FormatReader(FormatTraits, ABC):
 
     @property
     def args(self) -> dict[str, Any]:
-        """Megatron's parsed arguments of the job that wrote the checkpoint, by name."""
+        """Megatron's parsed arguments of the job that wrote the checkpoint, by name; dtypes as `Dtype`."""
         return dict(vars(self.common[ARGUMENTS])) if ARGUMENTS in self.common else {}
 
     @cached_property

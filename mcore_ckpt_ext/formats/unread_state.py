@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import torch
-
+from mcore_ckpt_ext.lazy_torch import is_tensor
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
@@ -91,7 +90,7 @@ def tensors_in(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
     """The tensors in nested containers: where each is, and its size in bytes."""
     if isinstance(tree, TensorReference):
         yield path, prod(tree.shape) * tree.storage.dtype.itemsize
-    elif isinstance(tree, torch.Tensor):
+    elif is_tensor(tree):
         yield path, tree.nbytes
     elif isinstance(tree, Mapping):
         for key, value in tree.items():

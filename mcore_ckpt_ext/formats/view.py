@@ -122,7 +122,7 @@ class CheckpointView:
 
     @property
     def args(self) -> dict[str, Any]:
-        """Megatron's parsed arguments of the job that wrote the checkpoint, by name."""
+        """Megatron's parsed arguments of the job that wrote the checkpoint, by name; dtypes as `Dtype`."""
         return dict(vars(self.common[ARGUMENTS])) if ARGUMENTS in self.common else {}
 
     @property

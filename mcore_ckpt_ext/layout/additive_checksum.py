@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache, reduce
 
-import torch
-
-from mcore_ckpt_ext.layout.master_check import BITS
+from mcore_ckpt_ext.layout.master_check import bits_dtype
+from mcore_ckpt_ext.lazy_torch import torch
 
 _WORD = 8
 _BLOCK = 1 << 20
@@ -32,7 +31,7 @@ def digest_of(values: torch.Tensor, start: int = 0) -> int:
 
 def running_digest(values: torch.Tensor, start: int = 0) -> torch.Tensor:
     """The same as a 0-dimensional int64 on the device of the values, which nobody has waited for."""
-    bits = values.detach().reshape(-1).contiguous().view(BITS[values.dtype.itemsize])
+    bits = values.detach().reshape(-1).contiguous().view(bits_dtype(values.dtype.itemsize))
     each = _WORD // values.dtype.itemsize
     numel, missing = bits.numel(), -start % each
     head, tail = min(missing, numel), (numel - min(missing, numel)) % each

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.layout.master_check import Proof
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 

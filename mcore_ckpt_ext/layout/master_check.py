@@ -40,14 +40,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
 from mcore_ckpt_ext.errors import ProofError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.lazy_torch import torch
 
 _AT_ONCE = 1 << 15  # elements; from here on torch gives a part to every processor
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers of the same width, by bytes: what compares bits."""
+_BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+def bits_dtype(itemsize: int) -> torch.dtype:
+    """Whole numbers of a width in bytes, as which bits are compared."""
+    found: torch.dtype = getattr(torch, _BITS[itemsize])
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,7 @@ def first_mismatch(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | Non
     if master.device.type == weight.device.type == "cpu" and _all_round(master.detach(), weight.detach()):
         return None
     rounded = master.detach().to(weight.dtype).contiguous()
-    bits = BITS[weight.dtype.itemsize]
+    bits = bits_dtype(weight.dtype.itemsize)
     different = (rounded.view(bits) != weight.detach().contiguous().view(bits)).reshape(-1)
     if not bool(different.any()):
         return None
@@ -143,7 +147,7 @@ def _all_round(master: torch.Tensor, weight: torch.Tensor) -> bool:
     values, stored = master.reshape(-1), weight.reshape(-1)
     size, count = weight.dtype.itemsize, stored.numel()
     in_words = not (stored.storage_offset() * size % 8 or count * size % 8)
-    bits = torch.int64 if in_words else BITS[size]
+    bits = torch.int64 if in_words else bits_dtype(size)
     if count <= _AT_ONCE:
         return torch.equal(values.to(weight.dtype, copy=True).view(bits), stored.view(bits))
     room = torch.empty(min(_AT_ONCE, count), dtype=weight.dtype)

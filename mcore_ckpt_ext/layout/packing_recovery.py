@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
-
 from mcore_ckpt_ext.errors import PackingError, UnsupportedCheckpointError, some
 from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement, mismatch_reason
 from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
@@ -17,6 +15,7 @@ from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof
 from mcore_ckpt_ext.layout.packing_candidates import Proposal, buffer_ranks
 from mcore_ckpt_ext.layout.packing_search import discover
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import numel_of
 
 # Elements of a parameter; and parameters that are compared together.

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-import torch
-
 from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement
 from mcore_ckpt_ext.layout.grad_buffer import align
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.names import Layer, split_layer
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from math import ceil
 
 from mcore_ckpt_ext.layout.grad_buffer import align, bucket_alignment
 from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise
 from mcore_ckpt_ext.layout_choice.model_table import Holding, StageHolding
+from mcore_ckpt_ext.layout_choice.options import Recomputation
 from mcore_ckpt_ext.layout_choice.rules import Choice
-
-
-class Recomputation(Enum):
-    """Which activations are computed again in the backward pass (`--recompute-granularity`)."""
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    FULL = "full"
 
 
 @dataclass(frozen=True, slots=True)

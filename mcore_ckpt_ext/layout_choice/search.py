@@ -15,12 +15,12 @@ from mcore_ckpt_ext.layout_choice.layer_wise import layer_wise_stages
 from mcore_ckpt_ext.layout_choice.memory import (
     Buffers,
     Memory,
-    Recomputation,
     activation_bytes,
     bubble_fraction,
     memory_of,
 )
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, StageHolding
+from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
 from mcore_ckpt_ext.layout_choice.rules import (
     DENSE_RULES,
     EXPERT_RULES,
@@ -32,11 +32,6 @@ from mcore_ckpt_ext.layout_choice.rules import (
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, stage_splits
 from mcore_ckpt_ext.versions import Version
 
-PINS = {
-    "tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "ep": "expert", "etp": "expert_tensor",
-    "cp": "context",
-}  # fmt: skip
-"""The dimensions that a user can fix, and their names in `ParallelLayout`."""
 _MOST_VIRTUAL_STAGES = 16
 # Smaller differences between idle shares count less than keeping the layout that the user knows.
 _BUBBLE_STEP = 0.05

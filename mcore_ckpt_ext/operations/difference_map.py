@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
-
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.optimizers.tied_copies import bits_of
 
 MOST_ROWS, MOST_COLUMNS = 16, 64

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.planning.write_plan import WriteItem
 
 

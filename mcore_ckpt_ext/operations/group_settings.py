@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-import torch
-
 from mcore_ckpt_ext.errors import shown, some
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.param_group_assignment import decay_of, decays_by_rule
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.lazy_torch import is_tensor
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.operations.findings import COMPLETE, VALUES, Finding, error, warning
 from mcore_ckpt_ext.optimizers.groups import ADAM, rule_of
@@ -20,7 +19,7 @@ from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 # Of every parameter group, and of Adam's (torch.optim, Transformer Engine's FusedAdam).
 _NEEDED, _OF_ADAM = ("lr", "weight_decay"), ("eps",)
 # A fused optimizer of CUDA graphs (`capturable`) keeps them as tensors.
-_NUMBERS = (int, float, torch.Tensor, TensorReference)
+_NUMBERS = (int, float, TensorReference)
 
 
 def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -32,7 +31,7 @@ def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any
     found: dict[str, bool] = {}
     for group in groups:
         for key in _NEEDED + (_OF_ADAM if rule_of(group) == ADAM else ()):
-            if not isinstance(group.get(key), _NUMBERS):
+            if not _is_number(group.get(key)):
                 found[f"{key} is {shown(group[key])}" if key in group else f"a group has no {key}"] = True
         found |= _odd(group)
     yield from _told("parameter groups", found)
@@ -40,7 +39,7 @@ def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any
     if scheduler is not None:
         wrong = {f"it is a {type(scheduler).__name__}": True} if not isinstance(scheduler, Mapping) else _odd(scheduler)
         steps = scheduler.get("num_steps", 0) if isinstance(scheduler, Mapping) else 0
-        yield from _told("scheduler", wrong if isinstance(steps, _NUMBERS) else {f"num_steps is {shown(steps)}": True})
+        yield from _told("scheduler", wrong if _is_number(steps) else {f"num_steps is {shown(steps)}": True})
     elif checkpoint.arguments.is_complete:
         what = "missing: a resume with the optimizer needs one, and is refused"
         yield warning(COMPLETE, "scheduler", what)
@@ -59,6 +58,10 @@ def check_group_of_each(checkpoint: CheckpointView, groups: Sequence[Mapping[str
     for decays, names in without.items():
         what = f"there is none with{'' if decays else 'out'} weight decay, as Megatron has for {some(names, 2)}"
         yield warning(VALUES, "parameter groups", what)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, TensorReference)) or is_tensor(value)
 
 
 def _odd(settings: Mapping[str, Any]) -> dict[str, bool]:

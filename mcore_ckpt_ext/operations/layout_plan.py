@@ -17,9 +17,10 @@ from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, SPLITS_LAYER_WISE
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise
-from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, Recomputation
+from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
-from mcore_ckpt_ext.layout_choice.search import PINS, FoundLayout, Search, SearchRequest, batch_of, search
+from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
+from mcore_ckpt_ext.layout_choice.search import FoundLayout, Search, SearchRequest, batch_of, search
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.optimizers.model_space_formats import is_layer_wise
 from mcore_ckpt_ext.optimizers.table import stock_can_load

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -25,6 +23,7 @@ from mcore_ckpt_ext.model_space.anatomy import (
 from mcore_ckpt_ext.model_space.names import is_module_buffer, parse, split_layer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.optimizers.table import shows_names
+from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, dtype_named
 
 _BEFORE = -1
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
@@ -139,5 +138,5 @@ def _state_dtypes(job: JobArguments) -> dict[str, int]:
 def _bytes_of(dtype: str) -> int:
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
     name = dtype.removeprefix("torch.")
-    found = getattr(torch, names.get(name, name), None)
-    return found.itemsize if isinstance(found, torch.dtype) else 4
+    name = names.get(name, name)
+    return dtype_named(name).itemsize if name in DTYPE_NAMES else 4

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 
-import torch
-
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.planning.array_location import TransposeCodec
 from mcore_ckpt_ext.planning.plan import Source, StoredSlice, slices_in

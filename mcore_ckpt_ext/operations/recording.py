@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 
-import torch
-
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, io_hint, reraise_as_unreadable
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.findings import RECORDED_FILES, RECORDED_TENSORS, Check, Results, error

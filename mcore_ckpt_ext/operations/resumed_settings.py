@@ -7,12 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, shown, some
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.portable_state import portable_group
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.lazy_torch import is_tensor
 from mcore_ckpt_ext.storage.json_tree import encode
 
 # What every version takes for a multiplier that a group does not have (`_get_param_groups`, megatron/core/optimizer/
@@ -61,7 +60,7 @@ def _setting(name: str, a: Any, b: Any) -> Setting:
 
 def _plain(value: Any) -> Any:
     """A value as it is compared: a number is the same in a tensor of one element, a tuple the same as a list."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if is_tensor(value) and value.numel() == 1:
         value = value.item()
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
@@ -71,7 +70,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if is_tensor(value) and value.numel() == 1:
         value = value.item()
     return _ABSENT if value is None else shown(value)
 

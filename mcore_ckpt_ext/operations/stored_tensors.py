@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-import torch
-
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.listing import About, ListedTensor, Listing
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.operations.content import Tally, count_values, judge
 from mcore_ckpt_ext.operations.findings import (
     CHECKSUMS,
@@ -114,7 +113,7 @@ class _ElementCheck:
         begin, tally, wrong_scales = payload.offset + tensor.first * size, Tally(), 0
         expected = _checksum_of(tensor)
         for start in range(0, numel, BLOCK_ELEMENTS):
-            block = self._rooms.of("tensor")(min(BLOCK_ELEMENTS, numel - start), payload.dtype)
+            block = self._rooms.of("tensor")(min(BLOCK_ELEMENTS, numel - start), payload.dtype.torch)
             data = memoryview(block.view(torch.uint8).numpy())
             self._reader.read_into(payload.file, begin + start * size, data)
             crc = crc32(data, crc) if expected is not None else crc

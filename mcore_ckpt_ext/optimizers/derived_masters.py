@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-import torch
-
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders, join
 from mcore_ckpt_ext.optimizers.state import OptimizerState

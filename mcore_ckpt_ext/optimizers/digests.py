@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-import torch
-
 from mcore_ckpt_ext.errors import ProofError, some
 from mcore_ckpt_ext.layout.additive_checksum import added, digest_of, written
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement, mismatch_reason
 from mcore_ckpt_ext.layout.packing_candidates import Proposal
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice, numel_of
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers, GroupKey

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
-import torch
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import PackingError
@@ -22,6 +21,7 @@ from mcore_ckpt_ext.layout.packing_candidates import Proposal
 from mcore_ckpt_ext.layout.packing_recovery import RecoveredPacking, propose, recover, recover_unproven
 from mcore_ckpt_ext.layout.packing_search import irregularity
 from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, LogicalTensor
 from mcore_ckpt_ext.optimizers.digests import are_of_another_save, contradicts

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import PackingError, UnreadableCheckpointError, UnsupportedCheckpointError
@@ -24,6 +23,7 @@ from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.master_check import first_mismatch
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_arrays import RankArrays
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.names import is_module_buffer, of_experts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM
@@ -101,7 +101,7 @@ class LegacyMasters(RankArrays, OptimizerState):
         if not any(items):
             return  # SGD without momentum, in fp32
         if not all(FP32_PARAM in item for item in items):
-            if all(weight.storage.dtype != torch.float32 for _, weight in rank.parameters):
+            if all(weight.storage.dtype.name != "float32" for _, weight in rank.parameters):
                 raise _unknown("no masters", rank.place.file)
             self._check_all_trained(len(items), rank)
         apart = any(queue.of_experts for queue in queues)
@@ -133,7 +133,7 @@ class LegacyMasters(RankArrays, OptimizerState):
         if any(tensor.shape != weight.shape for tensor in item.values()):
             return False
         if FP32_PARAM not in item:
-            return weight.storage.dtype == torch.float32
+            return weight.storage.dtype.name == "float32"
         return first_mismatch(self._sample(item[FP32_PARAM], place), self._sample(weight, place)) is None
 
     def _sample(self, tensor: TensorReference, place: StoredObject) -> torch.Tensor:

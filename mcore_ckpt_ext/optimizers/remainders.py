@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-import torch
+from mcore_ckpt_ext.lazy_torch import torch
 
 # Which half of a 32-bit number comes first in memory.
 _LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)

@@ -19,5 +19,6 @@ def proof_beside(weights: Source, names: Iterable[str], proof: Proof, transfer: 
     if proof.quantised is None:
         return proof
     payloads = [transfer.locate(stored.extent) for name in names for stored in weights.stored(WEIGHT, name)]
-    steps = [smallest_step(payload.dtype, payload.scaled[0]) for payload in payloads if payload.scaled is not None]
+    scaled = [(payload.dtype.torch, payload.scaled[0]) for payload in payloads if payload.scaled is not None]
+    steps = [smallest_step(dtype, scale) for dtype, scale in scaled]
     return proof.at_step(max(steps, default=0.0))

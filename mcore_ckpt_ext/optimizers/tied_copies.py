@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from mcore_ckpt_ext.layout.master_check import BITS
+from mcore_ckpt_ext.layout.master_check import bits_dtype
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor
@@ -69,7 +68,7 @@ def different_elements(
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
     """The elements as integers of their size: equal exactly where all bits are."""
-    return values.view(BITS[values.element_size()])
+    return values.view(bits_dtype(values.element_size()))
 
 
 def in_words(count: int) -> str:

@@ -11,7 +11,8 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_table import PaddedRows
-from mcore_ckpt_ext.layout_choice.search import PINS, SearchRequest, search
+from mcore_ckpt_ext.layout_choice.options import PINS
+from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
 from mcore_ckpt_ext.operations.layout_plan import arguments_of, buffers_of, flags_of
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.versions import Version

@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-import torch
-
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.planning.array_location import ArchivedRecord, ArchivedTensor, PlainExtent, RawArray
 from mcore_ckpt_ext.storage.checksums import Checksums
+from mcore_ckpt_ext.storage.dtypes import dtype_named
 from mcore_ckpt_ext.storage.files import FolderReader, cut_short
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder
 from mcore_ckpt_ext.storage.tensor_location import ArchiveTemplate, TensorLocation
@@ -89,7 +88,7 @@ class TensorLocations:
         if isinstance(extent, ArchivedTensor):
             return self._by_stencil(extent) or self._in_archive_of_its_own(extent)
         archive = self.archive(extent.file, extent.offset, extent.length)
-        storage = StorageReference(getattr(torch, extent.dtype), extent.record, extent.numel)
+        storage = StorageReference(dtype_named(extent.dtype), extent.record, extent.numel)
         tensor = TensorReference(storage, 0, (extent.numel,), (1,))
         return _of_its_size(archive.payload(tensor), extent, archive)
 
@@ -97,7 +96,7 @@ class TensorLocations:
         size = self._reader.size(extent.file)
         if size < extent.offset + extent.length:
             raise cut_short(self._reader.folder / extent.file, size, extent.offset + extent.length)
-        return TensorLocation(extent.file, extent.offset, getattr(torch, extent.dtype), (extent.numel,))
+        return TensorLocation(extent.file, extent.offset, dtype_named(extent.dtype), (extent.numel,))
 
     def _in_archive_of_its_own(self, extent: ArchivedTensor) -> TensorLocation:
         archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
@@ -125,7 +124,7 @@ class TensorLocations:
 
 def _of_its_shape(payload: TensorLocation, extent: ArchivedTensor, archive: TorchArchive) -> TensorLocation:
     """A tensor is read as it lies: a transposed one has as many elements, in another order."""
-    if payload.shape != extent.shape or payload.gives != getattr(torch, extent.dtype):
+    if payload.shape != extent.shape or payload.gives != dtype_named(extent.dtype):
         raise _another_tensor(
             f"shape {payload.shape} of {payload.gives}", f"shape {extent.shape} of {extent.dtype}", archive
         )
@@ -133,7 +132,7 @@ def _of_its_shape(payload: TensorLocation, extent: ArchivedTensor, archive: Torc
 
 
 def _of_its_size(payload: TensorLocation, extent: ArchivedRecord, archive: TorchArchive) -> TensorLocation:
-    if payload.numel != extent.numel or payload.gives != getattr(torch, extent.dtype):
+    if payload.numel != extent.numel or payload.gives != dtype_named(extent.dtype):
         raise _another_tensor(
             f"{payload.numel} elements of {payload.gives}", f"{extent.numel} elements of {extent.dtype}", archive
         )

@@ -14,8 +14,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
-import torch
-
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor, Leaf, dumps
 from mcore_ckpt_ext.storage.torch_archive import WRITER_MEMBER

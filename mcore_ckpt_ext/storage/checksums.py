@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy
-import torch
 from numpy.typing import NDArray
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.planning.array_location import Extent, RawArray, ScaleCodec, TransposeCodec
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage.crc32 import Piece, appended, crc32
@@ -189,7 +189,7 @@ class Checksums:
         found: list[tuple[int, Piece]] = []
         for copy in plan.copies:
             payload, destination = locate(copy.extent), destinations[copy.target]
-            if not is_plain(copy, payload) or destination.dtype != payload.dtype:
+            if not is_plain(copy, payload) or destination.dtype != payload.dtype.torch:
                 continue
             memory, size = memoryview(destination.detach().view(torch.uint8).numpy()), payload.dtype.itemsize
             for source, target, length, count, source_stride, target_stride in copy.runs.rows():

@@ -13,19 +13,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, shown
+from mcore_ckpt_ext.lazy_torch import is_dtype, is_tensor, torch
 from mcore_ckpt_ext.storage.budget import check_keys, elements_of
+from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named, name_of
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, inert_class, origin_of
 from mcore_ckpt_ext.storage.safe_pickle import bytes_of_text
 
 _INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
-_DTYPES: Mapping[str, torch.dtype] = {
-    name: found
-    for name, found in vars(torch).items()
-    if isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex or name in _INTEGERS)
-}
+_DTYPES = {name for name in DTYPE_NAMES if name.startswith(("float", "bfloat", "complex")) or name in _INTEGERS}
 _TYPES: Mapping[str, type] = {
     "object": object, "int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict,
     "tuple": tuple, "set": set, "bytes": bytes,
@@ -49,7 +45,9 @@ def encode(tree: Any) -> Any:
     for tag, (kind, packed, _) in _CODECS.items():
         if type(tree) is kind:
             return {tag: packed(tree)}
-    if isinstance(tree, torch.Tensor):
+    if is_dtype(tree):
+        return {"$dtype": name_of(tree)}
+    if is_tensor(tree):
         return {"$tensor": _tensor(tree)}
     if isinstance(tree, type) and issubclass(tree, Placeholder):
         return {"$class": [tree.pickled_module, tree.pickled_name]}
@@ -110,11 +108,11 @@ def _bytes(data: bytes) -> str:
 def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
     flat = tensor.detach().cpu().contiguous().view(-1)
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "data": _bytes(data)}
+    return {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape), "data": _bytes(data)}
 
 
 def _untensor(content: Any) -> torch.Tensor:
-    dtype, data = _dtype(content["dtype"]), bytearray(base64.b64decode(content["data"]))
+    dtype, data = _dtype(content["dtype"]).torch, bytearray(base64.b64decode(content["data"]))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     shape = tuple(content["shape"])
     if elements_of(shape) != flat.numel():
@@ -122,11 +120,11 @@ def _untensor(content: Any) -> torch.Tensor:
     return flat.reshape(shape)
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dtype(name: str) -> Dtype:
     # Others of torch's types have no plain elements: to make a quantised tensor from bytes crashes the process.
     if type(name) is not str or name not in _DTYPES:
         raise TypeError(f"{shown(name)} is not a dtype of plain elements")
-    return _DTYPES[name]
+    return dtype_named(name)
 
 
 def _placeholder(obj: Placeholder) -> dict[str, Any]:
@@ -198,7 +196,7 @@ _CODECS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] =
         lambda space: {name: encode(value) for name, value in vars(space).items()},
         lambda content: argparse.Namespace(**{name: _decoded(value) for name, value in content.items()}),
     ),
-    "$dtype": (torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype),
+    "$dtype": (Dtype, name_of, _dtype),
 }
 _OTHERS: Mapping[str, Callable[[Any], Any]] = {
     "$float": float,

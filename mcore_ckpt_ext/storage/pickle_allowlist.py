@@ -16,9 +16,9 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-import torch
-
+from mcore_ckpt_ext.lazy_torch import is_dtype, is_layout, is_size, is_tensor
 from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, name_of
 from mcore_ckpt_ext.storage.pickle_cost import weigh
 from mcore_ckpt_ext.storage.pickle_stubs import Origin, Placeholder, origin_of
 from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler
@@ -39,14 +39,11 @@ CLASSES: dict[object, Name] = {
     argparse.Namespace: ("argparse", "Namespace"),
     types.SimpleNamespace: ("types", "SimpleNamespace"),
     io.BytesIO: ("_io", "BytesIO"),
-    torch.Size: ("torch", "Size"),
 }  # fmt: skip
 _END_OF_ARCHIVE = b"PK\x05\x06"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, slice)
-_CONTAINERS = (list, tuple, dict, set, frozenset, torch.Size, collections.OrderedDict, collections.deque)
-_DTYPES: set[Name] = {
-    ("torch", str(value).removeprefix("torch.")) for value in vars(torch).values() if isinstance(value, torch.dtype)
-}
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.OrderedDict, collections.deque)
+_DTYPES: set[Name] = {("torch", name) for name in DTYPE_NAMES}
 
 CHECKPOINT_METADATA = "torch.distributed.checkpoint.metadata"
 _INDEX: set[Name] = {
@@ -62,7 +59,7 @@ _NDARRAY, _NUMPY_DTYPE, _ENCODE = ("numpy", "ndarray"), ("numpy", "dtype"), ("_c
 _WRITABLE: set[Name] = {
     *CLASSES.values(), *_DTYPES, *_INDEX, *_RECONSTRUCTED, *_SCALARS, _NDARRAY, _NUMPY_DTYPE, _ENCODE,
     *(("torch", name) for name in STORAGE_NAMES.values()),
-    ("torch._utils", "_rebuild_tensor_v2"), ("torch.serialization", "_get_layout"),
+    ("torch", "Size"), ("torch._utils", "_rebuild_tensor_v2"), ("torch.serialization", "_get_layout"),
 }  # fmt: skip
 
 
@@ -108,14 +105,15 @@ def _parts(node: Any) -> list[Any] | None:
     kind = type(node)
     if kind in (dict, collections.OrderedDict):
         return [*node.keys(), *node.values()]
-    if kind in _CONTAINERS:
+    if kind in _CONTAINERS or is_size(node):
         return list(node)
     if kind is collections.defaultdict:
         return [node.default_factory, *node.keys(), *node.values()]
     if kind in (argparse.Namespace, types.SimpleNamespace):
         return [*vars(node).values()]
-    known = kind in (torch.dtype, torch.layout, io.BytesIO) or (isinstance(node, type) and node in CLASSES)
-    known |= isinstance(node, torch.Tensor) and node.dtype in STORAGE_NAMES
+    known = kind in (Dtype, io.BytesIO) or is_dtype(node) or is_layout(node)
+    known |= isinstance(node, type) and node in CLASSES
+    known |= is_tensor(node) and name_of(node.dtype) in STORAGE_NAMES
     if known or (isinstance(node, Placeholder) and _is_in_its_form(node)):
         return []
     return None

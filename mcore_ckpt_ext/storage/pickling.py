@@ -13,11 +13,11 @@ import pickle
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, TypeAlias
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.lazy_torch import is_dtype, is_tensor, torch
+from mcore_ckpt_ext.storage.dtypes import Dtype, name_of
 from mcore_ckpt_ext.storage.pickle_allowlist import CLASSES, Name, check_output, checked_name, first_unwritable, is_own
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of, placeholder_class
 from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES
@@ -36,7 +36,7 @@ class DeclaredTensor:
 
 
 # A storage of the archive in the order of their records `data/0`, `data/1`, ...: a tensor at hand, or a declared one.
-Leaf = torch.Tensor | DeclaredTensor
+Leaf: TypeAlias = "torch.Tensor | DeclaredTensor"
 
 
 class _Storage:
@@ -64,20 +64,20 @@ class TreePickler(pickle._Pickler):
         """A storage is a record of the archive."""
         if not isinstance(obj, _Storage):
             return None
-        return ("storage", self._named("torch", STORAGE_NAMES[obj.dtype]), obj.key, "cpu", obj.numel)
+        return ("storage", self._named("torch", STORAGE_NAMES[name_of(obj.dtype)]), obj.key, "cpu", obj.numel)
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         """Of the standard pickler: any object."""
         if type(obj) in (str, bytes):
             # Which equal strings are one object depends on what the process did before; the pickle must not.
             obj = self._texts.setdefault(obj, obj)
-        if isinstance(obj, (torch.Tensor, DeclaredTensor)):
+        if is_tensor(obj) or isinstance(obj, DeclaredTensor):
             self._save_tensor(obj)
         elif isinstance(obj, type) and issubclass(obj, Placeholder):
             self._save_global(self._named(obj.pickled_module, obj.pickled_name))
         elif isinstance(obj, Placeholder):
             self._save_placeholder(obj)
-        elif isinstance(obj, types.FunctionType):  # whose name the standard pickler would write by itself
+        elif isinstance(obj, (Dtype, types.FunctionType)):
             if not self._remembered(obj):
                 self.save_global(obj)
         else:
@@ -85,8 +85,8 @@ class TreePickler(pickle._Pickler):
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         """Of the standard pickler: classes, functions, and what reduces to a name."""
-        if isinstance(obj, torch.dtype):
-            module, named = "torch", str(obj).removeprefix("torch.")
+        if is_dtype(obj) or isinstance(obj, Dtype):
+            module, named = "torch", name_of(obj)
         elif isinstance(obj, type) and obj in CLASSES:
             module, named = CLASSES[obj]
         else:
@@ -137,7 +137,7 @@ class TreePickler(pickle._Pickler):
         """As `torch.Tensor.__reduce_ex__` does it for a contiguous tensor that owns its storage (torch/_tensor.py)."""
         if self._remembered(leaf):
             return
-        if leaf.dtype not in STORAGE_NAMES:
+        if name_of(leaf.dtype) not in STORAGE_NAMES:
             raise TypeError(f"a tensor of {leaf.dtype}")
         shape = tuple(leaf.shape)
         stride, strides = 1, []

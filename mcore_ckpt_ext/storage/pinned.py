@@ -9,9 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import torch
-
 from mcore_ckpt_ext.devices import host_buffer, wait_for_copies
+from mcore_ckpt_ext.lazy_torch import torch
 
 STAGE_BYTES = 16 << 20
 _BLOCKS = 2

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 import numpy
-import torch
 
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.planning.overlap import Run, in_parts
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation

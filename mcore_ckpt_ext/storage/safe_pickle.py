@@ -17,10 +17,9 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, shortened, shown
 from mcore_ckpt_ext.storage.budget import Budget, elements_of
+from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named
 from mcore_ckpt_ext.storage.pickle_cost import weigh
 from mcore_ckpt_ext.storage.pickle_stubs import (
     PickleStub,
@@ -150,10 +149,9 @@ _REAL: dict[tuple[str, str], object] = {
     },
     ("__builtin__", "long"): int,  # Python 2's names, which protocol 2 keeps
     ("__builtin__", "unicode"): str,
-    **{("torch", name): StorageType(dtype) for dtype, name in STORAGE_NAMES.items()},
+    **{("torch", name): StorageType(dtype_named(dtype)) for dtype, name in STORAGE_NAMES.items()},
 }  # fmt: skip
 
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _REPEATED = 1 << 10  # bytes: a pickle that is no longer than this, such as a tensor's, may come again
 _MANY_BYTES = 1 << 16  # from here on, a pickle is worth the making of the patterns that tell whether it is plain
 _FEW = 64  # entries that may be looked at or copied for each byte of a pickle
@@ -171,8 +169,8 @@ class SafeUnpickler(pickle.Unpickler):
         real = _REAL.get((module, name))
         if real is not None:
             return real
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
+        if module == "torch" and name in DTYPE_NAMES:
+            return dtype_named(name)
         if module.startswith(_METADATA_MODULES):
             return record_class(name)
         return inert_class(module, name, self._where)
@@ -223,7 +221,7 @@ class _PlainUnpickler(SafeUnpickler):
         found = super().find_class(module, name)
         if isinstance(found, type) and issubclass(found, Placeholder):
             return _with_little_state(found)
-        if isinstance(found, torch.dtype) or (module, name) in _PLAIN or module.startswith(_METADATA_MODULES):
+        if isinstance(found, Dtype) or (module, name) in _PLAIN or module.startswith(_METADATA_MODULES):
             return found
         raise _NotPlainError
 

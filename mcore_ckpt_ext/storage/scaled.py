@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-
-import torch
+from typing import TypeAlias
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.planning.array_location import ScaleCodec
 
 # E2M1: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0).
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _EXPONENT_BIAS = 127
 # Elements at once: what they are computed in takes a multiple of their own size.
 _AT_ONCE = 1 << 19
 
-ReadCodes = Callable[[int, int], torch.Tensor]
+ReadCodes: TypeAlias = "Callable[[int, int], torch.Tensor]"
 """Reads codes, or scales: the first one, and how many."""
 
 
@@ -110,7 +110,7 @@ def _unpacked(first: int, count: int, codes: ReadCodes) -> torch.Tensor:
     begin = first // 2
     packed = codes(begin, -(-(first + count) // 2) - begin)
     halves = torch.stack([packed & 0xF, packed >> 4], dim=-1).view(-1)
-    return _E2M1[halves[first - 2 * begin :][:count].int()]
+    return torch.tensor(_E2M1)[halves[first - 2 * begin :][:count].int()]
 
 
 def block_scales(band: torch.Tensor, width: int, name: str) -> torch.Tensor:

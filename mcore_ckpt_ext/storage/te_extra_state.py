@@ -17,9 +17,8 @@ import zipfile
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.lazy_torch import is_tensor, torch
 from mcore_ckpt_ext.storage.archive_writer import plan_archive
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.pickle_allowlist import Name, pickle_in
@@ -113,7 +112,7 @@ def _check(node: Any, depth: int = 0) -> None:
     """
     if depth > _DEEPEST:
         raise TypeError("a state of states")
-    if type(node) in (type(None), bool, int, float, str, torch.Tensor):
+    if type(node) in (type(None), bool, int, float, str) or is_tensor(node):
         return
     if isinstance(node, Placeholder):
         parts = _parts_of(node)
@@ -248,7 +247,7 @@ def _of_oldest_format(data: bytes) -> torch.Tensor:
 def _numbers(data: bytes, kind: StorageType, numel: object) -> torch.Tensor:
     if type(numel) is not int or len(data) != numel * kind.dtype.itemsize:
         raise ValueError("a storage of another length")
-    return torch.frombuffer(bytearray(data), dtype=kind.dtype) if data else torch.empty(0, dtype=kind.dtype)
+    return torch.frombuffer(bytearray(data), dtype=kind.dtype.torch) if data else torch.empty(0, dtype=kind.dtype.torch)
 
 
 def _format(value: object) -> Placeholder:

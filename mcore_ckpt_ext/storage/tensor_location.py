@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
+from mcore_ckpt_ext.lazy_torch import torch
+from mcore_ckpt_ext.storage.dtypes import Dtype
 from mcore_ckpt_ext.storage.files import FolderReader
 
 
@@ -20,9 +20,9 @@ class TensorLocation:
 
     file: str
     offset: int
-    dtype: torch.dtype
+    dtype: Dtype
     shape: tuple[int, ...]
-    scaled: tuple[float, torch.dtype] | None = None
+    scaled: tuple[float, Dtype] | None = None
 
     @property
     def numel(self) -> int:
@@ -33,7 +33,7 @@ class TensorLocation:
         return product
 
     @property
-    def gives(self) -> torch.dtype:
+    def gives(self) -> Dtype:
         """The dtype of the elements once they are decoded."""
         return self.dtype if self.scaled is None else self.scaled[1]
 
@@ -42,7 +42,7 @@ class TensorLocation:
         if self.scaled is None:
             return elements
         scale, dtype = self.scaled
-        return elements.float().mul_(scale).to(dtype)
+        return elements.float().mul_(scale).to(dtype.torch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ArchiveTemplate:
     front: bytes
     directory: bytes
     kept: Sequence[slice]
-    dtype: torch.dtype
+    dtype: Dtype
     shape: tuple[int, ...]
 
     def payload(self, reader: FolderReader, file: str, offset: int) -> TensorLocation | None:

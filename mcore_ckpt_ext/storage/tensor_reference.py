@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import torch
-
 from mcore_ckpt_ext.errors import shown
 from mcore_ckpt_ext.storage.budget import elements_of
+from mcore_ckpt_ext.storage.dtypes import Dtype, dtype_named
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, Stateless, origin_of
 
 # `torch.FloatStorage` and its siblings, by which torch.save names a storage's dtype (torch/serialization.py).
 STORAGE_NAMES = {
-    torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage", torch.int64: "LongStorage", torch.int32: "IntStorage",
-    torch.int16: "ShortStorage", torch.int8: "CharStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage",
+    "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
+    "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage",
+    "uint8": "ByteStorage", "bool": "BoolStorage",
 }  # fmt: skip
 
 
 class StorageReference(Stateless):
     """What a pickled tensor says about its storage: the archive's record `key` holds `numel` elements of `dtype`."""
 
-    def __init__(self, dtype: torch.dtype, key: str, numel: int) -> None:
+    def __init__(self, dtype: Dtype, key: str, numel: int) -> None:
         self.dtype, self.key, self.numel = dtype, key, numel
 
 
@@ -64,14 +63,14 @@ class TensorReference(Stateless):
 class StorageType(Stateless):
     """What a pickle names by one of `STORAGE_NAMES`: only the dtype matters."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: Dtype) -> None:
         self.dtype = dtype
 
 
 # transformer_engine/common/include/transformer_engine/transformer_engine.h, `NVTEDType`, 1.0 to 2.20.2.
 _FLOAT8 = {
-    7: torch.float8_e4m3fn, 8: torch.float8_e5m2,
-    "kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2,
+    7: dtype_named("float8_e4m3fn"), 8: dtype_named("float8_e5m2"),
+    "kFloat8E4M3": dtype_named("float8_e4m3fn"), "kFloat8E5M2": dtype_named("float8_e5m2"),
 }  # fmt: skip
 
 
@@ -99,9 +98,9 @@ class Float8Reference(Stateless):
         """
         if not isinstance(data, TensorReference) or not isinstance(scale, TensorReference) or transpose is not None:
             raise TypeError("an fp8 tensor without rows of numbers, or without a scale")
-        if tuple(shape) != data.shape or data.storage.dtype != torch.uint8:  # type: ignore[arg-type]
+        if tuple(shape) != data.shape or data.storage.dtype.name != "uint8":  # type: ignore[arg-type]
             raise ValueError(f"an fp8 tensor of shape {shown(shape)} on bytes of shape {shown(data.shape)}")
-        if scale.storage.dtype != torch.float32 or elements_of(scale.shape) != 1 or not isinstance(dtype, torch.dtype):
+        if scale.storage.dtype.name != "float32" or elements_of(scale.shape) != 1 or not isinstance(dtype, Dtype):
             raise ValueError("an fp8 tensor with more than one scale, or of no dtype")
         self.data, self.scale, self.dtype = data, scale, dtype
         self.fp8_dtype = _FLOAT8[_number(fp8_dtype)]

@@ -17,9 +17,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import IO, Any, cast
 
-import torch
-
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, shortened
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.expansion import check_expansion
@@ -221,8 +220,8 @@ class TorchArchive:
         budget.spend(_STEPS_TO_KEEP * nbytes, "copies of its tensors")
         data = self._reader.read(place.file, place.offset, nbytes)
         if not data:  # torch.frombuffer refuses an empty buffer
-            return torch.empty(0, dtype=place.dtype).reshape(place.shape)
-        return torch.frombuffer(bytearray(data), dtype=place.dtype).reshape(place.shape)
+            return torch.empty(0, dtype=place.dtype.torch).reshape(place.shape)
+        return torch.frombuffer(bytearray(data), dtype=place.dtype.torch).reshape(place.shape)
 
     def writer(self) -> str | None:
         """Who claims to have written it (`plan_archive`)."""

@@ -27,7 +27,7 @@ def write(checkpoint: Checkpoint, stored: StoredSlice, values: torch.Tensor) -> 
     payload = checkpoint.transfer.locate(stored.extent)
     with (checkpoint.folder / payload.file).open("r+b") as file:
         file.seek(payload.offset + stored.first * payload.dtype.itemsize)
-        file.write(values.to(payload.dtype).contiguous().view(torch.uint8).numpy().tobytes())
+        file.write(values.to(payload.dtype.torch).contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def rewrite(fixture: Fixture, kind: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:

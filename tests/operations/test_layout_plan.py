@@ -18,10 +18,11 @@ from mcore_ckpt_ext.layout.grad_buffer import align, bucket_alignment
 from mcore_ckpt_ext.layout.local_parameters import Cut
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.layer_wise import layer_wise_stages
-from mcore_ckpt_ext.layout_choice.memory import Buffers, Recomputation, activation_bytes, memory_of
+from mcore_ckpt_ext.layout_choice.memory import Buffers, activation_bytes, memory_of
 from mcore_ckpt_ext.layout_choice.model_table import Holding, ModelTable, PaddedRows, Parameter, StageHolding
+from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
 from mcore_ckpt_ext.layout_choice.rules import Choice, violations
-from mcore_ckpt_ext.layout_choice.search import PINS, SearchRequest, search
+from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, layout_string, stage_splits
 from mcore_ckpt_ext.operations.layout_plan import buffers_of, plan
 from mcore_ckpt_ext.operations.parameter_table import table_of

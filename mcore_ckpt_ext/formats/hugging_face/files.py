@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import cast
 
-import torch
-
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.names import module_and_leaf
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.write_plan import OutputFile, Quantised, Record, WriteItem, WriteLayout

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mcore_ckpt_ext.errors import (
     CheckpointError,
     ModelMismatchError,
@@ -24,6 +22,7 @@ from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, read_config, stored_names
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
+from mcore_ckpt_ext.storage.dtypes import dtype_named
 
 TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
 _PADDING = 128  # `--make-vocab-size-divisible-by`
@@ -128,7 +127,7 @@ def common_state(model: ModelArguments, vocabulary: int, dtypes: Sequence[str]) 
         "moe_grouped_gemm": bool(model.num_experts and model.transformer_impl == TRANSFORMER_ENGINE),
         "bf16": "bfloat16" in dtypes,
         "fp16": "float16" in dtypes and "bfloat16" not in dtypes,
-        "params_dtype": getattr(torch, dtypes[0]),
+        "params_dtype": dtype_named(dtypes[0]),
         "tokenizer_type": "HuggingFaceTokenizer",
         "iteration": 0,
         "consumed_train_samples": 0,

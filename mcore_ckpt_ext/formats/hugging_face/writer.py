@@ -12,8 +12,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, with_indefinite_article
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
@@ -53,6 +51,7 @@ from mcore_ckpt_ext.formats.peft.writer import lay_out as lay_out_adapters
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
 from mcore_ckpt_ext.job.stated import stated_arguments
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Slice

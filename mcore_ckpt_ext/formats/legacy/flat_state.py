@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.legacy.models import TargetModels
 from mcore_ckpt_ext.formats.legacy.ranks import LegacyRank
@@ -21,6 +19,7 @@ from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, packed_buffers
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
 from mcore_ckpt_ext.planning.write_plan import WriteItem
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor

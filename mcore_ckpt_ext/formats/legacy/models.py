@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.legacy.ranks import LegacyRank
 from mcore_ckpt_ext.formats.legacy.target_parameter_order import order_for
@@ -16,6 +14,7 @@ from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
 from mcore_ckpt_ext.layout.local_parameters import LocalNames, gated_in_towers, shard_grid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, registration_order
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, second_names
 from mcore_ckpt_ext.model_space.names import of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice

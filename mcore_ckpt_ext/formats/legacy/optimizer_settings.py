@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from mcore_ckpt_ext.formats.legacy.ranks import RankState
 from mcore_ckpt_ext.formats.portable_state import inner_state, once, portable_child, portable_group, several_steps
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.families.bridge import bridge_model, model_fields
 from mcore_ckpt_ext.families.recognition import family_of_megatron
@@ -18,6 +16,7 @@ from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.loops.bridge import COUNTED, RUN_CONFIG, harmless, with_facts
 from mcore_ckpt_ext.job.model_arguments import complete
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.write_plan import OutputFile
 from mcore_ckpt_ext.storage.archive_writer import plan_archive

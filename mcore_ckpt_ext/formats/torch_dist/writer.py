@@ -18,8 +18,6 @@ from functools import reduce
 from math import prod
 from typing import Any
 
-import torch
-
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration, noting, small_file, with_files
@@ -47,6 +45,7 @@ from mcore_ckpt_ext.job.releases import (
     STORES_COMMON_STATE_AS_OBJECT,
     STORES_FULLY_RESHARDABLE,
 )
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.anatomy import block_of, leaves_out_state
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice

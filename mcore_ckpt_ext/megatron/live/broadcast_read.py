@@ -111,7 +111,7 @@ class ReadOnce:
             begin, end = (start - payload.offset) // size, (stop - payload.offset) // size
             yield from _some(copy, done, begin)
             if len(inside := copy.runs.within(begin, end)):
-                self._parts[number].append(_Part(copy.target, payload.dtype, inside.moved(at // size - begin, 0)))
+                self._parts[number].append(_Part(copy.target, payload.dtype.torch, inside.moved(at // size - begin, 0)))
             done = end
         yield from _some(copy, done, high)
 

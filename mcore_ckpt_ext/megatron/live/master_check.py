@@ -11,7 +11,7 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, ProofError
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.layout.master_check import BITS, BY_ROUNDING, Mismatch, Proof, weaker_of
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Mismatch, Proof, bits_dtype, weaker_of
 from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_parameters, quantisation
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard, Shard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import optimizer_adapters_of
@@ -225,7 +225,7 @@ class _Pair:
         # The widest whole numbers that weights can be seen as: the fewer, the faster they are compared.
         if self._words is not None and not start % each and not numel % each:
             return torch.equal(words[: numel // each], self._words[start // each : stop // each])
-        bits = BITS[kept.itemsize]
+        bits = bits_dtype(kept.itemsize)
         return torch.equal(kept[:numel].view(bits), self._weight[start:stop].view(bits))
 
 

@@ -27,6 +27,7 @@ from mcore_ckpt_ext.megatron.live.model import NameFunction
 from mcore_ckpt_ext.megatron.live.param_groups import carried_groups, with_step
 from mcore_ckpt_ext.megatron.live.reading import OwnShard, Reading
 from mcore_ckpt_ext.optimizers.groups import Group
+from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 LIVE_MODEL = "the live model"
 """Names the order in which the running job registers its parameters."""
@@ -88,4 +89,4 @@ def plan_rank(
         check_precision(checkpoint, shard)
     stored = with_step(checkpoint.param_groups(), checkpoint.common, checkpoint.arguments.constant_batch_size)
     reading = Reading(checkpoint, shards, accept_lost)
-    return RankPlan(reading, [carried_groups(own, stored, own_bounds) for own in groups])
+    return RankPlan(reading, [carried_groups(own, with_torch_dtypes(stored), own_bounds) for own in groups])

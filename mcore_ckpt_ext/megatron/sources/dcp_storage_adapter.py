@@ -35,6 +35,7 @@ from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.settings import ACCEPT_LOST, VERIFY_ALL
+from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 _TORCH = "torch.distributed.checkpoint"
 STEPS = "opt_param_scheduler.num_steps"
@@ -114,7 +115,7 @@ class DcpStorageAdapter(ABC):
                 known = {key: self.checkpoint.common.get(key) for key in ("iteration", "checkpoint_version")}
                 kind = scope["CheckpointType"][self.backend.upper()]
                 released = self._folder.name == "release"
-                return {"args": self.arguments, **known}, str(self._folder), released, kind
+                return with_torch_dtypes({"args": self.arguments, **known}), str(self._folder), released, kind
             within = overridden(vars(checkpointing), FileSystemReader=_no_files, load_state_dict=fill)
             with within, overridden(scope, _get_checkpoint_format=lambda *_: self.backend):
                 return original(*positional, rank0=rank0, **keywords)

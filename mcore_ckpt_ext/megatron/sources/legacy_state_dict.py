@@ -43,6 +43,7 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.patching.log import announce, missing_extra_states_message
 from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
+from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 _DISTRIBUTED = "use_distributed_optimizer"
 # `check_checkpoint_args` compares these; they follow from the tensor- and pipeline-parallel size.
@@ -185,7 +186,8 @@ def _rank_state(
         described, states = live_parameters(chunks, spell), checkpoint.extra_states()
         models, found = zip(*(_model_state(checkpoint, chunk, described, states) for chunk in chunks), strict=True)
         keys = ["model"] if len(models) == 1 else [f"model{number}" for number in range(len(models))]
-        state = {**checkpoint.common, "args": written, **dict(zip(keys, models, strict=True))}
+        common = with_torch_dtypes({**checkpoint.common, "args": written})
+        state = {**common, **dict(zip(keys, models, strict=True))}
         return state, sum(len(one.missing) for one in found), sum(len(one.unknown) for one in found)
     finally:
         checkpoint.reader.close()

@@ -41,6 +41,7 @@ from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DcpStorag
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 # `check_checkpoint_args` compares these, which are those of the one layout that such a job has.
 _OF_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size")
@@ -147,7 +148,7 @@ class _Feed(DcpStorageAdapter):
         if not self._without and self.checkpoint.optimizer_format is not None:
             state = state_dict[_OPTIMIZER]
             for number, group in enumerate(state.get(_OPTIMIZER, state)["param_groups"]):
-                group.update(self._settings(number))
+                group.update(with_torch_dtypes(self._settings(number)))
 
     def _settings(self, number: int) -> Mapping[str, Any]:
         """What the checkpoint says of the parameters of a live group.

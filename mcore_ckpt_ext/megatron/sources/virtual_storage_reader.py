@@ -24,6 +24,7 @@ from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
 from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.planning.write_plan import Block, Record, WriteItem
+from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 
 class VirtualStorageReader(StorageReader):
@@ -68,7 +69,7 @@ class VirtualStorageReader(StorageReader):
 
     def _pickled(self, key: str) -> io.BytesIO:
         data = io.BytesIO()
-        torch.save(self._objects[key], data)
+        torch.save(with_torch_dtypes(self._objects[key]), data)
         data.seek(0)
         return data
 

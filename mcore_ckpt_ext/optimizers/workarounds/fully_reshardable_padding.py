@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from mcore_ckpt_ext.layout.buckets import Placement
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.master_check import Mismatch, first_mismatch
 from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, packed_buffers
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece, cut

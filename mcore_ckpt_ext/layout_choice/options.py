@@ -1,0 +1,19 @@
+"""What a user can choose of a layout; apart from the search, because the help of the command line shows it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+PINS = {
+    "tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "ep": "expert", "etp": "expert_tensor",
+    "cp": "context",
+}  # fmt: skip
+"""The dimensions that a user can fix, and their names in `ParallelLayout`."""
+
+
+class Recomputation(Enum):
+    """Which activations are computed again in the backward pass (`--recompute-granularity`)."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"

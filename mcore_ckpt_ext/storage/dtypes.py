@@ -1,0 +1,92 @@
+"""Torch's dtypes by name, for what says which one without torch: pickles, indexes, records."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import types
+from functools import cache
+from typing import Any
+
+from mcore_ckpt_ext.lazy_torch import torch
+from mcore_ckpt_ext.storage.pickle_stubs import Stateless
+
+# Bytes of an element (c10/core/ScalarType.h, torch 2.4 to 2.13); those below 8 bits lie in bytes.
+_ITEM_SIZES = {
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32", "qint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
+    **dict.fromkeys(("bool", "int8", "uint8", "qint8", "quint8", "quint4x2", "quint2x4"), 1),
+    **dict.fromkeys(("bits1x8", "bits2x4", "bits4x2", "bits8", "float4_e2m1fn_x2", "float8_e8m0fnu"), 1),
+    **dict.fromkeys((f"float8_{name}" for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")), 1),
+    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
+    "complex128": 16,
+}
+_ALIASES = {
+    "short": "int16", "int": "int32", "long": "int64", "half": "float16", "float": "float32", "double": "float64",
+    "chalf": "complex32", "cfloat": "complex64", "cdouble": "complex128",
+}  # fmt: skip
+DTYPE_NAMES = frozenset({*_ITEM_SIZES, *_ALIASES})
+"""The attributes of `torch` that are dtypes."""
+
+
+class Dtype(Stateless):
+    """A dtype of torch; there is one object for each, which `dtype_named` returns.
+
+    Attributes:
+        name: as an attribute of `torch`.
+        itemsize: bytes of an element.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.itemsize = name, _ITEM_SIZES[name]
+
+    @property
+    def torch(self) -> torch.dtype:
+        """Torch's own object.
+
+        Raises:
+            AttributeError: the installed torch is too old to have it.
+        """
+        found: torch.dtype = getattr(torch, self.name)
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied, or sent to another process, it remains the one object of its name."""
+        return dtype_named, (self.name,)
+
+    def __repr__(self) -> str:
+        return f"torch.{self.name}"
+
+
+@cache
+def _dtype(name: str) -> Dtype:
+    return Dtype(name)
+
+
+def dtype_named(name: str) -> Dtype:
+    """The dtype that `torch` has under a name.
+
+    Raises:
+        KeyError: it is none of `DTYPE_NAMES`.
+    """
+    return _dtype(_ALIASES.get(name, name))
+
+
+def name_of(dtype: torch.dtype | Dtype) -> str:
+    """The name of a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def with_torch_dtypes(tree: Any) -> Any:
+    """A copy of a pickled state with torch's own dtypes in it, for whoever hands it to a framework."""
+    if isinstance(tree, Dtype):
+        return tree.torch
+    kind = type(tree)
+    if kind in (dict, collections.OrderedDict):
+        return kind((with_torch_dtypes(key), with_torch_dtypes(value)) for key, value in tree.items())
+    if kind in (list, tuple):
+        return kind(map(with_torch_dtypes, tree))
+    if kind in (argparse.Namespace, types.SimpleNamespace):
+        return kind(**{name: with_torch_dtypes(value) for name, value in vars(tree).items()})
+    return tree
