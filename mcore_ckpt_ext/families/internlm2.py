@@ -14,7 +14,7 @@ from mcore_ckpt_ext.families.common_settings import (
     tied,
 )
 from mcore_ckpt_ext.families.family import Family, Rule, untied
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import exact_up_to, rope
 from mcore_ckpt_ext.families.rows import GATE, UP
 from mcore_ckpt_ext.families.settings import Constant, Mapped
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -53,3 +53,7 @@ class InternLM2(Family):
     @override
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that Llama is"]
+
+    @override
+    def notices(self, arguments: ModelArguments) -> list[str]:
+        return [exact_up_to(arguments, "may change the base of RoPE (dynamic scaling)")]

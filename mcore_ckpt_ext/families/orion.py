@@ -7,7 +7,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, implied_head_size, query_groups, tied
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import unscaled_rope
 from mcore_ckpt_ext.families.settings import Mapped, Requires
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -25,7 +25,7 @@ class Orion(Family):
     )  # fmt: skip
     without_effect = ("max_sequence_length",)
     settings = (
-        *SIZES, query_groups(), implied_head_size(), rope(), tied(by_default=False), *TRAINING, SILU,
+        *SIZES, query_groups(), implied_head_size(), unscaled_rope(), tied(by_default=False), *TRAINING, SILU,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
         Requires({
             "normalization": "LayerNorm", "layernorm_zero_centered_gamma": False, "add_bias_linear": False,

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.families.common_settings import (
     tied,
 )
 from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import unscaled_rope
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
 from mcore_ckpt_ext.families.settings import Forbidden, Mapped, Neutral, Requires
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -25,7 +25,11 @@ _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
 class Phi3(Family):
-    """Like Llama, with queries, keys and values in one matrix, gate and up projection in another, and a window."""
+    """Like Llama, with queries, keys and values in one matrix, gate and up projection in another, and a window.
+
+    `Phi3Config` takes a scaling of the type `yarn` for `longrope`, and refuses every other one
+    (`convert_rope_params_to_dict`, `validate_rope`, transformers 4.43 to 5.23).
+    """
 
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
@@ -39,8 +43,8 @@ class Phi3(Family):
     # Of `longrope`, which is refused; the dropout of embeddings is Megatron's `hidden_dropout`, too.
     without_effect = ("original_max_position_embeddings", "embd_pdrop")
     settings = (
-        *SIZES, query_groups(), head_size(), rope(partial=1.0), tied(by_default=False), *TRAINING, SILU, RMS_NORM,
-        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Mapped("resid_pdrop", "hidden_dropout", 0.0),
+        *SIZES, query_groups(), head_size(), unscaled_rope(partial=1.0), tied(by_default=False), *TRAINING, SILU,
+        RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Mapped("resid_pdrop", "hidden_dropout", 0.0),
         sliding_window(None), Forbidden("attention_bias", "lm_head_bias", "mlp_bias"),
         Neutral({"full_attn_mod": 1, "interpolate_factor": 1}),  # of Phi-4-mini, whose own code reads neither
         Requires({"add_bias_linear": False, "add_qkv_bias": False}),

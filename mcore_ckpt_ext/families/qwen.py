@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, implied_head_size
 from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.rope import exact_up_to
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE, joined
 from mcore_ckpt_ext.families.settings import (
     Config,
@@ -104,3 +105,9 @@ class Qwen(Family):
     @override
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that Qwen2 is"]
+
+    @override
+    def notices(self, arguments: ModelArguments) -> list[str]:
+        return [
+            exact_up_to(arguments, "may change the base of RoPE (use_dynamic_ntk) and scale queries (use_logn_attn)")
+        ]

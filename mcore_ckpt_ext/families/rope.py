@@ -177,6 +177,30 @@ def rope(
     )  # fmt: skip
 
 
+def unscaled_rope(theta: float = 10000.0, *, partial: float | None = None) -> Setting:
+    """Rotary positions of a class that knows no scaling that Megatron has.
+
+    Args:
+        theta: as in `rope`.
+        partial: as in `rope`.
+    """
+    any_kind = rope(theta, partial=partial)
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        kind = rope_parameters(config, theta)["rope_type"]
+        if kind != "default":
+            raise unrepresentable("rope_scaling", f"{kind}, which the model's own class does not know", "default")
+        return any_kind.arguments(config)
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        unscaled = {
+            "position_embedding_type": "rope", "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None,
+        }  # fmt: skip
+        return [*dict.fromkeys(any_kind.mismatches(arguments) + mismatches(unscaled, arguments))]
+
+    return Custom(any_kind.keys, any_kind.config, to_arguments, why_not, [*any_kind.expresses])
+
+
 # YaRN: Hugging Face's key and Megatron's argument outside latent attention.
 _YARN = {
     "factor": "rotary_scaling_factor", "original_max_position_embeddings": "yarn_original_max_position_embeddings",
@@ -245,3 +269,16 @@ def mscales(found: Mapping[str, Any], factor: float, *, latent: bool = False) ->
     if factor <= 1:
         raise unrepresentable("rope_scaling attention_factor", wanted, "1.0 where the factor is 1 or less")
     return (wanted * _scale(factor, kept) - 1.0) / (0.1 * log(factor)), kept
+
+
+def exact_up_to(arguments: ModelArguments, what: str) -> str:
+    """The note on a model whose own code computes longer texts otherwise than Megatron does.
+
+    Args:
+        arguments: of the job.
+        what: its own code does with them.
+    """
+    return (
+        f"its own code {what} for texts of more than {arguments.max_position_embeddings} tokens, and Megatron does "
+        f"not: train with --seq-length {arguments.max_position_embeddings} or less"
+    )

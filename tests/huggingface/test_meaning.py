@@ -116,6 +116,8 @@ def _valued(argument: str, other: Any) -> Any:
         ("gpt_oss", {"window_size": (-1, 0)}, "window_size"),
         # transformers scales the positions of whole heads alone.
         ("glm4_moe", {"use_rope_scaling": True}, "rotary_percent"),
+        ("phi3", {"position_embedding_type": "yarn"}, "position_embedding_type"),
+        ("phi3", {"use_rope_scaling": True}, "use_rope_scaling"),
         # transformers ranks groups of experts by their best two, Megatron by as many as each may send.
         ("deepseek_v3", {"moe_router_topk": 2}, "moe_router_topk"),
         ("glm4_moe", {"moe_router_num_groups": 4, "moe_router_group_topk": 4}, "moe_router_num_groups"),
@@ -300,6 +302,8 @@ def test_windows_that_an_older_key_tells() -> None:
         ("glm_moe_dsa", {"index_topk_pattern": "FSFF", "indexer_types": None}, "indexer_types.*found: FSFF"),
         ("glm_moe_dsa", {"index_topk_pattern": "FS", "indexer_types": None}, "index_topk_pattern"),
         ("deepseek_v3", {"head_dim": 2}, "head_dim"),
+        # Its class takes this type for LongRoPE.
+        ("phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "found: yarn, which"),
     ],
 )
 def test_keys_that_say_what_megatron_cannot_do(name: str, changed: dict[str, Any], said: str) -> None:

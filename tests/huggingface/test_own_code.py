@@ -85,6 +85,13 @@ def test_what_megatron_cannot_do_is_refused(name: str, changed: dict[str, object
         family_named(name).arguments({**config, **changed})
 
 
+@pytest.mark.parametrize("name", ["internlm2", "qwen"])
+def test_up_to_which_length_megatron_computes_the_same_is_told(name: str) -> None:
+    family = family_named(name)
+    (told,) = family.notices(family.arguments(json.loads((FOLDER / name / "config.json").read_text())))
+    assert "more than 64 tokens" in told
+
+
 def _copy(source: Path, folder: Path) -> None:
     """The folder without the answer, which is no part of a model."""
     folder.mkdir()
