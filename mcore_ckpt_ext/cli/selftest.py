@@ -80,7 +80,7 @@ def start_ranks(order: Order) -> Ended:
     def progress() -> int:
         return len(read_results(order.results))
 
-    ranks = all_on_this_node(order.jobs[0].layout.ranks)
+    ranks = all_on_this_node(order.jobs[0].layout.world)
     return start(ranks, order.write(), progress=progress, patience=_PATIENCE_SECONDS)
 
 

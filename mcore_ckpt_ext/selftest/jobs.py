@@ -8,37 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+
 SAVED, LAST = 3, 6
 """The iteration of the checkpoint, and the last iteration: three losses are compared."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a job is spread over its ranks.
-
-    Attributes:
-        ranks: number of ranks.
-        tensor: size of tensor parallelism.
-        pipeline: number of pipeline stages.
-        expert: size of expert parallelism, among the data-parallel ranks.
-        virtual: number of virtual stages in each pipeline stage.
-    """
-
-    ranks: int
-    tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
-    virtual: int = 1
-
-    @property
-    def data(self) -> int:
-        """Size of data parallelism."""
-        return self.ranks // (self.tensor * self.pipeline)
-
-    def __str__(self) -> str:
-        expert = f" x EP{self.expert}" if self.expert > 1 else ""
-        virtual = f" x VPP{self.virtual}" if self.virtual > 1 else ""
-        return f"TP{self.tensor} x PP{self.pipeline}{virtual}{expert} x DP{self.data}"
+def layout_of(ranks: int, tensor: int = 1, pipeline: int = 1, expert: int = 1, virtual: int = 1) -> ParallelLayout:
+    """Return the layout of a job of the self-test, which cuts no expert: its sizes, and the data parallelism left."""
+    data = ranks // (tensor * pipeline)
+    return ParallelLayout(tensor, pipeline, virtual, expert, expert_tensor=1, context=1, data=data, world=ranks)
 
 
 @dataclass(frozen=True)
@@ -61,7 +40,7 @@ class Job:
     name: str
     model: str
     format: str
-    layout: Layout
+    layout: ParallelLayout
     check: str
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -99,7 +78,9 @@ class Order:
     def write(self) -> Path:
         """Write the order into its folder; returns the file."""
         path = self.folder / "order.json"
-        path.write_text(json.dumps([asdict(job) for job in self.jobs]), encoding="utf-8")
+        path.write_text(
+            json.dumps([asdict(job) | {"layout": job.layout.sizes()} for job in self.jobs]), encoding="utf-8"
+        )
         return path
 
     @classmethod
@@ -130,7 +111,7 @@ class Order:
 
 
 def _job(fields: Mapping[str, Any]) -> Job:
-    return Job(**{**fields, "layout": Layout(**fields["layout"]), "arguments": tuple(fields["arguments"])})
+    return Job(**{**fields, "layout": ParallelLayout(**fields["layout"]), "arguments": tuple(fields["arguments"])})
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.selftest.jobs import LAST, SAVED, Layout, Machine
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.selftest.jobs import LAST, SAVED, Machine
 
 EXPERTS = 4
 
@@ -40,7 +41,7 @@ MODELS = {
 }
 
 
-def arguments(machine: Machine, model: str, layout: Layout) -> tuple[str, ...]:
+def arguments(machine: Machine, model: str, layout: ParallelLayout) -> tuple[str, ...]:
     """Return Megatron's command line for a model under a layout; the padded vocabulary is the same under each."""
     sizes = MODELS[model]
     words = [word for name, value in _named(machine, sizes, layout).items() for word in (f"--{name}", str(value))]
@@ -48,8 +49,8 @@ def arguments(machine: Machine, model: str, layout: Layout) -> tuple[str, ...]:
     words += ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion"]
     words += ["--no-bias-dropout-fusion", "--no-bias-swiglu-fusion", "--no-rope-fusion"]
     words += ["--bf16", "--use-distributed-optimizer", "--mock-data"]
-    if layout.virtual > 1:
-        layers = (sizes.layers or machine.layers) // layout.pipeline // layout.virtual
+    if layout.virtual_pipeline > 1:
+        layers = (sizes.layers or machine.layers) // layout.pipeline // layout.virtual_pipeline
         words += ["--num-layers-per-virtual-pipeline-stage", str(layers)]
     if machine.no_engine:
         words += ["--transformer-impl", "local", "--attention-backend", "unfused", "--no-persist-layer-norm"]
@@ -64,7 +65,7 @@ def arguments(machine: Machine, model: str, layout: Layout) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _named(machine: Machine, sizes: Model, layout: Layout) -> Mapping[str, object]:
+def _named(machine: Machine, sizes: Model, layout: ParallelLayout) -> Mapping[str, object]:
     return {
         "num-layers": sizes.layers or machine.layers, "hidden-size": sizes.hidden,
         "num-attention-heads": sizes.heads, "seq-length": sizes.sequence,

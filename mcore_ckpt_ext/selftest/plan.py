@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mcore_ckpt_ext.selftest.jobs import Job, Layout, Machine
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.selftest.jobs import Job, Machine, layout_of
 from mcore_ckpt_ext.selftest.models import EXPERTS, MODELS, arguments
 
 _MOST_LAYOUTS = 9
@@ -27,23 +28,23 @@ def plan(machine: Machine) -> tuple[Job, ...]:
     )
 
 
-def layouts(ranks: int, layers: int) -> list[Layout]:
+def layouts(ranks: int, layers: int) -> list[ParallelLayout]:
     """Return the layouts of so many ranks that the models allow, with the least tensor parallelism first."""
     sizes = [1, 2, 4, 8]
     return [
-        Layout(ranks, tensor, pipeline)
+        layout_of(ranks, tensor, pipeline)
         for tensor in sizes
         for pipeline in sizes
         if tensor <= MODELS["gpt"].heads and pipeline <= layers and ranks % (tensor * pipeline) == 0
     ]
 
 
-def _interleaved(machine: Machine) -> Layout | None:
+def _interleaved(machine: Machine) -> ParallelLayout | None:
     """Return the layout with virtual stages, for which there have to be two ranks and four layers."""
-    return Layout(machine.ranks, pipeline=2, virtual=2) if machine.ranks % 2 == 0 and machine.layers >= 4 else None
+    return layout_of(machine.ranks, pipeline=2, virtual=2) if machine.ranks % 2 == 0 and machine.layers >= 4 else None
 
 
-def _source(found: Sequence[Layout]) -> Layout:
+def _source(found: Sequence[ParallelLayout]) -> ParallelLayout:
     """Return the layout that saves: cut in every dimension if there are ranks enough, else into stages."""
     return max(found, key=lambda one: (one.tensor <= 2 and one.pipeline <= 2, one.pipeline, one.tensor))
 
@@ -70,7 +71,7 @@ def _dense(machine: Machine) -> Iterator[Job]:
 
 def saved_by_eight_ranks(machine: Machine) -> Job:
     """Return the job that saved the checkpoint of this package."""
-    layout = Layout(8, 2, 2)
+    layout = layout_of(8, 2, 2)
     job = _saving(_without_engine(machine), "tiny gpt", layout, DP_RESHARDABLE, (), check="save")
     return replace(job, name=EIGHT_RANKS)
 
@@ -81,7 +82,7 @@ def _without_engine(machine: Machine) -> Machine:
 
 
 def _of_eight_ranks(machine: Machine) -> Iterator[Job]:
-    save, layout = saved_by_eight_ranks(machine), Layout(machine.ranks)
+    save, layout = saved_by_eight_ranks(machine), layout_of(machine.ranks)
     samples = MODELS[save.model].samples
     skipped = "" if samples % layout.data == 0 else f"{samples} samples cannot be divided among {layout.data} ranks"
     yield _resuming(
@@ -100,10 +101,10 @@ def _fully_reshardable(machine: Machine) -> Iterator[Job]:
 
 def _experts(machine: Machine) -> Iterator[Job]:
     ranks, expert = machine.ranks, min(EXPERTS, machine.ranks)
-    source = Layout(ranks, 1, 1, max(size for size in (1, 2, 4) if size <= expert and ranks % size == 0))
+    source = layout_of(ranks, 1, 1, max(size for size in (1, 2, 4) if size <= expert and ranks % size == 0))
     save = _saving(machine, "experts", source, DP_RESHARDABLE, ("--async-save",), check="save, asynchronously")
     yield save
-    found = [Layout(ranks, 1, 2), Layout(ranks, 2, 1), Layout(ranks, 2, 2, 2), Layout(ranks, 1, 1)]
+    found = [layout_of(ranks, 1, 2), layout_of(ranks, 2, 1), layout_of(ranks, 2, 2, 2), layout_of(ranks, 1, 1)]
     for layout in dict.fromkeys(found):
         if layout != source and ranks % (layout.tensor * layout.pipeline * layout.expert) == 0:
             yield _resuming(machine, save, layout, expects=_RESUMED)
@@ -126,7 +127,14 @@ def _engine(machine: Machine) -> Iterator[Job]:
 
 
 def _saving(
-    machine: Machine, model: str, layout: Layout, kind: str, flags: Sequence[str], *, check: str, skipped: str = ""
+    machine: Machine,
+    model: str,
+    layout: ParallelLayout,
+    kind: str,
+    flags: Sequence[str],
+    *,
+    check: str,
+    skipped: str = "",
 ) -> Job:
     return Job(
         name=f"{model}-{kind}".replace(" ", "-"),
@@ -140,7 +148,7 @@ def _saving(
 
 
 def _resuming(
-    machine: Machine, save: Job, layout: Layout, *flags: str, check: str = "resume", expects: str = "",
+    machine: Machine, save: Job, layout: ParallelLayout, *flags: str, check: str = "resume", expects: str = "",
     skipped: str = "",
 ) -> Job:  # fmt: skip
     return Job(

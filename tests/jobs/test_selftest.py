@@ -27,7 +27,7 @@ FORGETS, STOPS, GOES_ON = "forgets its optimizer", "stops", "goes on"
 
 def start_on_cpu(order: Order) -> Ended:
     result = launch.run(
-        order.jobs[0].layout.ranks, RANK_PROGRAM, [str(order.write())], timeout=TIME_LIMIT,
+        order.jobs[0].layout.world, RANK_PROGRAM, [str(order.write())], timeout=TIME_LIMIT,
         log_file=order.folder / "rank_00000.log",
     )  # fmt: skip
     return Ended(result.returncode == 0, f"exit code {result.returncode}")

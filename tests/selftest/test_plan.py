@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt_ext.selftest.jobs import Job, Layout, Machine, Order
+from mcore_ckpt_ext.selftest.jobs import Job, Machine, Order, layout_of
 from mcore_ckpt_ext.selftest.plan import EIGHT_RANKS, layouts, plan, saved_by_eight_ranks
 
 SIZES = [1, 2, 3, 4, 6, 8, 16]
@@ -21,7 +21,7 @@ def test_each_resume_follows_its_save(ranks: int) -> None:
     saved = {EIGHT_RANKS: saved_by_eight_ranks(Machine(8))}
     for job in plan(Machine(ranks)):
         assert job.name not in saved
-        assert job.layout.ranks == ranks
+        assert job.layout.world == ranks
         assert job.layout.tensor * job.layout.pipeline * job.layout.data == ranks
         assert job.layout.data % job.layout.expert == 0
         if job.loads is not None:
@@ -92,5 +92,5 @@ def test_orders_are_read_as_written(tmp_path: Path) -> None:
 
 
 def test_names_of_layouts() -> None:
-    assert str(Layout(8, 2, 2)) == "TP2 x PP2 x DP2"
-    assert str(Layout(8, 1, 2, 4)) == "TP1 x PP2 x EP4 x DP4"
+    assert str(layout_of(8, 2, 2)) == "TP2 x PP2 x DP2"
+    assert str(layout_of(8, 1, 2, 4)) == "TP1 x PP2 x EP4 x DP4"

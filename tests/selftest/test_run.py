@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from mcore_ckpt_ext.selftest.jobs import Job, JobResult, Layout, Order
+from mcore_ckpt_ext.selftest.jobs import Job, JobResult, Order, layout_of
 from mcore_ckpt_ext.selftest.launcher import Ended
 from mcore_ckpt_ext.selftest.report import passed
 from mcore_ckpt_ext.selftest.run import run
 
-LAYOUT = Layout(2, 2)
+LAYOUT = layout_of(2, 2)
 SAVE = Job("save", "gpt", "dp_reshardable", LAYOUT, "save")
 RESUMES = [Job(name, "gpt", "dp_reshardable", LAYOUT, "resume", loads="save") for name in ("one", "two")]
 LOSSES = {"4": 4.5, "5": 4.25, "6": 4.0}
