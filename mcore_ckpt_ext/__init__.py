@@ -163,10 +163,9 @@ _FORMER = {"Fact": "MetadataDifference", "SeamStatus": "PatchPointStatus", "Unre
 def __getattr__(name: str) -> object:
     """Import the module that holds a public name, on the first use of that name."""
     if name in _FORMER:
-        import warnings
+        from mcore_ckpt_ext.former_names import renamed
 
-        warnings.warn(f"{name} is now {_FORMER[name]}", DeprecationWarning, stacklevel=2)
-        return __getattr__(_FORMER[name])
+        return renamed(__name__, name, _FORMER[name])
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.former_names import renamed
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 Config = Mapping[str, Any]
@@ -301,5 +301,4 @@ def __getattr__(name: str) -> object:
     """Return a class by its former name, which families of users may import, with a warning that names the new one."""
     if name not in _FORMER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{name} is now {_FORMER[name]}", DeprecationWarning, stacklevel=2)
-    return globals()[_FORMER[name]]
+    return renamed(__name__, name, _FORMER[name])

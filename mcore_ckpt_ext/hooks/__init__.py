@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
-_MOVED = ("install", "uninstall", "status")
+from mcore_ckpt_ext.former_names import renamed
 
 
 def __getattr__(name: str) -> object:
-    """Return a moved function, with a warning that names its new place."""
-    if name not in _MOVED:
+    """Return a function by its former import path."""
+    if name not in ("install", "uninstall", "status"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"import {name} from mcore_ckpt_ext, not from {__name__}", DeprecationWarning, stacklevel=2)
-    from mcore_ckpt_ext.megatron import installation
-
-    value: object = getattr(installation, name)
-    return value
+    return renamed("mcore_ckpt_ext", f"{__name__}.{name}", name)

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.collectives import agreed, attempt, is_first_rank
-from mcore_ckpt_ext.errors import ModelMismatchError, escaped
+from mcore_ckpt_ext.errors import escaped
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
@@ -19,7 +19,7 @@ from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.sidecar import orders_of
 from mcore_ckpt_ext.megatron.decision_facts import decision_on, facts_of_common, facts_of_fed
-from mcore_ckpt_ext.megatron.live.compatibility import check_optimizer_was_saved
+from mcore_ckpt_ext.megatron.live.compatibility import another_kind_of_optimizer, check_optimizer_was_saved
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, is_another_kind, kind_named
 from mcore_ckpt_ext.megatron.live.sidecar_writer import recorded_groups
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts
@@ -234,13 +234,8 @@ def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], dire
     written = JobArguments.of(vars(common["args"]))
     check_optimizer_was_saved(written, str(name))
     if is_another_kind(written, kind_named(vars(arguments))):
-        raise ModelMismatchError(
-            "the checkpoint was written by another kind of optimizer than the running one",
-            found=f"--optimizer {kind_named(written.stated)}",
-            expected=f"--optimizer {kind_named(vars(arguments))}",
-            where=str(name),
-            hint="resume with the optimizer of the checkpoint, or with --no-load-optim",
-        )
+        found, expected = (f"--optimizer {kind_named(one)}" for one in (written.stated, vars(arguments)))
+        raise another_kind_of_optimizer(found, expected, str(name))
 
 
 def _by_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Any:

@@ -9,7 +9,7 @@ from mcore_ckpt_ext.families import settings
 
 @pytest.mark.parametrize("name", ["install", "uninstall", "status"])
 def test_the_former_path_warns_and_works(name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"import {name} from mcore_ckpt_ext"):
+    with pytest.warns(DeprecationWarning, match=f"{name} is now {name} of mcore_ckpt_ext$"):
         assert getattr(mcore_ckpt_ext.hooks, name) is getattr(mcore_ckpt_ext, name)
 
 

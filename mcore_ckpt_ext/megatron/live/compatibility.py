@@ -162,14 +162,21 @@ def check_kinds(checkpoint: CheckpointView, shard: Shard) -> None:
     stored = {kind for kind in state.carried_kinds if state.logical_tensor(kind, shard.name) is not None} - {FP32_PARAM}
     wanted = set(shard.kinds)
     if stored and stored != wanted:
-        raise ModelMismatchError(
-            "the checkpoint was written by another kind of optimizer than the running one",
-            found=f"{' and '.join(sorted(stored))} of this parameter",
-            expected=" and ".join(sorted(wanted)) or "nothing but its master",
-            where=f"{shard.name}, {checkpoint.folder}",
-            hint="resume with the checkpoint's own --optimizer (to see it: mcore-ckpt inspect PATH), or with "
-            "--no-load-optim: one optimizer's state cannot be computed from another's",
-        )
+        found = f"{' and '.join(sorted(stored))} of this parameter"
+        expected = " and ".join(sorted(wanted)) or "nothing but its master"
+        raise another_kind_of_optimizer(found, expected, f"{shard.name}, {checkpoint.folder}")
+
+
+def another_kind_of_optimizer(found: str, expected: str, where: str) -> ModelMismatchError:
+    """Return the refusal of a checkpoint whose optimizer is not of the kind of the running one."""
+    return ModelMismatchError(
+        "the checkpoint was written by another kind of optimizer than the running one",
+        found=found,
+        expected=expected,
+        where=where,
+        hint="resume with the checkpoint's own --optimizer (to see it: mcore-ckpt inspect PATH), or with "
+        "--no-load-optim: one optimizer's state cannot be computed from another's",
+    )
 
 
 def check_precision(checkpoint: CheckpointView, shard: Shard) -> None:
