@@ -7,13 +7,18 @@ for each kind of device: `torch.cuda`, `torch.xpu`, `torch.npu`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.lazy_torch import torch
 
 _CPU = "cpu"
 _WITHOUT_DATA = "meta"
+# Written by NVIDIA's kernel module, proprietary or open.
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_NVIDIA_VERSION = re.compile(r"Kernel Module\b.*?\s(?P<version>\d+(\.\d+)+)\s")
 
 
 def accelerator_type() -> str | None:
@@ -89,3 +94,22 @@ def wait_for_copies(device: torch.device) -> Callable[[], None]:
         event.record()
     wait: Callable[[], None] = event.synchronize
     return wait
+
+
+def driver_versions(driver: Path = _NVIDIA_DRIVER) -> Mapping[str, str]:
+    """Return the versions of what this process drives its accelerator with; what it does not have is left out.
+
+    Args:
+        driver: the file in which the driver's kernel module reports itself.
+    """
+    found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": _nccl_version()}
+    if driver.exists() and (line := _NVIDIA_VERSION.search(driver.read_text(encoding="utf-8", errors="replace"))):
+        found["NVIDIA driver"] = line["version"]
+    return {name: version for name, version in found.items() if version}
+
+
+def _nccl_version() -> str | None:
+    """Return the version of NCCL, or of RCCL under the same name, that torch was built with."""
+    if not hasattr(torch._C, "_nccl_version"):
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,3 +138,28 @@ def test_without_accelerator_nothing_is_pinned_or_staged(monkeypatch: pytest.Mon
 def test_where_the_system_refuses_to_pin_memory_ordinary_memory_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "pins_memory", lambda: True)  # without a driver torch raises
     assert devices.host_buffer(8).device == CPU
+
+
+_NVRM = "NVRM version: NVIDIA UNIX {kind}  {version}  Wed Feb  5 01:23:45 UTC 2025\nGCC version:  gcc version 12.3.0\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "version"),
+    [("x86_64 Kernel Module", "550.54.15"), ("Open Kernel Module for x86_64", "570.124.06"), ("nothing known", None)],
+)
+def test_the_driver_is_reported(kind: str, version: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    file.write_text(_NVRM.format(kind=kind, version=version))
+    assert devices.driver_versions(file).get("NVIDIA driver") == version
+
+
+def test_versions_that_this_torch_does_not_have_are_left_out(tmp_path: Path) -> None:
+    found = devices.driver_versions(tmp_path / "missing")
+    assert "NVIDIA driver" not in found
+    assert ("CUDA" in found, "ROCm" in found) == (torch.version.cuda is not None, torch.version.hip is not None)
+
+
+def test_nccl_is_reported_as_torch_counts_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch._C, "_nccl_version", lambda: 2 << 32 | 27 << 16 | 5, raising=False)
+    monkeypatch.setattr(torch._C, "_nccl_version_suffix", lambda: b"", raising=False)
+    assert devices.driver_versions(tmp_path / "missing")["NCCL"] == "2.27.5"

@@ -58,6 +58,7 @@ class Machine:
         backend: of torch.distributed.
         no_engine: why there are no layers of Transformer Engine; empty where there are.
         no_fp8: why nothing is computed in fp8; empty where it can be.
+        no_blockwise: why nothing is computed in fp8 with a scale for each block; empty where it can be.
         layers: number of layers of a model, the most pipeline stages that there can be.
     """
 
@@ -65,6 +66,7 @@ class Machine:
     backend: str = "nccl"
     no_engine: str = ""
     no_fp8: str = ""
+    no_blockwise: str = ""
     layers: int = 8
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.devices import accelerator_type, device_module
+from mcore_ckpt_ext.devices import accelerator_type, device_module, driver_versions
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.group_device import default_backend
 from mcore_ckpt_ext.selftest.jobs import Machine
@@ -34,8 +34,7 @@ def this_machine(ranks: int | None) -> Machine:
     if ranks is not None and ranks > count:
         raise UsageError("each rank needs a GPU of its own", found=f"{count} GPUs for {ranks} ranks")
     require_megatron()
-    no_engine, no_fp8 = _engine()
-    return Machine(ranks or count, default_backend(kind), no_engine, no_fp8)
+    return Machine(ranks or count, default_backend(kind), *_engine())
 
 
 def require_megatron() -> None:
@@ -62,7 +61,8 @@ def device_name() -> str:
 def versions() -> Mapping[str, str]:
     """Return the versions of what takes part; what is not installed is left out."""
     installed = {name: _version(name) for name in _DISTRIBUTIONS}
-    found = {"mcore_ckpt_ext": mcore_ckpt_ext.__version__, "torch": torch.__version__, **installed}
+    own = {"mcore_ckpt_ext": mcore_ckpt_ext.__version__, "torch": torch.__version__}
+    found = {**own, **installed, **driver_versions()}
     return {name: version for name, version in found.items() if version}
 
 
@@ -73,13 +73,18 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _engine() -> tuple[str, str]:
-    """Return why there are no layers of Transformer Engine, and why nothing is computed in fp8."""
+def _engine() -> tuple[str, str, str]:
+    """Return why there are no layers of Transformer Engine, and why nothing is computed in fp8, or in blockwise fp8."""
     if find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed", "fp8 needs Transformer Engine, which is not installed"
+        why = "fp8 needs Transformer Engine, which is not installed"
+        return "Transformer Engine is not installed", why, why
     try:
-        possible, why = import_module("transformer_engine.pytorch.fp8").check_fp8_support()
+        fp8 = import_module("transformer_engine.pytorch.fp8")
+        possible, why_not = fp8.check_fp8_support()
+        # Since 2.3 (transformer_engine/pytorch/fp8.py; 2.9 moved it to quantization.py and imports it there).
+        check_blocks = getattr(fp8, "check_fp8_block_scaling_support", lambda: (False, "needs Transformer Engine 2.3"))
+        blocks_possible, no_blocks = check_blocks()
     except Exception as error:  # noqa: BLE001 - whatever keeps a broken installation from being imported
         why = f"Transformer Engine cannot be imported: {type(error).__name__}: {error}"
-        return why, why
-    return "", "" if possible else str(why)
+        return why, why, why
+    return "", "" if possible else str(why_not), "" if blocks_possible else str(no_blocks)

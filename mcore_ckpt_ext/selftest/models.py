@@ -35,6 +35,8 @@ class Model:
 MODELS = {
     "gpt": Model(),
     "gpt in fp8": Model(),
+    # Its matrices and its samples are made of whole blocks of 128 x 128.
+    "gpt in blockwise fp8": Model(hidden=256, sequence=128),
     "experts": Model(),
     # That of the checkpoint in this package; a resume under another batch size would need a decision of the user.
     "tiny gpt": Model(hidden=16, heads=2, sequence=16, vocabulary=64, layers=2, samples=16),

@@ -113,17 +113,25 @@ def _experts(machine: Machine) -> Iterator[Job]:
 
 
 def _engine(machine: Machine) -> Iterator[Job]:
-    """Computing in fp8, by Transformer Engine."""
+    """Computing in fp8, by Transformer Engine: with a scale for each tensor, and with one for each block."""
     found = layouts(machine.ranks, machine.layers)
-    source, flags = _source(found), ("--fp8-format", "hybrid", "--fp8-recipe", "delayed")
-    why_not = machine.no_engine or machine.no_fp8
-    save = _saving(machine, "gpt in fp8", source, DP_RESHARDABLE, flags, check="save", skipped=why_not)
+    yield from _in_fp8(machine, "gpt in fp8", "delayed", found, machine.no_fp8)
+    # Tensor parallelism would cut through blocks.
+    uncut = [layout for layout in found if layout.tensor == 1]
+    yield from _in_fp8(machine, "gpt in blockwise fp8", "blockwise", uncut, machine.no_blockwise)
+
+
+def _in_fp8(machine: Machine, model: str, recipe: str, found: Sequence[ParallelLayout], why_not: str) -> Iterator[Job]:
+    source, form = _source(found), "e4m3" if recipe == "blockwise" else "hybrid"
+    flags = ("--fp8-format", form, "--fp8-recipe", recipe)
+    skipped = machine.no_engine or why_not
+    save = _saving(machine, model, source, DP_RESHARDABLE, flags, check="save", skipped=skipped)
     # Transformer Engine refuses its own pickled states without it (2.20: transformer_engine/pytorch/_extra_state.py).
     save = replace(save, environment={"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"})
     yield save
     target = max(found, key=lambda one: (one != source, one.data))
     expects = _RESUMED if target != source else ""
-    yield _resuming(machine, save, target, *flags, expects=expects, skipped=why_not)
+    yield _resuming(machine, save, target, *flags, expects=expects, skipped=skipped)
 
 
 def _saving(

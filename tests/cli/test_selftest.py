@@ -52,3 +52,8 @@ def test_without_megatron(missing: str, says: str, monkeypatch: pytest.MonkeyPat
 def test_megatron_is_here() -> None:
     machine.require_megatron()
     assert machine.versions().keys() >= {"mcore_ckpt_ext", "torch", "megatron-core"}
+
+
+def test_versions_of_the_driver_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "driver_versions", lambda: {"NCCL": "2.27.5", "NVIDIA driver": "570.124.06"})
+    assert {"NCCL": "2.27.5", "NVIDIA driver": "570.124.06"}.items() <= machine.versions().items()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt_ext.selftest.jobs import Job, Machine, Order, layout_of
+from mcore_ckpt_ext.selftest.models import MODELS
 from mcore_ckpt_ext.selftest.plan import EIGHT_RANKS, layouts, plan, saved_by_eight_ranks
 
 SIZES = [1, 2, 3, 4, 6, 8, 16]
@@ -65,11 +66,23 @@ def test_what_is_missing_is_skipped_with_its_reason() -> None:
     assert once.skipped.startswith("no two ranks read the same")
 
 
+@pytest.mark.parametrize("ranks", SIZES)
+def test_in_blockwise_fp8_no_block_is_cut(ranks: int) -> None:
+    jobs = [job for job in plan(Machine(ranks)) if job.model == "gpt in blockwise fp8"]
+    assert [job.loads is not None for job in jobs] == [False, True]
+    for job in jobs:
+        assert job.layout.tensor == 1
+        assert number(job, "--hidden-size") % 128 == number(job, "--seq-length") % 128 == 0
+        assert job.arguments[job.arguments.index("--fp8-recipe") + 1] == "blockwise"
+    (save, resume) = (job for job in plan(Machine(ranks, no_blockwise="no blocks")) if job.model == jobs[0].model)
+    assert save.skipped == resume.skipped == "no blocks"
+
+
 def test_the_vocabulary_has_the_same_padding_under_each_layout() -> None:
     padded = {
         (job.model, number(job, "--make-vocab-size-divisible-by") * job.layout.tensor) for job in plan(Machine(8))
     }
-    assert padded == {("gpt", 128), ("experts", 128), ("gpt in fp8", 128), ("tiny gpt", 64)}
+    assert padded == {(model, 64 if model == "tiny gpt" else 128) for model in MODELS}
 
 
 def number(job: Job, flag: str) -> int:
