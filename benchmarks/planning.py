@@ -42,7 +42,7 @@ from mcore_ckpt_ext.megatron.live.job import RankSummary
 from mcore_ckpt_ext.megatron.probe import probe_checkpoint
 from mcore_ckpt_ext.megatron.shared_index import index_shared
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan
+from mcore_ckpt_ext.planning.plan import Plan, TargetSlice, make_plan
 
 GOAL_SECONDS, GOAL_BYTES = 5.0, 2 << 30
 LLAMA = {
@@ -131,7 +131,7 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     iteration = folder / "iter_0001000"
     first, first_memory, data = handed_over(folder)
     models = synthetic.local_models(synthetic.shapes_of(case.running), case.running)
-    wanted: list[WantedSlice] = []
+    wanted: list[TargetSlice] = []
     for rank, share in case.ranks:
         wanted += synthetic.wanted_by(models, rank, share) + synthetic.weights_of(models, rank)
     views = views_of(models, case.running["world_size"])

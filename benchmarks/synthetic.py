@@ -32,7 +32,7 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import LOCAL
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Block, OutputFile, Record
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.writing import RecordWriter, lay_out
@@ -224,7 +224,7 @@ def _weights(models: LocalModels) -> Iterator[Array]:
             sizes = tuple(size // len(axis) for size, axis in zip(weight.tensor.shape, weight.grid, strict=True))
             for offsets in product(*weight.grid):
                 part = Slice.whole((Region(name, offsets, sizes),))
-                wanted = WantedSlice(WEIGHT, part, {name: weight.tensor})
+                wanted = TargetSlice(WEIGHT, part, {name: weight.tensor})
                 chunks.append(Chunk((*above, *offsets), ((1,) if is_stacked else ()) + sizes, wanted))
         shape = ((len(stack),) if is_stacked else ()) + first.tensor.shape
         yield Array(key, shape, "bfloat16", tuple(chunks))
@@ -236,7 +236,7 @@ def buffer_of(models: LocalModels, rank: ModelRank) -> PackedBuffer:
     return buffer
 
 
-def wanted_by(models: LocalModels, rank: ModelRank, share: int) -> list[WantedSlice]:
+def wanted_by(models: LocalModels, rank: ModelRank, share: int) -> list[TargetSlice]:
     """What the optimizer of one data-parallel rank, `share`, holds of the one bucket of a model rank's buffer."""
     buffer = buffer_of(models, rank)
     (bucket,) = buffer.buckets
@@ -248,14 +248,14 @@ def wanted_by(models: LocalModels, rank: ModelRank, share: int) -> list[WantedSl
             name = buffer.names[index]
             tensors = {name: LogicalTensor(name, models.weights[name].tensor.shape, "float32")}
             part = Slice(buffer.regions[index], low - start, high - start)
-            found += [WantedSlice(kind, part, tensors) for kind in _STATES.values()]
+            found += [TargetSlice(kind, part, tensors) for kind in _STATES.values()]
     return found
 
 
-def weights_of(models: LocalModels, rank: ModelRank) -> list[WantedSlice]:
+def weights_of(models: LocalModels, rank: ModelRank) -> list[TargetSlice]:
     """The weights of one model rank."""
     return [
-        WantedSlice(WEIGHT, Slice.whole(regions), {name: models.weights[name].tensor})
+        TargetSlice(WEIGHT, Slice.whole(regions), {name: models.weights[name].tensor})
         for name, regions in models.candidates(rank)
     ]
 
@@ -273,7 +273,7 @@ def _buckets(models: LocalModels, rank: ModelRank, prefix: str) -> Iterator[tupl
                 for low, high in zip(borders, borders[1:], strict=False):
                     part = Slice(buffer.regions[index], low - start, high - start)
                     tensor = LogicalTensor(name, models.weights[name].tensor.shape, "float32")
-                    chunks.append(Chunk((low,), (high - low,), WantedSlice(kind, part, {name: tensor})))
+                    chunks.append(Chunk((low,), (high - low,), TargetSlice(kind, part, {name: tensor})))
             key = f"{prefix}gbuf_idx_0.dtype_{buffer.dtypes}.bucket_idx_{number}.{state}"
             yield Array(key, (bucket.numel_unpadded,), "float32", tuple(chunks)), bucket.numel_unpadded
 

@@ -102,7 +102,7 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {
+_MODULES = {
     "BufferMap": "mcore_ckpt_ext.operations.inspection",
     "Canonical": "mcore_ckpt_ext.formats.canonical.options",
     "Check": "mcore_ckpt_ext.operations.findings",
@@ -166,11 +166,11 @@ def __getattr__(name: str) -> object:
         from mcore_ckpt_ext.former_names import renamed
 
         return renamed(__name__, name, _FORMER[name])
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value: object = getattr(import_module(_HOMES[name]), name)
+    value: object = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

@@ -44,7 +44,7 @@ class Summary:
     target: ParallelLayout
     iteration: int
     optimizer_format: str
-    witnesses: tuple[str, ...]
+    order_sources: tuple[str, ...]
     parameters: int
     elements: int
     bytes_read: int
@@ -64,7 +64,7 @@ class Summary:
         return (
             f"optimizer resumed from {self.source} as {self.target}: {self.optimizer_format}, "
             f"{self.bytes_read / 1e6:,.1f} MB read, {self.parameters} parameters {self.certainty} "
-            f"({self.elements:,} elements, placed by {' and '.join(self.witnesses)}), {self.seconds:.1f} s; "
+            f"({self.elements:,} elements, placed by {' and '.join(self.order_sources)}), {self.seconds:.1f} s; "
             f"iteration {self.iteration} was loaded"
             f"{fresh if self.new else ''}{changed if self.changed else ''}"
             f"{f'; {in_words(self.differing)}' if self.differing else ''}"
@@ -116,7 +116,7 @@ def prepare(
 
     checkpoint, job, spell = agreed_here("opening the checkpoint", under_its_names)
     if not checkpoint.names(WEIGHT):
-        live = {name: weight for lent in gather(job.lent()) for name, weight in lent.items()}
+        live = {name: weight for weight_specs in gather(job.weight_specs()) for name, weight in weight_specs.items()}
         checkpoint = checkpoint.format_reader.with_weights_of_a_job(live).view
 
     def plan() -> Prepared:
@@ -128,7 +128,7 @@ def prepare(
         for buffers in checkpoint.optimizer.buffers:
             check_digests(buffers, str(checkpoint.folder), rank_and_size())
         offloaded, share = bool(checkpoint.arguments.optimizer_cpu_offload), rank_and_size()
-        groups = [home.param_groups for home in job.homes]
+        groups = [adapter.param_groups for adapter in job.adapters]
         planned = plan_rank(checkpoint, job.shards, groups, accept_lost=accept_lost, own_bounds=own_bounds)
         return Prepared(
             job,
@@ -220,9 +220,9 @@ class Prepared:
                 return read()
 
         def read() -> Proven:
-            masters = {shard: shard.home.room(shard) for shard in self.job.shards}
+            masters = {shard: shard.adapter.room(shard) for shard in self.job.shards}
             prover = Prover(masters, self.checkpoint)
-            for shard, parts in self.reading.read(FP32_PARAM, masters, prover.look).items():
+            for shard, parts in self.reading.read(FP32_PARAM, masters, prover.on_read).items():
                 for part in parts:
                     # Rows of padded vocabulary, and accepted lost elements: they take the values of the weights.
                     masters[shard][part] = shard.weight[part].float()
@@ -254,37 +254,37 @@ class Proven:
         def write() -> int:
             changed = 0
             for shard, master in self.masters.items():
-                self.masters[shard] = shard.home.set_master(shard, master)
+                self.masters[shard] = shard.adapter.set_master(shard, master)
                 changed += self._follow(shard, master)
             for kind in reading.kinds:
                 rooms = {s: self.masters.pop(s, None) for s in reading.shards(kind)}
-                values = {shard: shard.home.room(shard) if room is None else room for shard, room in rooms.items()}
+                values = {shard: shard.adapter.room(shard) if room is None else room for shard, room in rooms.items()}
                 reading.read(kind, values)
                 for shard, tensor in values.items():
-                    shard.home.keep(shard, kind, tensor)
+                    shard.adapter.keep(shard, kind, tensor)
             for shard in prepared.job.new:
-                shard.home.set_master(shard, shard.weight.to(torch.float32, copy=True))
+                shard.adapter.set_master(shard, shard.weight.to(torch.float32, copy=True))
                 for kind in shard.kinds:
-                    shard.home.keep(shard, kind, shard.home.room(shard).zero_())
-            for home, groups in zip(prepared.job.homes, prepared.groups, strict=True):
-                home.finish(groups, prepared.scaler)
+                    shard.adapter.keep(shard, kind, shard.adapter.room(shard).zero_())
+            for adapter, groups in zip(prepared.job.adapters, prepared.groups, strict=True):
+                adapter.finish(groups, prepared.scaler)
             return changed
 
         told = agreed("writing the optimizer", work, "it is partly written: do not train on, start again")
         changed = sum(number for number, _ in told)
         if changed:
-            for home in prepared.job.homes:
-                home.share_weights()
+            for adapter in prepared.job.adapters:
+                adapter.share_weights()
         prepared.checkpoint.reader.close()
         return self._summary(changed, [done for _, done in told])
 
     def _follow(self, shard: LiveShard, master: torch.Tensor) -> int:
         """Returns: how many weights changed: optimizers differ where a master lies halfway between two of them."""
-        if shard.home.proof(shard) is not None and not self.prepared.checkpoint.masters_are_derived(shard.name):
+        if shard.adapter.proof(shard) is not None and not self.prepared.checkpoint.masters_are_derived(shard.name):
             return 0
         if quantisation(shard.live.parameter) is not None:
             return 0  # the next step writes them
-        rounded = shard.home.rounded(shard, master)
+        rounded = shard.adapter.rounded(shard, master)
         changed = int((rounded != shard.weight).sum())
         if changed:
             shard.weight.copy_(rounded)
@@ -295,7 +295,7 @@ class Proven:
         return _Done(
             elements=sum(shard.slice.numel for shard in prepared.job.shards),
             bytes_read=prepared.bytes_read,
-            witnesses=prepared.checkpoint.optimizer.witnesses(),
+            order_sources=prepared.checkpoint.optimizer.order_sources(),
             differing=prepared.differing,
             new=sum(shard.slice.numel for shard in prepared.job.new),
         )
@@ -307,7 +307,7 @@ class Proven:
             target=prepared.target,
             iteration=checkpoint.iteration,
             optimizer_format=str(checkpoint.optimizer_format),
-            witnesses=tuple(sorted({label for one in done for label in one.witnesses})),
+            order_sources=tuple(sorted({label for one in done for label in one.order_sources})),
             parameters=prepared.parameters,
             elements=sum(one.elements for one in done),
             bytes_read=sum(one.bytes_read for one in done),
@@ -325,6 +325,6 @@ class _Done(NamedTuple):
 
     elements: int
     bytes_read: int
-    witnesses: list[str]
+    order_sources: list[str]
     differing: int
     new: int

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.array_location import Extent, ScaleCodec, TransposeCodec
 from mcore_ckpt_ext.planning.overlap import Run, in_parts
-from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, WantedSlice, derivation_of, make_plan
+from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, TargetSlice, derivation_of, make_plan
 from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -73,14 +73,14 @@ class Transfer:
         self._rows = RowReader(reader)
         self._stages = Stages()
 
-    def execute(self, plan: Plan, destinations: Destinations, look: LoadAssessment | None = None) -> None:
+    def execute(self, plan: Plan, destinations: Destinations, on_read: LoadAssessment | None = None) -> None:
         """Fill the destinations, 1-D contiguous tensors by target index, according to the plan.
 
         Args:
             plan: what is read.
             destinations: which of it goes where.
-            look: is told of elements while they are in the processor's cache, in the thread that has read them: of most
-                of those that go straight to ordinary memory, and of none twice. What it raises ends the transfer.
+            on_read: called with elements while they are in the processor's cache, in the thread that has read them:
+                with most of those that go straight to ordinary memory, with none twice. Its errors stop the transfer.
 
         Raises:
             UnreadableCheckpointError: a file is damaged or too short; some elements may have been written.
@@ -90,10 +90,10 @@ class Transfer:
         by_file = [list(copies) for _, copies in groupby(plan.copies, key=lambda copy: copy.extent.file)]
         if len(by_file) <= 1 or self._workers <= 1 or plan.bytes_read < _BYTES_FOR_WORKERS:
             for copies in by_file:
-                self._copy_all(copies, destinations, look)
+                self._copy_all(copies, destinations, on_read)
             return
         with ThreadPoolExecutor(self._workers, thread_name_prefix="mcore_ckpt_ext") as pool:
-            for done in [pool.submit(self._copy_all, copies, destinations, look) for copies in by_file]:
+            for done in [pool.submit(self._copy_all, copies, destinations, on_read) for copies in by_file]:
                 done.result()
 
     def compare_checksums(self, plan: Plan, destinations: Sequence[torch.Tensor]) -> None:
@@ -148,13 +148,13 @@ class Transfer:
         self._reader.read_into(payload.file, payload.offset + first * size, memoryview(data))
         return payload.decoded(torch.frombuffer(data, dtype=payload.dtype.torch))
 
-    def _copy_all(self, copies: Sequence[Copy], destinations: Destinations, look: LoadAssessment | None) -> None:
+    def _copy_all(self, copies: Sequence[Copy], destinations: Destinations, on_read: LoadAssessment | None) -> None:
         for copy in copies:
             destination = destinations[copy.target]
             payload = self.locate(copy.extent)
             if is_plain(copy, payload) and destination.dtype == payload.dtype.torch:
                 if destination.device.type == "cpu":
-                    show = None if look is None else partial(look, copy.target)
+                    show = None if on_read is None else partial(on_read, copy.target)
                     self._rows.read(payload, copy.runs.rows(), destination, show)
                     continue
                 if is_staged(destination.device):
@@ -277,11 +277,11 @@ def read_slice(
         if tensor is None:
             raise KeyError(f"no {kind} {region.name} in this checkpoint")
         tensors[region.name] = tensor
-    return read_wanted(source, transfer, WantedSlice(kind, wanted, tensors), accept_lost, allocate)
+    return read_wanted(source, transfer, TargetSlice(kind, wanted, tensors), accept_lost, allocate)
 
 
 def read_wanted(
-    source: Source, transfer: Transfer, wanted: WantedSlice, accept_lost: bool = False, allocate: Allocate = _fresh
+    source: Source, transfer: Transfer, wanted: TargetSlice, accept_lost: bool = False, allocate: Allocate = _fresh
 ) -> torch.Tensor:
     """Like `read_slice`, for tensors as a target knows them, in their dtype."""
     names = [region.name for region in wanted.slice.regions]
@@ -296,7 +296,7 @@ def read_wanted(
     return result
 
 
-def _derived(derivation: Derivation, transfer: Transfer, wanted: WantedSlice, accept_lost: bool) -> torch.Tensor:
+def _derived(derivation: Derivation, transfer: Transfer, wanted: TargetSlice, accept_lost: bool) -> torch.Tensor:
     inputs = [read_wanted(source, transfer, needed, accept_lost) for source, needed in derivation.inputs(wanted)]
     result: torch.Tensor = derivation.values(wanted, inputs)
     return result

@@ -40,7 +40,7 @@ __all__ = [
 
 _IMPLEMENTATION = "mcore_ckpt_ext.colossalai"
 _HOOKS = "mcore_ckpt_ext.colossalai.installation"
-_HOMES = {
+_MODULES = {
     "StateDictMismatchError": f"{_IMPLEMENTATION}.loading",
     "zero_strict_load_state_dict": f"{_IMPLEMENTATION}.loading",
     "iter_zero_strict_state_dict": f"{_IMPLEMENTATION}.shards",
@@ -59,8 +59,8 @@ def __getattr__(name: str) -> object:
     if name in _SUBCLASSES:
         classes = import_module(f"{_IMPLEMENTATION}.classes")
         value = classes.strict_subclass(getattr(classes, _SUBCLASSES[name]), name)
-    elif name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
+    elif name in _MODULES:
+        value = getattr(import_module(_MODULES[name]), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

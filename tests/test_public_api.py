@@ -52,7 +52,7 @@ def test_whoever_checks_types_sees_the_same_names() -> None:
     tree = ast.parse(Path(mcore_ckpt_ext.__file__).read_text())
     (guarded,) = (node for node in tree.body if isinstance(node, ast.If))
     homes = {name.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for name in node.names}
-    assert homes == mcore_ckpt_ext._HOMES
+    assert homes == mcore_ckpt_ext._MODULES
     assert homes.keys() | {"__version__"} == PUBLIC
 
 
@@ -93,7 +93,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
     shutil.copytree(fixture_named("p02").run, tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     public = {name: getattr(mcore_ckpt_ext, name) for name in PUBLIC}
-    installed = any(seam.state != "not patched" for seam in mcore_ckpt_ext.status())
+    installed = any(patch_point.state != "not patched" for patch_point in mcore_ckpt_ext.status())
     yield {**public, "torch": torch}
     if installed:
         mcore_ckpt_ext.install()

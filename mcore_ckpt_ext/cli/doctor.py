@@ -22,7 +22,7 @@ from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, tabl
 from mcore_ckpt_ext.cli.torch_plugins import failures_explained, is_registered
 from mcore_ckpt_ext.errors import UsageError, escaped
 from mcore_ckpt_ext.job.releases import TORCH_IS_SUPPORTED, TORCH_LOADS_PLUGINS
-from mcore_ckpt_ext.megatron.patch_points import SEAMS
+from mcore_ckpt_ext.megatron.patch_points import PATCH_POINTS
 from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
 from mcore_ckpt_ext.versions import Version, parse_version
 
@@ -30,12 +30,12 @@ State = Literal["ok", "note", "FAILED"]
 
 _STYLES: dict[State, str] = {"ok": GOOD, "note": REMARKABLE, "FAILED": BAD}
 _NO_MEGATRON = "Megatron is not installed here"
-# What to install for a seam's framework.
+# What to install for a patch point's framework.
 _DISTRIBUTIONS = {
     "megatron.bridge": "megatron-bridge", "megatron": "megatron-core", "nvidia_resiliency_ext": "nvidia-resiliency-ext",
     "swift": "ms-swift",
 }  # fmt: skip
-# By distribution: the loop, and the modules in which some seam of it is.
+# By distribution: the loop, and the modules in which some patch point of it is.
 _LOOPS = {
     "megatron-core": ("loop: Megatron's own", ("megatron.training.checkpointing", "megatron.core.optimizer")),
     "megatron-bridge": ("loop: Megatron-Bridge", ("megatron.bridge", "megatron.core.optimizer")),
@@ -166,23 +166,32 @@ def _hooks() -> Iterator[Line]:
         yield Line("hooks", "note", f"switched off: {SWITCH.name}=0")
         return
     mcore_ckpt_ext.install()
-    problems = {module: _import_problem(module) for module in dict.fromkeys(seam.module for seam in SEAMS)}
-    for place, seam in zip(SEAMS, mcore_ckpt_ext.status(), strict=True):
+    problems = {
+        module: _import_problem(module) for module in dict.fromkeys(patch_point.module for patch_point in PATCH_POINTS)
+    }
+    for place, patch_point in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True):
         problem = problems[place.module]
         framework = next(name for prefix, name in _DISTRIBUTIONS.items() if place.module.startswith(prefix))
         # Megatron appends the commit of whatever repository its folder lies in (megatron/core/package_info.py).
-        version = f" ({seam.version.partition('+')[0]})" if seam.version else ""
-        if seam.state == "patched":
-            yield Line(seam.seam, "ok", f"patched{version}" + (f"; {seam.reason}" if seam.reason else ""))
+        version = f" ({patch_point.version.partition('+')[0]})" if patch_point.version else ""
+        if patch_point.state == "patched":
+            yield Line(
+                patch_point.patch_point,
+                "ok",
+                f"patched{version}" + (f"; {patch_point.reason}" if patch_point.reason else ""),
+            )
         elif problem is not None and _installed(framework) is None:
-            yield Line(seam.seam, "note", f"not installed: {problem}")
+            yield Line(patch_point.patch_point, "note", f"not installed: {problem}")
         else:
-            yield Line(seam.seam, "FAILED", f"not patched{version}: {seam.reason or problem}")
+            yield Line(patch_point.patch_point, "FAILED", f"not patched{version}: {patch_point.reason or problem}")
 
 
 def _loops() -> Iterator[Line]:
-    """For each training loop, whether it is hooked: by seams of its own, and by those of Megatron Core."""
-    states = [(place.module, seam.state) for place, seam in zip(SEAMS, mcore_ckpt_ext.status(), strict=True)]
+    """For each training loop, whether it is hooked: by patch points of its own, and by those of Megatron Core."""
+    states = [
+        (place.module, patch_point.state)
+        for place, patch_point in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True)
+    ]
     for distribution, (what, prefixes) in _LOOPS.items():
         version = _installed(distribution)
         hooked = all(any(state == "patched" for module, state in states if module.startswith(one)) for one in prefixes)

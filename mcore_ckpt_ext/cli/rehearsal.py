@@ -109,7 +109,7 @@ def _show(found: Rehearsal) -> None:
     table(
         [
             ("optimizer", f"{found.elements:,} elements of {found.parameters:,} parameters on {found.gpus:,} ranks, "
-                          f"each found once; placed by {' and '.join(found.witnesses)}"),
+                          f"each found once; placed by {' and '.join(found.order_sources)}"),
             ("weights", f"{found.weights:,} elements, each found once"),
             ("proof", _proof(found)),
             ("to be read", f"{readable(found.bytes_read)} by all ranks"),

@@ -26,13 +26,13 @@ class Target(NamedTuple):
     """One class that gets strict methods.
 
     Args:
-        homes: where versions have it.
+        locations: where versions have it.
         methods: what it gets.
         own: methods that it must have itself, so that ours fit beside them; a class without them is left alone.
         required: the first version that has it, where nothing works without it.
     """
 
-    homes: tuple[str, ...]
+    locations: tuple[str, ...]
     methods: type
     own: tuple[str, ...]
     required: str | None = None
@@ -87,7 +87,7 @@ HYBRID_CHECKPOINT_IO = Target(
 )
 STATIC_MODEL = "get_static_torch_model"
 # Where ColossalAI's own function of that name is found: 0.3.0 and later, 0.2.1 to 0.2.8.
-STATIC_MODEL_HOMES = (
+STATIC_MODEL_MODULES = (
     "colossalai.zero",
     "colossalai.zero.gemini",
     "colossalai.zero.gemini.utils",
@@ -107,8 +107,8 @@ def find(target: Target) -> type | None:
         CheckpointError: there is no ColossalAI, it cannot be imported, or it has no such class where one is needed.
     """
     problems = []
-    for home in target.homes:
-        module, _, name = home.partition(":")
+    for location in target.locations:
+        module, _, name = location.partition(":")
         try:
             found = getattr(import_module(module), name, None)
         except Exception as error:  # noqa: BLE001 - whatever makes a framework's import fail is what the user has to know
@@ -119,7 +119,7 @@ def find(target: Target) -> type | None:
         problems.append(f"{module} has no suitable {name}")
     if target.required is None:
         return None
-    names = dict.fromkeys(home.partition(":")[2] for home in target.homes)
+    names = dict.fromkeys(location.partition(":")[2] for location in target.locations)
     raise CheckpointError(
         f"ColossalAI's {' or '.join(names)} is not available",
         found="; ".join(dict.fromkeys(problems)),
@@ -132,7 +132,7 @@ def strict_subclass(target: Target, name: str) -> Any:
     """A subclass with the strict methods, for users who do not patch."""
     base = find(target)
     if base is None:
-        raise CheckpointError(f"this version of ColossalAI has no {target.homes[0].partition(':')[2]}")
+        raise CheckpointError(f"this version of ColossalAI has no {target.locations[0].partition(':')[2]}")
     # Where GeminiDDP exists, it is the one that users construct.
     newest = getattr(import_module(base.__module__), "GeminiDDP", base) if target is WRAPPER else base
     return type(name, (newest,), {**namespace(target.methods, newest), "__doc__": target.methods.__doc__})

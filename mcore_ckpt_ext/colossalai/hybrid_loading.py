@@ -31,7 +31,7 @@ def load_optimizer(
     by_id = {int(key): state for key, state in states.items()}
     found: Digests = {}
 
-    def look() -> str:
+    def inspect_here() -> str:
         if len(groups) != len(live):
             raise ModelMismatchError(
                 "the optimizer state has other param groups", found=str(len(groups)), expected=str(len(live))
@@ -51,7 +51,7 @@ def load_optimizer(
         found.update(digests({"param_groups": groups, "state": by_id}))
         return summary(found)
 
-    summaries: Mapping[int, str | None] = ranks.same_call("load_optimizer", {}, look, OPTIMIZER_UNCHANGED)
+    summaries: Mapping[int, str | None] = ranks.same_call("load_optimizer", {}, inspect_here, OPTIMIZER_UNCHANGED)
     refuse_different(ranks, summaries, found, OPTIMIZER_UNCHANGED)
     for group, saved in zip(live, groups, strict=True):
         params = group["params"]
@@ -80,7 +80,7 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
         offered.update((name, entries[given]) for name in names if given is not None and name not in entries)
     found: Digests = {}
 
-    def look() -> tuple[str, set[str]]:
+    def inspect_here() -> tuple[str, set[str]]:
         expected = _expected(module)
         if strict and (missing := [name for name in expected if name not in offered]):
             shown = ", ".join(f'"{name}"' for name in missing[:_SHOWN])
@@ -94,11 +94,11 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
         return summary(found), set(expected)
 
     try:
-        looked = ranks.same_call("load_model", {"strict": strict}, look, _MODEL_UNTOUCHED)
-        refuse_different(ranks, {rank: one for rank, (one, _) in looked.items()}, found, _MODEL_UNTOUCHED)
+        inspected = ranks.same_call("load_model", {"strict": strict}, inspect_here, _MODEL_UNTOUCHED)
+        refuse_different(ranks, {rank: one for rank, (one, _) in inspected.items()}, found, _MODEL_UNTOUCHED)
     except ResumeRefusedError as error:
         raise StateDictMismatchError(str(error)) from error
-    known = set().union(*(names for _, names in looked.values()), *aliases)
+    known = set().union(*(names for _, names in inspected.values()), *aliases)
     unexpected = sorted(name for name in entries if name not in known and not name.endswith("_extra_state"))
     if strict and unexpected:
         shown = ", ".join(f'"{name}"' for name in unexpected[:_SHOWN])

@@ -1,7 +1,7 @@
-"""Gives ColossalAI's classes the strict methods, and takes them back without a trace.
+"""Adds the strict methods to ColossalAI's classes, and removes them again.
 
-Unlike Megatron's seams, these are not put in place by ``import torch``: what a state dict holds changes, so the user
-asks for it.
+Unlike the patches of Megatron, these are not applied by ``import torch``: they change the content of a state dict, so
+the user has to request them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from mcore_ckpt_ext.colossalai.classes import (
     PLUGINS,
     STATIC_MODEL,
-    STATIC_MODEL_HOMES,
+    STATIC_MODEL_MODULES,
     WRAPPER,
     Target,
     find,
@@ -65,7 +65,7 @@ def install(dtype: Precision = "master", plugins: str | Sequence[str] = ("gemini
 
 
 def _replace_static_model() -> None:
-    for module in map(sys.modules.get, STATIC_MODEL_HOMES):
+    for module in map(sys.modules.get, STATIC_MODEL_MODULES):
         if module is not None and module not in _patched() and hasattr(module, STATIC_MODEL):
             _patched()[module] = {}
             _put(module, STATIC_MODEL, get_static_torch_model)
@@ -92,13 +92,13 @@ def status() -> list[PatchPointStatus]:
         patched = {f"{cls.__module__}.{cls.__qualname__}" for cls in _patched() if isinstance(cls, type)}
     answers = []
     for target in (target for targets in PLUGINS.values() for target in targets):
-        homes = [home.replace(":", ".") for home in target.homes]
-        found = next((home for home in homes if home in patched), None)
+        locations = [location.replace(":", ".") for location in target.locations]
+        found = next((location for location in locations if location in patched), None)
         if found:
             answers.append(PatchPointStatus(found, "patched", version))
         else:
             reason = "not installed, or this version has no such class" if patched else "not installed"
-            answers.append(PatchPointStatus(homes[-1], "not patched", version, reason))
+            answers.append(PatchPointStatus(locations[-1], "not patched", version, reason))
     return answers
 
 

@@ -58,13 +58,13 @@ def iter_states(
     zero = wrapped(optimizer.module)
     call = {"only_rank_0": only_rank_0, "with_masters": with_masters}
 
-    def look() -> dict[int, State]:
+    def inspect_here() -> dict[int, State]:
         refuse_nan(zero, zero.masters)
         return _described(optimizer)
 
     # A rank knows the states of the parameters of which it holds a part; together they know all.
     described: dict[int, State] = {}
-    for one in zero.ranks.same_call("optimizer.state_dict", call, look).values():
+    for one in zero.ranks.same_call("optimizer.state_dict", call, inspect_here).values():
         described.update(one)
     if with_masters:
         for key, parameter in optimizer.id_to_real_params.items():

@@ -52,16 +52,16 @@ def same_content(
     """
     found: Digests = {}
 
-    def look() -> tuple[str | None, bool]:
+    def inspect_here() -> tuple[str | None, bool]:
         found.update(digests(content, own))
         return summary(found) if is_full else None, zero.is_first
 
-    looked = zero.ranks.same_call(call, arguments, look, untouched)
-    summaries = {rank: one for rank, (one, _) in looked.items()}
+    inspected = zero.ranks.same_call(call, arguments, inspect_here, untouched)
+    summaries = {rank: one for rank, (one, _) in inspected.items()}
     refuse_different(zero.ranks, summaries, found, untouched)
     if all(one is None for one in summaries.values()) or None not in summaries.values():
         return Agreed(content, comes_from_first=False)
-    lacking = [rank for rank, (one, is_first) in looked.items() if is_first and one is None]
+    lacking = [rank for rank, (one, is_first) in inspected.items() if is_first and one is None]
     if lacking:
         raise ResumeRefusedError(
             f"calling {call}; {untouched}",

@@ -49,7 +49,7 @@ class Ranks:
         return agreed_among(self.gather, phase, work, consequence)
 
     def same_call(
-        self, call: str, arguments: Mapping[str, object], look: Callable[[], Result],
+        self, call: str, arguments: Mapping[str, object], inspect_here: Callable[[], Result],
         untouched: str = "nothing was gathered",
     ) -> dict[int, Result]:  # fmt: skip
         """Make sure that every rank does the same thing with the same arguments, and that nothing stands against it.
@@ -57,18 +57,18 @@ class Ranks:
         Args:
             call: what this rank was asked to do.
             arguments: what has to be the same on all ranks.
-            look: raises what stands against it here; it must not communicate.
+            inspect_here: raises what stands against it here; it must not communicate.
             untouched: the state in which a refusal leaves the job.
 
         Returns:
-            What `look` found, by rank.
+            What `inspect_here` found, by rank.
 
         Raises:
             ResumeRefusedError: on all ranks, with the reasons of all.
         """
 
         def own() -> tuple[dict[str, str], Result]:
-            found = look()
+            found = inspect_here()
             return {"call": call, **{name: repr(value) for name, value in arguments.items()}}, found
 
         answers = self.agreed(f"calling {call}", own, untouched)

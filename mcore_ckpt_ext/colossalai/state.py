@@ -148,11 +148,11 @@ def begun(model: Any, call: str, dtype: Precision, only_rank_0: bool, **argument
     """
     zero = wrapped(model)
 
-    def look() -> None:
+    def inspect_here() -> None:
         _refuse_unknown_ties(arguments.get("ties", "share"))
         refuse_nan(zero, source_of(zero, dtype))
 
-    zero.ranks.same_call(call, {"dtype": dtype, "only_rank_0": only_rank_0, **arguments}, look)
+    zero.ranks.same_call(call, {"dtype": dtype, "only_rank_0": only_rank_0, **arguments}, inspect_here)
     return zero
 
 

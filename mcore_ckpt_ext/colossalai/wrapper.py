@@ -2,7 +2,7 @@
 
 Versions differ, so what is there is found by looking. ``ZeroDDP`` of 0.2.0 (nn/parallel/data_parallel.py) has
 ``fp32_params`` only; ``ZeroDDP`` of 0.2.1 to 0.3.1 and ``GeminiDDP`` of 0.3.2 to 0.5.1 (zero/gemini/gemini_ddp.py) have
-``fp16_params`` beside it, in the same order. Chunks look alike in all of them (chunk.py: ``Chunk``).
+``fp16_params`` beside it, in the same order. Chunks inspect_here alike in all of them (chunk.py: ``Chunk``).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ Checkpoint: TypeAlias = CheckpointView
 def open_checkpoint(
     path: str | os.PathLike[str],
     *,
-    witnesses: Sequence[ParameterOrder] = (),
+    order_sources: Sequence[ParameterOrder] = (),
     family: Family | None = None,
     transformer_impl: str = TRANSFORMER_ENGINE,
     facts: Facts = NOTHING,
@@ -45,7 +45,7 @@ def open_checkpoint(
     Args:
         path: a run folder (its newest iteration is taken), an `iter_XXXXXXX` or `release` folder,
             a folder in `canonical`, one of Hugging Face's, or one that ColossalAI's Booster saved.
-        witnesses: parameter orders to try when the packing of the gradient buffers is recovered.
+        order_sources: parameter orders to try when the packing of the gradient buffers is recovered.
         family: the family of a Hugging Face folder whose `config.json` names no known one.
         transformer_impl: the layer spec whose names a Hugging Face folder is read under.
         facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
@@ -69,7 +69,7 @@ def open_checkpoint(
         >>> handle.shape, handle.dtype, handle.read().ndim
         ((128, 32), torch.float32, 2)
     """
-    options = OpenOptions(witnesses, family, transformer_impl, facts)
+    options = OpenOptions(order_sources, family, transformer_impl, facts)
     with reraise_as_unreadable(path):
         folder = iteration_folder(as_path(path))
         found = format_of(folder)
@@ -78,14 +78,14 @@ def open_checkpoint(
         if weights is not None:
             lender = open_checkpoint(weights, family=family, transformer_impl=transformer_impl)
             try:
-                return _with_weights(folder, lender, witnesses, facts)
+                return _with_weights(folder, lender, order_sources, facts)
             except ProofError:
                 # The optimizer may name its parameters as the other layer spec does.
                 other = lender.format_reader.other_layer_spec
                 if other is None:
                     raise
                 lender = open_checkpoint(weights, family=family, transformer_impl=other)
-                return _with_weights(folder, lender, witnesses, facts)
+                return _with_weights(folder, lender, order_sources, facts)
         if lent_of(folder) is None:  # of what another rank has read, that rank has compared the digests
             check_digests(folder)
         if found is None:
@@ -96,9 +96,9 @@ def open_checkpoint(
 
 
 def _with_weights(
-    folder: Path, lender: CheckpointView, witnesses: Sequence[ParameterOrder], facts: Facts
+    folder: Path, lender: CheckpointView, order_sources: Sequence[ParameterOrder], facts: Facts
 ) -> CheckpointView:
-    checkpoint = open_checkpoint(folder, witnesses=witnesses, facts=facts)
+    checkpoint = open_checkpoint(folder, order_sources=order_sources, facts=facts)
     if has_adapters_alone(checkpoint):
         return for_model(checkpoint, lender)
     return checkpoint.format_reader.with_weights_of(lender).view

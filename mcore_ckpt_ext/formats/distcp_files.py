@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.lazy_torch import torch
-from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.planning.write_plan import OutputFile, Record, WriteItem
 from mcore_ckpt_ext.storage.archive_writer import ArchivePlan, plan_archive, plan_tensor
 from mcore_ckpt_ext.storage.pickle_stubs import placeholder_class
@@ -29,7 +29,7 @@ class Chunk:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    wanted: WantedSlice
+    wanted: TargetSlice
 
 
 @dataclass(frozen=True)

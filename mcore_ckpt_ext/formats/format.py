@@ -30,14 +30,14 @@ class OpenOptions:
     """What the user states of a folder that is to be opened.
 
     Attributes:
-        witnesses: parameter orders to try when the packing of the gradient buffers is recovered.
+        order_sources: parameter orders to try when the packing of the gradient buffers is recovered.
         family: the family of a Hugging Face folder whose `config.json` names no known one.
         transformer_impl: the layer spec under whose names a Hugging Face folder is read.
         facts: what is known of the job that wrote a checkpoint without Megatron's arguments.
         model: the model that adapters are for, where the folder holds adapters alone.
     """
 
-    witnesses: Sequence[ParameterOrder] = ()
+    order_sources: Sequence[ParameterOrder] = ()
     family: Family | None = None
     transformer_impl: str = "transformer_engine"
     facts: Facts = NOTHING

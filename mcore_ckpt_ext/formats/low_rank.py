@@ -17,7 +17,7 @@ from mcore_ckpt_ext.families.adapters import Adapted, aligned
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.plan import Source, WantedSlice
+from mcore_ckpt_ext.planning.plan import Source, TargetSlice
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,22 @@ class Merged:
         self._base, self._adapters = base, adapters
         self._parts = sorted(parts, key=lambda part: part.first)
 
-    def inputs(self, wanted: WantedSlice) -> Sequence[tuple[Source, WantedSlice]]:
+    def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
         """Of each band of rows: the base's numbers, then those of `A`, `B` and the magnitudes, where it has them."""
-        found: list[tuple[Source, WantedSlice]] = []
+        found: list[tuple[Source, TargetSlice]] = []
         for region, start, stop, _ in wanted.slice.pieces():
             tensor = wanted.tensors[region.name]
             for band in self._bands(region, start, stop, tensor.shape[1]):
                 rows, part = band.stop - band.start, band.part
                 place = Region(region.name, (band.start, band.left), (rows, band.width))
-                found.append((self._base, WantedSlice(WEIGHT, Slice.whole((place,)), {region.name: tensor})))
+                found.append((self._base, TargetSlice(WEIGHT, Slice.whole((place,)), {region.name: tensor})))
                 if part is not None:
                     found.append(self._of_adapter(part.into, None, (band.left, band.width)))
                     for name, first in (part.out, *([part.magnitude] if part.magnitude else [])):
                         found.append(self._of_adapter(name, (first + band.start - part.first, rows)))
         return found
 
-    def values(self, wanted: WantedSlice, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def values(self, wanted: TargetSlice, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The slice, in fp32."""
         given, result = iter(inputs), torch.empty(wanted.slice.numel)
         for region, start, stop, begin in wanted.slice.pieces():
@@ -116,14 +116,14 @@ class Merged:
 
     def _of_adapter(
         self, name: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None = None
-    ) -> tuple[Source, WantedSlice]:
+    ) -> tuple[Source, TargetSlice]:
         """Rows, or columns, of one of the adapters' tensors: (first, count)."""
         tensor = self._tensor(name)
         spans = [(0, size) for size in tensor.shape]
         spans[0] = rows or spans[0]
         spans[-1] = columns or spans[-1]
         region = Region(name, tuple(first for first, _ in spans), tuple(count for _, count in spans))
-        return self._adapters, WantedSlice(WEIGHT, Slice.whole((region,)), {name: tensor})
+        return self._adapters, TargetSlice(WEIGHT, Slice.whole((region,)), {name: tensor})
 
     def _tensor(self, name: str) -> LogicalTensor:
         tensor = self._adapters.logical_tensor(WEIGHT, name)

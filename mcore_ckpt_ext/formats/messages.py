@@ -42,7 +42,7 @@ def general_notices(checkpoint: CheckpointView) -> list[str]:
         found += [f"{SIDECAR_FILE} is ignored: {some(doubts, 1)}"] if doubts else []
     if state is not None and PARAM_REMAINDER in state.kinds:
         state.names()  # by now the packing is known
-        known = " and ".join(state.witnesses())
+        known = " and ".join(state.order_sources())
         found.append(
             f"masters are joined of bf16 weights and int16 remainders, placed by {known}, and written whole: stock "
             "Megatron takes them up without --use-precision-aware-optimizer"

@@ -55,12 +55,12 @@ class FormatReader(FormatTraits, ABC):
     weights_derived_from_masters = False
     index: DcpIndex | None = None
 
-    def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
+    def __init__(self, folder: Path, order_sources: Sequence[ParameterOrder] = ()) -> None:
         """Open a folder.
 
         Args:
             folder: the `iter_XXXXXXX` or `release` folder.
-            witnesses: parameter orders to try after the sidecar and before the known ones.
+            order_sources: parameter orders to try after the sidecar and before the known ones.
 
         Raises:
             UnreadableCheckpointError: metadata is missing or damaged.
@@ -69,7 +69,7 @@ class FormatReader(FormatTraits, ABC):
         self.folder = folder
         self.reader = folder_reader(folder)
         self.transfer = Transfer(self.reader)
-        self._extra_parameter_orders = tuple(witnesses)
+        self._extra_parameter_orders = tuple(order_sources)
 
     @cached_property
     def view(self) -> CheckpointView:

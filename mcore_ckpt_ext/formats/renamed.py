@@ -14,7 +14,7 @@ from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.state_view import StateView
-from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice, WantedSlice, derivation_of, slices_in
+from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice, TargetSlice, derivation_of, slices_in
 
 
 class NameMap:
@@ -53,7 +53,7 @@ class NameMap:
         """The same of the copies of a tensor."""
         return [[list(self.slices(copy)) for copy in part] for part in copies] if self._changed else copies
 
-    def as_stored(self, wanted: WantedSlice) -> WantedSlice:
+    def as_stored(self, wanted: TargetSlice) -> TargetSlice:
         """A wanted slice under the names of the checkpoint's own."""
         regions = tuple(self.region_as_stored(region) for region in wanted.slice.regions)
         tensors = {self.stored(name): replace(one, name=self.stored(name)) for name, one in wanted.tensors.items()}
@@ -84,11 +84,11 @@ class _RenamedDerivation:
     def __init__(self, derivation: Derivation, names: NameMap) -> None:
         self._derivation, self._names = derivation, names
 
-    def inputs(self, wanted: WantedSlice) -> Sequence[tuple[Source, WantedSlice]]:
+    def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
         """What has to be read, under the names that it is stored under."""
         return self._derivation.inputs(self._names.as_stored(wanted))
 
-    def values(self, wanted: WantedSlice, inputs: Sequence[Any]) -> Any:
+    def values(self, wanted: TargetSlice, inputs: Sequence[Any]) -> Any:
         """The slice."""
         return self._derivation.values(self._names.as_stored(wanted), inputs)
 
@@ -118,7 +118,7 @@ def renamed_state(state: OptimizerState, names: NameMap) -> StateView:
         derivation=lambda kind, name: _renamed(state.derivation(kind, names.stored(name)), names),
         lost=lambda kind, name: state.lost(kind, names.stored(name)),
         is_distributed=lambda name: state.is_distributed(names.stored(name)),
-        witnesses=state.witnesses,
+        order_sources=state.order_sources,
         lost_elements=lambda: {names.of(name): count for name, count in state.lost_elements().items()},
         buffers=state.buffers,
         shifted=names.all(state.shifted),

@@ -42,7 +42,7 @@ def find_sidecar(folder: Path, arguments: JobArguments | None = None, iteration:
         arguments: those in the checkpoint, if they state the whole layout.
         iteration: the one that the checkpoint itself states.
     """
-    # A missing or foreign sidecar only means one witness fewer: the packing is proven either way.
+    # A missing or foreign sidecar only means one source of the order fewer: the packing is checked either way.
     try:
         sidecar = Sidecar.from_json(read_file(folder, FILE_NAME, MOST_BYTES).decode())
     except FileNotFoundError:

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 @dataclass(frozen=True)
 class Proposal:
-    """A witness's answer to where the parameters of a group lie; None where it does not know.
+    """The place of each parameter of a group by one source of the order; None if the source lacks some parameter.
 
     Attributes:
         is_witnessed: it was recorded, or seen in a model; otherwise it is the order that a known layer spec has.

@@ -1,4 +1,4 @@
-"""Recovery of a group's packing: proposals by witnesses, constrained by sizes, confirmed by content."""
+"""Recovers a group's packing: candidates from several sources, restricted by sizes, confirmed by content."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class UncertainPackingError(PackingError, UnsupportedCheckpointError):
 
 @dataclass(frozen=True)
 class RecoveredPacking:
-    """A packing that sizes, chunk borders and samples of the content confirm, and the witness it came from.
+    """A packing that sizes, chunk borders and samples of the content confirm, and the source of its parameter order.
 
     `disbelieved`: why it is not the one that the sidecar records; None where it is, or where there is none.
     """
 
-    witness: str
+    order_source: str
     packing: Packing
     discovered: bool = False
     disbelieved: str | None = None

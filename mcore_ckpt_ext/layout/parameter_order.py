@@ -136,7 +136,7 @@ def _rank_in_frame(item: str, prefix: str) -> int | None:
 
 
 class ParameterOrder(Protocol):
-    """A witness of the registration order."""
+    """A source of the registration order."""
 
     @property
     def label(self) -> str:
@@ -146,7 +146,7 @@ class ParameterOrder(Protocol):
         """Parameters outside the layers, and blocks, in registration order; None if it does not know them all."""
 
     def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
-        """The suffixes of one layer in registration order; None if this witness does not know them all."""
+        """The suffixes of one layer in registration order; None if this source lacks some of them."""
 
 
 class KnownOrder:
@@ -185,7 +185,7 @@ class KnownOrder:
         return None if inner is None else (_FRAME["mtp"], number, _AROUND[_INNER], *inner)
 
     def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
-        """The suffixes of one layer in registration order; None if this witness does not know them all."""
+        """The suffixes of one layer in registration order; None if this source lacks some of them."""
         keys = [self._key(suffix) for suffix in suffixes]
         known = [(key, suffix) for key, suffix in zip(keys, suffixes, strict=True) if key is not None]
         return [suffix for _, suffix in sorted(known)] if len(known) == len(suffixes) else None
@@ -254,7 +254,7 @@ class ObservedOrder:
         return [item for item in known if item in items] if {*known} >= {*items} else None
 
     def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
-        """The suffixes of one layer in registration order; None if this witness does not know them all."""
+        """The suffixes of one layer in registration order; None if this source lacks some of them."""
         ranks = self._layers.get(layer, {})
         return sorted(suffixes, key=ranks.__getitem__) if all(suffix in ranks for suffix in suffixes) else None
 
@@ -283,11 +283,11 @@ def registration_order(names: Iterable[str], order: ParameterOrder, tied_copy: b
 
     Args:
         names: model-space names of the chunk's parameters.
-        order: the witness of the order inside a layer.
+        order: the source of the order inside a layer.
         tied_copy: the chunk registers the word embeddings as its output layer (tied, last pipeline stage).
 
     Returns:
-        None when the witness does not know some parameter.
+        None if the source lacks some parameter.
     """
     layers: dict[str, dict[int, list[str]]] = {}
     outside: list[str] = []

@@ -1,6 +1,6 @@
 """The sidecar `mcore_ckpt_ext.json`: the packing of the gradient buffers, recorded while it was known.
 
-It is a witness like any other: what it says is constrained and proven before it is used.
+It is one of several sources of the parameter order: its packing is checked like any other before it is used.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PROVEN = f"masters verified against their weights, one of every {_OF_STOCK} stre
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Comparison:
     """What a rank found.
 
     Attributes:
@@ -73,10 +73,10 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
         ProofError: on every rank, naming the parameters.
     """
     every = _OF_STOCK if weaker is None else _OF_OURS
-    looks = _looks(chunks, optimizer, loaded, weaker, every)
-    found = [item for look in looks for item in look.found or ()]
+    comparisons = _comparisons(chunks, optimizer, loaded, weaker, every)
+    found = [item for comparison in comparisons for item in comparison.found or ()]
     if not found:
-        return all(look.found is not None and not look.beside_remainders for look in looks)
+        return all(comparison.found is not None and not comparison.beside_remainders for comparison in comparisons)
     names = list(dict.fromkeys(item.name for item in found))
     more = f"; and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else ""
     error = ProofError(
@@ -99,7 +99,9 @@ def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, argument
 
     The bug is described in `optimizers/workarounds/fully_reshardable_padding.py`.
     """
-    names = {item.name for look in _looks(chunks, optimizer, loaded=True) for item in look.found or ()}
+    names = {
+        item.name for comparison in _comparisons(chunks, optimizer, loaded=True) for item in comparison.found or ()
+    }
     if not names:
         return
     running = JobArguments.of(vars(arguments))
@@ -110,9 +112,9 @@ def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, argument
     announce(f"{repaired}{lost if prepared.lost_elements else ''}; {proven.fill()}")
 
 
-def _looks(
+def _comparisons(
     chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None = None, every: int = 1
-) -> list[_Look]:
+) -> list[_Comparison]:
     """Of every rank; a failing check must not end a load that has worked."""
     own: list[LiveMismatch] | None = None
     problem: str | None = None
@@ -122,10 +124,10 @@ def _looks(
         problem = f"this version cannot check the optimizer: {error.found}"
     except Exception as error:  # noqa: BLE001 - see the docstring
         problem = f"{type(error).__name__}: {error}"
-    looks = gather(_Look(own, problem, any_keeps_remainders(optimizer)))
-    if problems := listed_of_all([look.problem for look in looks]):
+    comparisons = gather(_Comparison(own, problem, any_keeps_remainders(optimizer)))
+    if problems := listed_of_all([comparison.problem for comparison in comparisons]):
         announce(f"this load is not verified: {problems}")
-    return looks
+    return comparisons
 
 
 def _parameters(chunks: Sequence[Any]) -> Iterator[Any]:

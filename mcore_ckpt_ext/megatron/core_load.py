@@ -1,6 +1,6 @@
-"""The seam where all training loops pass: Megatron Core's optimizer says what it wants, and takes what was loaded.
+"""Loads by any training loop, patched in Megatron Core's optimizer, which all loops call.
 
-A program asks the optimizer for its sharded state dict (`is_loading=True`), hands it to `dist_checkpointing.load`, and
+A program requests the optimizer's sharded state dict (`is_loading=True`), hands it to `dist_checkpointing.load`, and
 the answer to the optimizer's `load_state_dict` (megatron/core/optimizer/distrib_optimizer.py, optimizer.py,
 dist_checkpointing/serialization.py; core_v0.12.1 to 0.19.2 and the development head of August 2026). What the first
 gives out is marked; the second sees from the checkpoint whether Megatron itself would load it, and if not, plans the
@@ -122,7 +122,7 @@ def wrap_load_state_dict(original: Function) -> Function:
 
 
 def serves(optimizer: Any) -> bool:
-    """Whether an optimizer is of a kind that this seam fills: DistributedOptimizers, and nothing else."""
+    """Whether an optimizer is of a kind that this patch point fills: DistributedOptimizers, and nothing else."""
     chain = Chain.of(optimizer) if optimizer is not None else None
     return chain is not None and bool(chain.distributed) and not (chain.unknown or chain.whole)
 
@@ -141,7 +141,7 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
         return ask[0]
     speaks = rank_and_size()[0] == ask.index(True)
 
-    def look() -> None:
+    def inspect_here() -> None:
         served = [request for request in requests if serves(request.optimizer)] if speaks else []
         if served and any(not _decided(folder, one.optimizer, _fits(folder, one)).is_stock for one in served):
             ranks = ", ".join(str(rank) for rank, asks in enumerate(ask) if not asks)
@@ -152,7 +152,7 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
                 "loaded, in place of loading the optimizer's state",
             )  # fmt: skip
 
-    agreed("looking at the checkpoint", look)
+    agreed("looking at the checkpoint", inspect_here)
     return False
 
 
@@ -165,13 +165,13 @@ def _planned(folder: Path, request: LoadRequest) -> LoadPlan | None:
     optimizer = request.optimizer
     fits = all(agreed("looking at the checkpoint", lambda: _fits(folder, request)))
 
-    def look() -> tuple[LoadDecision, bool] | None:
+    def inspect_here() -> tuple[LoadDecision, bool] | None:
         """The first rank's decision, and whether nothing shows beforehand that Megatron loads the right state."""
         if not is_first_rank() or not serves(optimizer):
             return None
         return _decided(folder, optimizer, fits), not open_checkpoint(folder).names(WEIGHT)
 
-    found = agreed("looking at the checkpoint", look)[0]
+    found = agreed("looking at the checkpoint", inspect_here)[0]
     if found is None:
         return None
     decision, is_unchecked = found

@@ -22,7 +22,7 @@ def install() -> None:
 
     Example:
         >>> install()
-        >>> {seam.state for seam in status()} <= {"patched", "waiting for import", "not patched"}
+        >>> {point.state for point in status()} <= {"patched", "waiting for import", "not patched"}
         True
     """
     from mcore_ckpt_ext.settings import SWITCH
@@ -36,26 +36,26 @@ def uninstall() -> None:
 
     Example:
         >>> uninstall()
-        >>> any(seam.state == "patched" for seam in status())
+        >>> any(point.state == "patched" for point in status())
         False
     """
     _registry().uninstall()
 
 
 def status() -> list[PatchPointStatus]:
-    """Report for each seam whether it waits for an import, is patched, or is not patched and why.
+    """Report for each patch point whether it waits for an import, is patched, or is not patched and why.
 
     Example:
-        >>> [seam.seam for seam in status()][0]
+        >>> [point.patch_point for point in status()][0]
         'megatron.training.checkpointing.load_checkpoint'
     """
     return _registry().status()
 
 
 def _registry() -> HookRegistry:
-    """Return the wrapped seams of the process, noted on first use."""
-    from mcore_ckpt_ext.megatron.patch_points import SEAMS
+    """Return the wrapped patch points of the process, noted on first use."""
+    from mcore_ckpt_ext.megatron.patch_points import PATCH_POINTS
     from mcore_ckpt_ext.patching.registry import HookRegistry
     from mcore_ckpt_ext.patching.singletons import PROCESS
 
-    return PROCESS.one(HookRegistry, lambda: HookRegistry(SEAMS))
+    return PROCESS.one(HookRegistry, lambda: HookRegistry(PATCH_POINTS))

@@ -1,4 +1,4 @@
-"""The seam in `megatron/training/checkpointing.py` for resuming: what runs around `load_checkpoint`.
+"""The patch point in `megatron/training/checkpointing.py` for resuming: what runs around `load_checkpoint`.
 
 Tried with core_v0.16.1, 0.19.0 and 0.19.2. A load that stock Megatron can do gets exactly the arguments it came with.
 """
@@ -37,7 +37,7 @@ from mcore_ckpt_ext.megatron.probe import (
     check_all_have_the_same,
     check_all_see,
     probe_checkpoint,
-    taking_what_is_whole,
+    resuming_from_complete,
     trackers_seen,
 )
 from mcore_ckpt_ext.megatron.random_states import may_differ, requested_grid
@@ -105,23 +105,26 @@ class _Load:
 
     def done(self) -> Any:
         """Load; what the original returns."""
-        witness, sight = WriteDetector(self._chunks), _sight(self._arguments, self._load_arg, self._directory)
-        if sight.model is not None:
+        detector, probed = (
+            WriteDetector(self._chunks),
+            _probe_on_all_ranks(self._arguments, self._load_arg, self._directory),
+        )
+        if probed.model is not None:
             result, weaker = (
-                start_from(self._scope, sight.model, self._chunks, self._optimizer, self._by_megatron),
+                start_from(self._scope, probed.model, self._chunks, self._optimizer, self._by_megatron),
                 None,
             )
         else:
             if self._finetunes:
                 self._arguments.finetune = True  # as Megatron says it, once it has looked
-            self._new_tokens = new_tokens(sight.vocabulary_rows, self._arguments)
-            whole = taking_what_is_whole(self._scope, self._directory, sight.standing)
-            with reentrancy_guard(), whole, index_shared(sight.index):
+            self._new_tokens = new_tokens(probed.vocabulary_rows, self._arguments)
+            complete = resuming_from_complete(self._scope, self._directory, probed.health)
+            with reentrancy_guard(), complete, index_shared(probed.index):
                 result, weaker = self._dispatch()
         # Megatron-FSDP makes its weights of its masters: there is nothing else that they could be.
         proven = False
         if self._optimizer is not None and not is_of_fsdp(self._arguments):
-            proven = prove_loaded(self._chunks, self._optimizer, witness.detects_load(self._chunks), weaker)
+            proven = prove_loaded(self._chunks, self._optimizer, detector.detects_load(self._chunks), weaker)
         if self._told:
             announce(f"{LOAD.flag}: {self._told[-1]}{f'; {PROVEN}' if proven else ''}")
         return result
@@ -136,9 +139,9 @@ class _Load:
             return load_into_torch_fsdp(scope, directory, chunks, self._optimizer, self._by_stock), None
         advise_torch_fsdp(arguments, directory)
         if _resumes_optimizer(scope, self._optimizer):
-            look = assess_load(scope, self._given, directory, has_new_tokens=bool(self._new_tokens))
-            if look is not None:
-                return (self._load_stock(look), None) if look.stock_loads else self._resumed(look)
+            assessment = assess_load(scope, self._given, directory, has_new_tokens=bool(self._new_tokens))
+            if assessment is not None:
+                return (self._load_stock(assessment), None) if assessment.stock_loads else self._resumed(assessment)
         elif _takes_optimizer(arguments, self._optimizer):
             refuse_another_kind(scope, self._given, directory)
             return self._by_stock(), None
@@ -180,16 +183,16 @@ class _Load:
         self._told.extend(read)
         return result
 
-    def _load_stock(self, look: LoadAssessment) -> Any:
+    def _load_stock(self, assessment: LoadAssessment) -> Any:
         """The load of an optimizer that stock finds its way with; read by this package where the layout changed."""
-        by_us = LOAD.chosen(self._arguments) == AUTO and look.is_moved
+        by_us = LOAD.chosen(self._arguments) == AUTO and assessment.is_moved
         with (
-            self._without_random_states(look.lacks_random_states),
+            self._without_random_states(assessment.lacks_random_states),
             reading_fast(read_once=READ_ONCE.chosen(self._arguments)) if by_us else nullcontext(),
         ):
             result = self._by_stock()
-        if look.may_be_shifted:
-            repair_shifted(look.folder, self._chunks, self._optimizer, self._arguments)
+        if assessment.may_be_shifted:
+            repair_shifted(assessment.folder, self._chunks, self._optimizer, self._arguments)
         return result
 
     @contextmanager
@@ -216,12 +219,12 @@ class _Load:
         with self._without_random_states(lacking):
             return load_weights_alone(self._scope, self._directory, self._chunks, self._by_stock)
 
-    def _resumed(self, look: LoadAssessment) -> tuple[Any, Proof]:
+    def _resumed(self, assessment: LoadAssessment) -> tuple[Any, Proof]:
         """Weights by Megatron, whoever reads them; the optimizer by this package, planned before and filled after."""
         arguments, once = self._arguments, READ_ONCE.chosen(self._arguments)
         own_bounds = takes_own_bounds(vars(arguments), megatron_version())
         prepared = prepare(
-            look.folder,
+            assessment.folder,
             self._chunks,
             self._optimizer,
             JobArguments.of(vars(arguments)),
@@ -234,19 +237,21 @@ class _Load:
             raise UnsupportedCheckpointError(
                 f"the checkpoint has no state of the learning rate scheduler; {OPTIMIZER_UNCHANGED}",
                 expected="lr_scheduler or opt_param_scheduler in its common state",
-                where=str(look.folder),
+                where=str(assessment.folder),
                 hint="another training loop wrote it: resume with --no-load-optim, or call "
                 "mcore_ckpt_ext.load_optimizer in a loop of your own",
             )
         if self._scheduler is not None:
-            agreed("comparing the schedules", lambda: check_schedule(self._scheduler, prepared.schedule, look.folder))
+            agreed(
+                "comparing the schedules", lambda: check_schedule(self._scheduler, prepared.schedule, assessment.folder)
+            )
         new = new_tokens(prepared.checkpoint.vocabulary_rows, arguments)
         self._accept_new_tokens(new)
         grid = requested_grid(arguments, megatron_version())
-        fresh = prepared.random_state_grid != grid or look.lacks_random_states
-        feed = fed(self._scope, look.folder, self._chunks) if look.is_fed else nullcontext()
+        fresh = prepared.random_state_grid != grid or assessment.lacks_random_states
+        feed = fed(self._scope, assessment.folder, self._chunks) if assessment.is_fed else nullcontext()
         less = {"no_load_optim": True, "no_load_rng": fresh or arguments.no_load_rng, **_strictness(arguments)}
-        fed_or_stock = look.is_fed or LOAD.chosen(arguments) == STOCK
+        fed_or_stock = assessment.is_fed or LOAD.chosen(arguments) == STOCK
         with (
             overridden(vars(arguments), **less),
             feed,
@@ -279,7 +284,7 @@ class _Load:
         self._scheduler.step(increment=0)
 
 
-def _sight(arguments: Any, load_arg: str, directory: str | None) -> LoadProbe:
+def _probe_on_all_ranks(arguments: Any, load_arg: str, directory: str | None) -> LoadProbe:
     """What the first rank sees, on every rank.
 
     Raises:
@@ -288,14 +293,14 @@ def _sight(arguments: Any, load_arg: str, directory: str | None) -> LoadProbe:
     """
     is_fast = LOAD.chosen(arguments) == FAST
 
-    def look() -> tuple[LoadProbe | None, tuple[bool, ...], dict[str, str]]:
+    def assessment() -> tuple[LoadProbe | None, tuple[bool, ...], dict[str, str]]:
         seen = probe_checkpoint(arguments, load_arg, directory, shares_index=is_fast) if is_first_rank() else None
         return seen, trackers_seen(arguments, load_arg), {one.name: str(one.chosen(arguments)) for one in SETTINGS}
 
-    looks = agreed("looking at what is to be loaded", look)
-    check_all_see([found for _, found, _ in looks], arguments, load_arg)
-    check_all_have_the_same([settings for *_, settings in looks])
-    return looks[0][0] or LoadProbe()
+    probes = agreed("looking at what is to be loaded", assessment)
+    check_all_see([found for _, found, _ in probes], arguments, load_arg)
+    check_all_have_the_same([settings for *_, settings in probes])
+    return probes[0][0] or LoadProbe()
 
 
 def _scope(original: Function) -> MutableMapping[str, Any]:

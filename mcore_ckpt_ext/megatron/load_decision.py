@@ -88,13 +88,15 @@ def assess_load(
     Raises:
         ResumeRefusedError: on every rank, where some rank cannot.
     """
-    look = _look_of_all(scope, call, directory, has_new_tokens)
-    if look is not None and look.stock_loads and not look.is_fed:
+    assessment = _assess_on_all_ranks(scope, call, directory, has_new_tokens)
+    if assessment is not None and assessment.stock_loads and not assessment.is_fed:
         chunks = functools.partial(scope["unwrap_model"], call["ddp_model"])
-        look = replace(look, decision=with_order_compared(look.decision, look.folder, chunks, call["optimizer"]))
-    if look is not None:
-        explain(look.decision, look.folder)
-    return look
+        assessment = replace(
+            assessment, decision=with_order_compared(assessment.decision, assessment.folder, chunks, call["optimizer"])
+        )
+    if assessment is not None:
+        explain(assessment.decision, assessment.folder)
+    return assessment
 
 
 def with_order_compared(
@@ -116,7 +118,7 @@ def explain(decision: LoadDecision, folder: Path) -> None:
         own_logger().info("%s: %s", escaped(str(folder)), decision)
 
 
-def _look_of_all(
+def _assess_on_all_ranks(
     scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, has_new_tokens: bool
 ) -> LoadAssessment | None:
     """The first rank's look; collective."""
@@ -126,8 +128,8 @@ def _look_of_all(
         return agreed(_PHASE, lambda: _look_at_what_is_fed(folder, call, arguments, has_new_tokens))[0]
     if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
         return None
-    looks = agreed(_PHASE, lambda: _look_with_megatron(scope, call, directory, has_new_tokens))
-    return next((look for look in looks if look is not None), None)
+    assessments = agreed(_PHASE, lambda: _assess(scope, call, directory, has_new_tokens))
+    return next((assessment for assessment in assessments if assessment is not None), None)
 
 
 def packs_otherwise(folder: Path, chunks: Callable[[], Sequence[Any]], optimizer: Any) -> bool:
@@ -165,7 +167,7 @@ def _look_at_what_is_fed(
     return LoadAssessment(folder, decision, is_fed=True)
 
 
-def _look_with_megatron(
+def _assess(
     scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, has_new_tokens: bool
 ) -> LoadAssessment | None:
     """Look at the common state with Megatron's own reader, which knows of steps, trackers and non-persistent saves."""

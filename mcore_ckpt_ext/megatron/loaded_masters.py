@@ -52,9 +52,9 @@ class MasterEvidence:
             for name, parameter in chunk.named_parameters()
         }
         evidence = cls()
-        for shard in (shard for home in optimizer_adapters_of(optimizer) for shard in home.shards(names)):
-            proof = shard.home.proof(shard)
-            matches = None if proof is None else sample_matches(shard, shard.home.master(shard), proof)
+        for shard in (shard for adapter in optimizer_adapters_of(optimizer) for shard in adapter.shards(names)):
+            proof = shard.adapter.proof(shard)
+            matches = None if proof is None else sample_matches(shard, shard.adapter.master(shard), proof)
             if matches is not None:
                 (evidence.matching if matches else evidence.differing).append(shard.name)
         return evidence

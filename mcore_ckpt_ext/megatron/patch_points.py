@@ -13,7 +13,7 @@ from mcore_ckpt_ext.patching.registry import PatchPoint
 _FAILURE = "torch.distributed.checkpoint.api:CheckpointException"
 _OF_LOADS = ("megatron.core.dist_checkpointing.core:CheckpointingException", _FAILURE)
 
-SEAMS = (
+PATCH_POINTS = (
     PatchPoint(
         module="megatron.training.checkpointing",
         attribute="load_checkpoint",

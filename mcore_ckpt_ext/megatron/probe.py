@@ -19,7 +19,7 @@ from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.settings import FALLBACK
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
-from mcore_ckpt_ext.storage.dcp_index import Lent, lent
+from mcore_ckpt_ext.storage.dcp_index import SharedIndex, using_index
 from mcore_ckpt_ext.storage.file_digests import check_digests
 
 _SHOWN = 3
@@ -31,14 +31,14 @@ class LoadProbe:
 
     Attributes:
         model: the Hugging Face folder to start from; then nothing else matters.
-        standing: of the checkpoint that a resume would take, and None where that is not to be judged.
+        health: of the checkpoint that a resume would take, and None where that is not to be judged.
         index: of what is to be loaded, for all ranks; None where each rank reads its own.
         vocabulary_rows: of what is to be loaded, where the job may have tokens beyond them.
     """
 
     model: Path | None = None
-    standing: IterationHealth | None = None
-    index: Lent | None = None
+    health: IterationHealth | None = None
+    index: SharedIndex | None = None
     vocabulary_rows: int | None = None
 
 
@@ -57,22 +57,22 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
     if not directory or not Path(str(directory)).is_dir():
         return LoadProbe()
     index = index_of(directory, step, arguments)
-    with lent(index):
-        standing = _standing(arguments, directory)
-    if index is not None and standing is None:  # what is judged is compared there
+    with using_index(index):
+        health = _health_of(arguments, directory)
+    if index is not None and health is None:  # what is judged is compared there
         check_digests(index.folder)
-    if standing is not None and standing.problems and standing.newest_whole is not None:
-        index = index_of(directory, standing.newest_whole, arguments) if FALLBACK.chosen(arguments) else None
+    if health is not None and health.problems and health.newest_complete is not None:
+        index = index_of(directory, health.newest_complete, arguments) if FALLBACK.chosen(arguments) else None
     keeps = index is not None and (shares_index or is_moved(index, arguments))
     rows = _vocabulary_rows(folder_named(directory, arguments) if index is None else index.folder, index, arguments)
-    return LoadProbe(standing=standing, index=index if keeps else None, vocabulary_rows=rows)
+    return LoadProbe(health=health, index=index if keeps else None, vocabulary_rows=rows)
 
 
-def _vocabulary_rows(folder: Path | None, index: Lent | None, arguments: Any) -> int | None:
+def _vocabulary_rows(folder: Path | None, index: SharedIndex | None, arguments: Any) -> int | None:
     """See `stored_vocabulary_rows`; what is wrong with the checkpoint is found, and named, by its load."""
     if folder is None:
         return None
-    with suppress(CheckpointError, OSError), lent(index):
+    with suppress(CheckpointError, OSError), using_index(index):
         return stored_vocabulary_rows(folder, arguments)
     return None
 
@@ -139,8 +139,8 @@ def _named(arguments: Any, load_arg: str) -> list[Any]:
 
 
 @contextmanager
-def taking_what_is_whole(
-    scope: MutableMapping[str, Any], directory: str | None, standing: IterationHealth | None
+def resuming_from_complete(
+    scope: MutableMapping[str, Any], directory: str | None, health: IterationHealth | None
 ) -> Iterator[None]:
     """Have the load within this scope take the newest whole iteration, if the one it wants is not whole.
 
@@ -150,63 +150,63 @@ def taking_what_is_whole(
     Args:
         scope: the globals of Megatron's checkpointing module.
         directory: the run folder.
-        standing: of the iteration that it wants; None where that is not judged.
+        health: of the iteration that it wants; None where that is not judged.
 
     Raises:
         ResumeRefusedError: on every rank, when another one is whole, but the user did not allow it to be taken.
     """
     arguments = scope["get_args"]()
-    if standing is None or not standing.problems:
-        if standing is not None and standing.unfinished:
-            names = ", ".join(map(str, sorted(standing.unfinished)))
-            announce(f"iteration {names} was not finished; resuming from {standing.wanted}, which is complete")
+    if health is None or not health.problems:
+        if health is not None and health.unfinished:
+            names = ", ".join(map(str, sorted(health.unfinished)))
+            announce(f"iteration {names} was not finished; resuming from {health.wanted}, which is complete")
         yield
         return
-    if standing.newest_whole is None:
+    if health.newest_complete is None:
         yield  # nothing to choose from: the load itself finds out, and names what it misses
         return
     if not FALLBACK.chosen(arguments):
-        check_whole(standing, str(directory))
-    what = "; ".join(standing.problems[:_SHOWN])
-    announce(f"{standing.wanted} is not complete ({what}); resuming from iteration {standing.newest_whole} instead")
-    chosen = standing.newest_whole
+        check_complete(health, str(directory))
+    what = "; ".join(health.problems[:_SHOWN])
+    announce(f"{health.wanted} is not complete ({what}); resuming from iteration {health.newest_complete} instead")
+    chosen = health.newest_complete
     named = overridden(scope, read_metadata=lambda *_, **__: (chosen, False))
     with named, overridden(vars(arguments), ckpt_step=chosen):
         yield
 
 
-def _standing(arguments: Any, directory: str) -> IterationHealth | None:
+def _health_of(arguments: Any, directory: str) -> IterationHealth | None:
     other_kind = getattr(arguments, "non_persistent_ckpt_type", None)
     if other_kind or "://" in str(directory) or not hasattr(arguments, "ckpt_step"):
         return None
     return iteration_health_of(Path(str(directory)), arguments.ckpt_step or None)
 
 
-def check_whole(standing: IterationHealth | None, directory: str) -> None:
+def check_complete(health: IterationHealth | None, directory: str) -> None:
     """Refuse a checkpoint that is not whole where the run has another one that is.
 
     Args:
-        standing: of what a load would take; None where that is not judged.
+        health: of what a load would take; None where that is not judged.
         directory: the run folder.
 
     Raises:
         ResumeRefusedError: it is not whole, and the user did not allow another one to be taken.
     """
-    if standing is not None and standing.problems and standing.newest_whole is not None:
-        raise _refusal(standing, standing.newest_whole, directory)
+    if health is not None and health.problems and health.newest_complete is not None:
+        raise _refusal(health, health.newest_complete, directory)
 
 
-def _refusal(standing: IterationHealth, number: int, directory: str) -> ResumeRefusedError:
-    found = "; ".join(standing.problems[:_SHOWN])
-    if len(standing.problems) > _SHOWN:
-        found += f"; and {len(standing.problems) - _SHOWN} more (to list them: mcore-ckpt verify PATH)"
-    by_hand = f"--ckpt-step {number}" if standing.has_tracker else f"writing {number} into the tracker file"
+def _refusal(health: IterationHealth, number: int, directory: str) -> ResumeRefusedError:
+    found = "; ".join(health.problems[:_SHOWN])
+    if len(health.problems) > _SHOWN:
+        found += f"; and {len(health.problems) - _SHOWN} more (to list them: mcore-ckpt verify PATH)"
+    by_hand = f"--ckpt-step {number}" if health.has_tracker else f"writing {number} into the tracker file"
     hint = (
         f"iteration {number} is complete: {by_hand} takes it, "
         f"{FALLBACK.flag} (or {FALLBACK.name}=1) always takes the newest complete one"
     )
     return ResumeRefusedError(
-        refusal_text("looking for a complete checkpoint", f"{standing.wanted} is not complete"),
+        refusal_text("looking for a complete checkpoint", f"{health.wanted} is not complete"),
         found=found,
         where=directory,
         hint=hint,

@@ -1,4 +1,4 @@
-"""The seams of saving: what Megatron calls goes to the coordinator of this job's saves.
+"""The patch points of saving: what Megatron calls goes to the coordinator of this job's saves.
 
 What runs around `save_checkpoint`, `schedule_async_save`, `maybe_finalize_async_save` (megatron/training) and
 `save_state_dict_async_finalize` (megatron/core/dist_checkpointing/strategies/state_dict_saver.py, and for the strategy
@@ -88,9 +88,9 @@ def wrap_maybe_finalize_async_save(original: Function) -> Function:
         call.apply_defaults()
         stock = functools.partial(original, *positional, **keywords)
         if not call.arguments["blocking"]:
-            return _coordinator().look(_writers(original), stock)
-        look = functools.partial(original, blocking=False)
-        return _coordinator().drain(_writers(original), look, stock, ending=bool(call.arguments.get("terminate")))
+            return _coordinator().poll(_writers(original), stock)
+        poll = functools.partial(original, blocking=False)
+        return _coordinator().drain(_writers(original), poll, stock, ending=bool(call.arguments.get("terminate")))
 
     return maybe_finalize_async_save
 

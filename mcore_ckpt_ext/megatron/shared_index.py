@@ -30,18 +30,18 @@ from mcore_ckpt_ext.storage.dcp_index import (
     METADATA_FILE,
     PLANS,
     DcpIndex,
-    Lent,
+    SharedIndex,
     asked_for_objects_alone,
-    lent,
     lent_of,
     objects_alone,
+    using_index,
 )  # fmt: skip
 
 _COMMON = "load_common_state_dict"
 
 
 @contextmanager
-def index_shared(handed: Lent | None) -> Iterator[None]:
+def index_shared(handed: SharedIndex | None) -> Iterator[None]:
     """Within this scope no rank but the first reads the index of the checkpoint that is to be loaded.
 
     Args:
@@ -49,11 +49,11 @@ def index_shared(handed: Lent | None) -> Iterator[None]:
     """
     # A rank whose folder is another one, a copy on its own machine, say, sees so by the size.
     mine = None if handed is None or _size(handed.folder) != handed.size else handed
-    with lent(mine), index_read_once() if mine is not None else nullcontext():
+    with using_index(mine), index_read_once() if mine is not None else nullcontext():
         yield
 
 
-def index_of(directory: Any, step: int | None, arguments: Any) -> Lent | None:
+def index_of(directory: Any, step: int | None, arguments: Any) -> SharedIndex | None:
     """The index of the iteration that a load would take, without what a load does not look at; None without one.
 
     The ranks' plans concern those who save as they have saved before (`--ckpt-assume-constant-structure`,
@@ -62,14 +62,14 @@ def index_of(directory: Any, step: int | None, arguments: Any) -> Lent | None:
     with suppress(CheckpointError, OSError):
         run = Path(str(directory))
         folder = run / iteration_name(step) if step else iteration_folder(run)
-        found = Lent(folder, read_file(folder, METADATA_FILE, INDEX_BYTES))
+        found = SharedIndex(folder, read_file(folder, METADATA_FILE, INDEX_BYTES))
         return found if getattr(arguments, "ckpt_assume_constant_structure", False) else found.without_plans()
     return None
 
 
-def is_moved(index: Lent, arguments: Any) -> bool:
+def is_moved(index: SharedIndex, arguments: Any) -> bool:
     """Whether the parallel layout is another one than that of the checkpoint, so that it is not Megatron's to load."""
-    with suppress(CheckpointError, OSError), lent(index):
+    with suppress(CheckpointError, OSError), using_index(index):
         return bool(placement_changes(open_checkpoint(index.folder).arguments, JobArguments.of(vars(arguments))))
     return False
 
@@ -144,7 +144,7 @@ def _of_objects(index: DcpIndex) -> Metadata:
     return Metadata(entries, None, {MetadataIndex(key): _StorageInfo(*place) for key, place in index.objects.items()})
 
 
-def _unpickled(read_metadata: Callable[[Any], Any], reader: Any, handed: Lent | None) -> Any:
+def _unpickled(read_metadata: Callable[[Any], Any], reader: Any, handed: SharedIndex | None) -> Any:
     """What torch makes of the index, whose bytes are at hand where it is lent."""
     files = getattr(reader, "fs", None)
     if handed is not None and files is not None:

@@ -1,7 +1,7 @@
-"""Loops that refuse another layout before they come to Megatron Core: their own check is stepped over, no more.
+"""Bypasses the layout checks of loops that refuse another layout before they call Megatron Core; changes nothing else.
 
-What then happens is the seam of `any_loop`: it loads by Megatron Core what that can, plans and proves the rest, and
-refuses on all ranks what cannot be filled. So the check is stepped over only for optimizers that the seam serves.
+`core_load` then loads with Megatron Core what that supports, plans and verifies the rest, and refuses on all ranks what
+cannot be filled. So a check is bypassed only for optimizers that `core_load` supports.
 
 - Megatron-Bridge, `_load_checkpoint_from_path` (megatron/bridge/training/checkpointing.py, 0.2.1 to 0.6.0 and the
   development head of 22 August 2026): asks whether the stored format is among those that

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.fp16_overflow import check_fits
 from mcore_ckpt_ext.operations.reading import cached
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
-from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, derivation_of, make_plan, plans_of
+from mcore_ckpt_ext.planning.plan import Plan, TargetSlice, derivation_of, make_plan, plans_of
 from mcore_ckpt_ext.planning.write_plan import Block, Quantised, Record, WriteItem
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.crc32 import Piece
@@ -51,7 +51,7 @@ class BlockReader:
             return []
         return self._fill_content(record, block, elements)
 
-    def look(self, record: Record) -> None:
+    def note_written(self, record: Record) -> None:
         """Take notice of what a record was made of that an interrupted run wrote, so that its checksums are compared.
 
         Raises:
@@ -101,7 +101,7 @@ class BlockReader:
     def _read_placed(self, placed: WriteItem, room: torch.Tensor) -> None:
         self._read([(placed.wanted, room)])
 
-    def _read(self, parts: Sequence[tuple[WantedSlice, torch.Tensor]]) -> list[tuple[torch.Tensor, Piece]]:
+    def _read(self, parts: Sequence[tuple[TargetSlice, torch.Tensor]]) -> list[tuple[torch.Tensor, Piece]]:
         """Read slices; what is stored is copied, what is derived computed. Returns what is known of the rooms."""
         stored = []
         for wanted, room in parts:
@@ -111,7 +111,7 @@ class BlockReader:
                 room.copy_(read_wanted(self._source, self._transfer, wanted, self._accept_lost))
         return self._read_stored(stored)
 
-    def _read_stored(self, parts: Sequence[tuple[WantedSlice, torch.Tensor]]) -> list[tuple[torch.Tensor, Piece]]:
+    def _read_stored(self, parts: Sequence[tuple[TargetSlice, torch.Tensor]]) -> list[tuple[torch.Tensor, Piece]]:
         """Read slices, and prove the masters among them before any rounding."""
         exact = [
             torch.empty(room.numel()) if wanted.kind == FP32_PARAM and room.dtype != torch.float32 else room
@@ -140,7 +140,7 @@ class BlockReader:
         ordered = elements.view(reading.shape).permute(reading.order).reshape(-1)
         room.copy_(ordered[reading.before : reading.before + room.numel()])
 
-    def _prove(self, wanted: WantedSlice, masters: torch.Tensor, plan: Plan, index: int) -> None:
+    def _prove(self, wanted: TargetSlice, masters: torch.Tensor, plan: Plan, index: int) -> None:
         tensors = {name: self._weight(name, tensor) for name, tensor in wanted.tensors.items()}
         dtype = next(iter(tensors.values())).dtype
         weights = torch.empty(masters.numel(), dtype=getattr(torch, dtype))

@@ -196,7 +196,7 @@ def check_parameters(
         how = "" if checkpoint.proof is BY_ROUNDING else f", {checkpoint.proof.words}"
         results.checks.append(Check(PROOF, f"{proven:,} masters equal to their weights{how}", done=proven > 0))
     if joined:
-        known = " and ".join(checkpoint.optimizer.witnesses())
+        known = " and ".join(checkpoint.optimizer.order_sources())
         what = f"{joined:,} masters joined from weights and remainders, placed by {known}"
         if checkpoint.weights_derived_from_masters:
             what = f"{joined:,} masters, stored in place of the weights, which are their roundings"

@@ -28,7 +28,7 @@ class Filling(Protocol):
     def fill(self) -> FillBlock:
         """Fills a block of a record."""
 
-    def look(self, record: Record) -> None:
+    def note_written(self, record: Record) -> None:
         """Told of a record that is there already."""
 
     def finish(self, workers: int) -> None:
@@ -81,7 +81,7 @@ class LocalOutput:
         counter = _counter(mine, left, progress)
         writer.write(left, self._publication.note, counter.add)
         for record in {number: record for number, record in mine if number in done}.values():
-            filler.look(record)
+            filler.note_written(record)
         filler.finish(self._workers)
 
 
@@ -115,7 +115,7 @@ class RemoteOutput:
             for file in left:
                 self._make(file, records.get(file.name, []), filler, counter)
             for _, record in _records([file for file in mine if file not in left], records):
-                filler.look(record)
+                filler.note_written(record)
             filler.finish(self._workers)
 
         team.first(lambda: self._upload.open(force=force, resume=resume))

@@ -71,13 +71,13 @@ class StoredFile:
 class BufferMap:
     """Which parameter lies where in one flat array of `numel` elements: (name, first, one past the last).
 
-    `witness` proposed it, and sizes and chunk borders agree with it; empty where no proposal fits.
+    `order_source` proposed it, and sizes and chunk borders agree with it; empty where no proposal fits.
     """
 
     group: str
     buffer: str
     numel: int
-    witness: str
+    order_source: str
     parameters: tuple[tuple[str, int, int], ...]
 
 
@@ -277,5 +277,5 @@ def _maps(buffers: Buffers) -> Iterator[BufferMap]:
         for bucket, stored in sorted(group.buckets.items()):
             placements = proposal.packing[bucket] if proposal else ()
             parameters = tuple((p.name, p.start, p.start + numel_of(p.regions)) for p in placements)
-            witness = proposal.witness if proposal else ""
-            yield BufferMap(str(group), str(bucket), stored.numel_unpadded, witness, parameters)
+            order_source = proposal.order_source if proposal else ""
+            yield BufferMap(str(group), str(bucket), stored.numel_unpadded, order_source, parameters)

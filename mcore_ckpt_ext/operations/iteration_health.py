@@ -20,7 +20,7 @@ class IterationHealth:
     Attributes:
         wanted: what the tracker, or the user, names.
         problems: what is wrong with it; empty if nothing is.
-        newest_whole: the newest iteration of the run that is whole, or None; looked for only where the wanted one is
+        newest_complete: the newest iteration of the run that is whole, or None; looked for only where the wanted one is
             not whole.
         unfinished: iterations that came after the wanted one and are not whole.
         has_tracker: whether the tracker names anything at all.
@@ -28,7 +28,7 @@ class IterationHealth:
 
     wanted: str
     problems: tuple[str, ...]
-    newest_whole: int | None
+    newest_complete: int | None
     unfinished: tuple[int, ...]
     has_tracker: bool = True
 
@@ -51,14 +51,16 @@ def iteration_health_of(run: Path, step: int | None = None) -> IterationHealth |
     wanted = tracker.iteration if step is None and tracker else step
     if wanted is None:
         problem = f"{run / TRACKER_FILE} names no iteration, it holds {tracker.text if tracker else ''!r}"
-        return IterationHealth("what the tracker names", (problem,), _newest_whole(iterations), (), has_tracker=False)
+        return IterationHealth(
+            "what the tracker names", (problem,), _newest_complete(iterations), (), has_tracker=False
+        )
     folder = iterations.get(wanted, run / iteration_name(wanted))
     if _is_of_another_format(folder):
         return None
     problems = problems_of(folder)
     later = tuple(number for number, newer in iterations.items() if number > wanted and problems_of(newer))
     others = {number: path for number, path in iterations.items() if number != wanted and plain_backend(path) is None}
-    return IterationHealth(f"iteration {wanted}", problems, _newest_whole(others) if problems else None, later)
+    return IterationHealth(f"iteration {wanted}", problems, _newest_complete(others) if problems else None, later)
 
 
 def _is_of_another_format(folder: Path) -> bool:
@@ -82,5 +84,5 @@ def _iterations(run: Path) -> dict[int, Path]:
     return {number: path for number, path in iteration_folders(run).items() if path.is_dir()}
 
 
-def _newest_whole(iterations: dict[int, Path]) -> int | None:
+def _newest_complete(iterations: dict[int, Path]) -> int | None:
     return next((number for number, folder in iterations.items() if not problems_of(folder)), None)

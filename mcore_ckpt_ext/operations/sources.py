@@ -93,8 +93,8 @@ def open_both(
         of_side = [NOTHING if is_complete and not all(described) else facts for is_complete in described]
         has_own = [bool(checkpoint.names(WEIGHT)) for checkpoint in opened]
         needed = [not own or (all(has_own) and not any(peft)) for own in has_own]
-        lent = [weights if one else None for one in map(any, zip(peft, needed, strict=True))]
-        sides = zip(paths, of_side, lent, strict=True)
+        given = [weights if one else None for one in map(any, zip(peft, needed, strict=True))]
+        sides = zip(paths, of_side, given, strict=True)
         opened = [open_checkpoint(path, family=family, facts=own, weights=where) for path, own, where in sides]
     for checkpoint in opened:
         require_weights(checkpoint)

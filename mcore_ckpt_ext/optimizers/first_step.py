@@ -24,7 +24,7 @@ from mcore_ckpt_ext.optimizers.groups import ADAM, LION, Group, keeps_nothing, r
 from mcore_ckpt_ext.optimizers.groups import MOMENTUM as BY_MOMENTUM
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.state_view import StateView
-from mcore_ckpt_ext.planning.plan import Source, WantedSlice
+from mcore_ckpt_ext.planning.plan import Source, TargetSlice
 
 WITHOUT_STEP = "the optimizer was saved before its first step: its moments are zero"
 _MOMENTS = {ADAM: (EXP_AVG, EXP_AVG_SQ), LION: (EXP_AVG,), BY_MOMENTUM: (MOMENTUM,)}
@@ -78,10 +78,10 @@ def with_zero_moments(state: OptimizerState, moments: Sequence[str]) -> Optimize
 class _Zeros:
     """A derivation from nothing."""
 
-    def inputs(self, wanted: WantedSlice) -> Sequence[tuple[Source, WantedSlice]]:
+    def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
         """Nothing has to be read."""
         return []
 
-    def values(self, wanted: WantedSlice, inputs: Sequence[Any]) -> torch.Tensor:
+    def values(self, wanted: TargetSlice, inputs: Sequence[Any]) -> torch.Tensor:
         """As many zeros as the slice has elements."""
         return torch.zeros(wanted.slice.numel, dtype=torch.float32)

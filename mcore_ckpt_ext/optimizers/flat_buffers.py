@@ -1,6 +1,6 @@
 """Optimizer state in flat gradient buffers: what all such formats share once their arrays are found.
 
-A format says which flat arrays there are; which parameter lies where in them is recovered from the witnesses.
+A format names its flat arrays; the place of each parameter in them is recovered from the sources of the order.
 """
 
 from __future__ import annotations
@@ -200,11 +200,11 @@ class FlatBuffers(OptimizerState):
                 self._recovered[key] = recover(group, self.models, self._proposals(), self)
         return self._recovered[key]
 
-    def witnesses(self) -> list[str]:
+    def order_sources(self) -> list[str]:
         """What the packings recovered so far came from."""
         return sorted(
             {
-                f"{recovered.witness} instead of the sidecar" if recovered.disbelieved else recovered.witness
+                f"{recovered.order_source} instead of the sidecar" if recovered.disbelieved else recovered.order_source
                 for recovered in self._recovered.values()
             }
         )

@@ -91,7 +91,7 @@ class LegacyMasters(RankArrays, OptimizerState):
     def is_distributed(self, name: str) -> bool:
         return False
 
-    def witnesses(self) -> list[str]:
+    def order_sources(self) -> list[str]:
         """Where the places of the parameters are known from."""
         return ["the order of the stored masters"]
 

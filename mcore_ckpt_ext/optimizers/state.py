@@ -43,7 +43,7 @@ class OptimizerState(StoredOnce, ABC):
         """Whether a DistributedOptimizer, not an optimizer that keeps it whole, has a parameter's state."""
         return True
 
-    def witnesses(self) -> list[str]:
+    def order_sources(self) -> list[str]:
         """Where the packings that were needed so far are known from."""
         return ["the arrays' own names"]
 

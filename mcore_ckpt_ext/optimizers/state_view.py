@@ -44,7 +44,7 @@ class StateView(OptimizerState):
     derivation: OfTensor[Derivation | None]
     lost: OfTensor[list[tuple[int, int]]]
     is_distributed: OfParameter
-    witnesses: Callable[[], list[str]]
+    order_sources: Callable[[], list[str]]
     lost_elements: Callable[[], dict[str, int]]
     buffers: Sequence[Buffers]
     shifted: Sequence[str]
@@ -100,7 +100,7 @@ def joined(states: Sequence[OptimizerState]) -> OptimizerState:
         derivation=lambda kind, name: of(name).derivation(kind, name),
         lost=lambda kind, name: of(name).lost(kind, name),
         is_distributed=lambda name: of(name).is_distributed(name),
-        witnesses=lambda: sorted({witness for state in states for witness in state.witnesses()}),
+        order_sources=lambda: sorted({order_source for state in states for order_source in state.order_sources()}),
         lost_elements=lambda: {name: count for state in states for name, count in state.lost_elements().items()},
         buffers=[buffers for state in states for buffers in state.buffers],
         shifted=[name for state in states for name in state.shifted],

@@ -16,7 +16,7 @@ class ReentrancyGuard:
 
 @contextmanager
 def reentrancy_guard() -> Iterator[None]:
-    """Within this scope, the seams of any loop leave everything to whoever has called."""
+    """Within this scope, the patch points of any loop leave everything to whoever has called."""
     state = PROCESS.one(ReentrancyGuard)
     before, state.is_busy = state.is_busy, True
     try:

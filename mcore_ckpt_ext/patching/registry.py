@@ -1,6 +1,6 @@
 """Wrap functions of frameworks that may not be imported yet, and undo it without a trace.
 
-The rules: a seam that does not look as expected is left alone, with the reason kept; a failure in here
+The rules: a patch point that does not look as expected is left alone, with the reason kept; a failure in here
 never reaches the framework; others may wrap before us or on top of us and keep working.
 """
 
@@ -50,16 +50,23 @@ class PatchPoint(NamedTuple):
 
 
 class PatchPointStatus(NamedTuple):
-    """The state of one seam; ``version`` is the framework's, ``reason`` says why a seam is not patched."""
+    """The state of one patch point.
 
-    seam: str
+    Attributes:
+        patch_point: the function, with its module.
+        state: whether it is patched.
+        version: the framework's version, or None if it is not imported.
+        reason: why it is not patched, or None.
+    """
+
+    patch_point: str
     state: State
     version: str | None = None
     reason: str | None = None
 
 
 class PatchPointMismatchError(Exception):
-    """The framework does not look the way the seam expects."""
+    """A framework's function does not have the expected form."""
 
 
 class _Patch:
@@ -69,8 +76,8 @@ class _Patch:
     else put on top of it, or a reference that nobody can find, goes on working after an uninstall.
     """
 
-    def __init__(self, seam: PatchPoint, original: Function, replacement: Function) -> None:
-        self._class, _, self.attribute = seam.attribute.rpartition(".")
+    def __init__(self, patch_point: PatchPoint, original: Function, replacement: Function) -> None:
+        self._class, _, self.attribute = patch_point.attribute.rpartition(".")
         self.original = original
         self.active = True
 
@@ -81,8 +88,8 @@ class _Patch:
             try:
                 return replacement(*args, **kwargs)
             except BaseException as error:
-                if seam.raises:
-                    _add_replaced_types(error, seam)
+                if patch_point.raises:
+                    _add_replaced_types(error, patch_point)
                 raise
 
         self.dispatch = dispatch
@@ -109,29 +116,33 @@ class _Patch:
 
 
 class HookRegistry:
-    """Keeps a fixed list of seams wrapped, from ``install`` to ``uninstall``.
+    """Keeps a fixed list of patch points wrapped, from ``install`` to ``uninstall``.
 
     Thread-safe. The lock guards the books only and is never held while something is imported, so it
     cannot deadlock with the import system's own locks.
     """
 
-    def __init__(self, seams: Sequence[PatchPoint]) -> None:
-        self._seams = tuple(seams)
-        self._finder = PostImportFinder({seam.module for seam in self._seams}, self._after_import)
+    def __init__(self, patch_points: Sequence[PatchPoint]) -> None:
+        self._seams = tuple(patch_points)
+        self._finder = PostImportFinder({patch_point.module for patch_point in self._seams}, self._after_import)
         self._lock = threading.RLock()
         self._installed = False
         self._patches: dict[PatchPoint, list[tuple[ModuleType, _Patch]]] = {}
         self._reasons: dict[PatchPoint, str] = {}
 
     def install(self) -> None:
-        """Wrap the seams of modules that are imported, and watch for the others; a second call is harmless."""
+        """Wrap the patch points of modules that are imported, and watch for the others; a second call is harmless."""
         with self._lock:
             self._installed = True
             if self._finder not in sys.meta_path:
                 sys.meta_path.insert(0, self._finder)
-            late = [seam for seam in self._seams if seam not in self._patches and seam.module in sys.modules]
-        for seam in late:
-            self._patch(seam, sys.modules[seam.module])
+            late = [
+                patch_point
+                for patch_point in self._seams
+                if patch_point not in self._patches and patch_point.module in sys.modules
+            ]
+        for patch_point in late:
+            self._patch(patch_point, sys.modules[patch_point.module])
 
     def uninstall(self) -> None:
         """Give back every original, and stop watching."""
@@ -146,116 +157,118 @@ class HookRegistry:
             self._reasons.clear()
 
     def status(self) -> list[PatchPointStatus]:
-        """Report the state of each seam, in the order of the seams."""
+        """Report the state of each patch point, in the order of the patch points."""
         with self._lock:
-            return [self._status(seam) for seam in self._seams]
+            return [self._status(patch_point) for patch_point in self._seams]
 
     def _after_import(self, name: str, module: ModuleType) -> None:
-        for seam in self._seams:
-            if seam.module == name:
-                self._patch(seam, module)
+        for patch_point in self._seams:
+            if patch_point.module == name:
+                self._patch(patch_point, module)
 
-    def _patch(self, seam: PatchPoint, module: ModuleType) -> None:
-        """Wrap one seam; whatever goes wrong is noted, and the framework stays as it is."""
+    def _patch(self, patch_point: PatchPoint, module: ModuleType) -> None:
+        """Wrap one patch point; whatever goes wrong is noted, and the framework stays as it is."""
         try:
-            original = _checked_target(seam, module)
-            if not self._is_ours(seam, original):
-                replacement = _factory(seam)(original)
+            original = _checked_target(patch_point, module)
+            if not self._is_ours(patch_point, original):
+                replacement = _factory(patch_point)(original)
                 if not callable(replacement):
-                    raise PatchPointMismatchError(f"{seam.wrapper} returned {replacement!r}, which is not callable")
-                self._commit(seam, module, _Patch(seam, original, replacement))
+                    raise PatchPointMismatchError(
+                        f"{patch_point.wrapper} returned {replacement!r}, which is not callable"
+                    )
+                self._commit(patch_point, module, _Patch(patch_point, original, replacement))
         except Exception as error:  # noqa: BLE001 - a failing hook must not break the framework's import
-            self._refuse(seam, error)
+            self._refuse(patch_point, error)
 
-    def _commit(self, seam: PatchPoint, module: ModuleType, patch: _Patch) -> None:
+    def _commit(self, patch_point: PatchPoint, module: ModuleType, patch: _Patch) -> None:
         with self._lock:
             # Between the look and the lock, another thread may have uninstalled, or patched already.
-            if self._installed and _function(seam, module) is patch.original:
+            if self._installed and _function(patch_point, module) is patch.original:
                 patch.apply(module)
-                self._patches.setdefault(seam, []).append((module, patch))
-                self._reasons.pop(seam, None)
+                self._patches.setdefault(patch_point, []).append((module, patch))
+                self._reasons.pop(patch_point, None)
 
-    def _refuse(self, seam: PatchPoint, error: Exception) -> None:
+    def _refuse(self, patch_point: PatchPoint, error: Exception) -> None:
         reason = str(error) if isinstance(error, PatchPointMismatchError) else f"{type(error).__name__}: {error}"
         with self._lock:
-            told = self._reasons.get(seam) == reason
-            self._reasons[seam] = reason
+            told = self._reasons.get(patch_point) == reason
+            self._reasons[patch_point] = reason
         if is_logging_rank() and not told:
-            own_logger().warning("%s is left as it is: %s", seam, reason)
+            own_logger().warning("%s is left as it is: %s", patch_point, reason)
 
-    def _is_ours(self, seam: PatchPoint, function: Function) -> bool:
+    def _is_ours(self, patch_point: PatchPoint, function: Function) -> bool:
         with self._lock:
-            return any(patch.dispatch is function for _, patch in self._patches.get(seam, ()))
+            return any(patch.dispatch is function for _, patch in self._patches.get(patch_point, ()))
 
-    def _status(self, seam: PatchPoint) -> PatchPointStatus:
-        version = _version(seam)
-        if seam in self._reasons:
-            return PatchPointStatus(str(seam), "not patched", version, self._reasons[seam])
-        if seam in self._patches:
-            return PatchPointStatus(str(seam), "patched", version, self._on_top(seam))
+    def _status(self, patch_point: PatchPoint) -> PatchPointStatus:
+        version = _version(patch_point)
+        if patch_point in self._reasons:
+            return PatchPointStatus(str(patch_point), "not patched", version, self._reasons[patch_point])
+        if patch_point in self._patches:
+            return PatchPointStatus(str(patch_point), "patched", version, self._on_top(patch_point))
         if not self._installed:
-            return PatchPointStatus(str(seam), "not patched", version, "the hooks are not installed")
-        if seam.module in sys.modules:
+            return PatchPointStatus(str(patch_point), "not patched", version, "the hooks are not installed")
+        if patch_point.module in sys.modules:
             return PatchPointStatus(
-                str(seam),
+                str(patch_point),
                 "not patched",
                 version,
                 "it was imported before the hooks were installed, or is being imported",
             )
-        return PatchPointStatus(str(seam), "waiting for import", version)
+        return PatchPointStatus(str(patch_point), "waiting for import", version)
 
-    def _on_top(self, seam: PatchPoint) -> str | None:
+    def _on_top(self, patch_point: PatchPoint) -> str | None:
         """Say whose function stands where ours was put, if ours no longer does."""
-        module, patch = self._patches[seam][-1]
-        current = _function(seam, module)
+        module, patch = self._patches[patch_point][-1]
+        current = _function(patch_point, module)
         if current is patch.dispatch:
             return None
         place = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', repr(current))}"
         return f"wrapped by another package: {place}"
 
 
-def _add_replaced_types(error: BaseException, seam: PatchPoint) -> None:
+def _add_replaced_types(error: BaseException, patch_point: PatchPoint) -> None:
     from mcore_ckpt_ext.patching.replaced_errors import add_replaced_types
 
-    add_replaced_types(error, seam.raises)
+    add_replaced_types(error, patch_point.raises)
 
 
-def _function(seam: PatchPoint, module: ModuleType) -> Any:
-    """What stands at a seam's place; None where there is nothing, or what a class only inherits."""
-    owner, _, name = seam.attribute.rpartition(".")
+def _function(patch_point: PatchPoint, module: ModuleType) -> Any:
+    """Return the function at a patch point; None if there is none, or if a class only inherits it."""
+    owner, _, name = patch_point.attribute.rpartition(".")
     return vars(getattr(module, owner, object)).get(name) if owner else getattr(module, name, None)
 
 
-def _checked_target(seam: PatchPoint, module: ModuleType) -> Function:
-    """Return the function to wrap, or raise PatchPointMismatchError where it is not what the seam expects."""
-    target = _function(seam, module)
+def _checked_target(patch_point: PatchPoint, module: ModuleType) -> Function:
+    """Return the function to wrap, or raise PatchPointMismatchError where it is not what the patch point expects."""
+    target = _function(patch_point, module)
     if not callable(target):
-        raise PatchPointMismatchError(f"{seam.module} has no function {seam.attribute}")
+        raise PatchPointMismatchError(f"{patch_point.module} has no function {patch_point.attribute}")
     try:
         names = iter(inspect.signature(target).parameters)
     except ValueError as error:
         raise PatchPointMismatchError(f"its parameters cannot be read: {error}") from error
     # `in` consumes the iterator up to the name it finds, so this asks for the names in their order.
-    if not all(name in names for name in seam.parameters):
+    if not all(name in names for name in patch_point.parameters):
         found = ", ".join(inspect.signature(target).parameters)
-        raise PatchPointMismatchError(f"expected the parameters ({', '.join(seam.parameters)}), found ({found})")
+        raise PatchPointMismatchError(f"expected the parameters ({', '.join(patch_point.parameters)}), found ({found})")
     function: Function = target
     return function
 
 
-def _factory(seam: PatchPoint) -> Function:
-    module_name, _, function_name = seam.wrapper.partition(":")
+def _factory(patch_point: PatchPoint) -> Function:
+    module_name, _, function_name = patch_point.wrapper.partition(":")
     factory: Function = getattr(import_module(module_name), function_name)
     return factory
 
 
-def _version(seam: PatchPoint) -> str | None:
-    module = sys.modules.get(seam.version_module or "")
+def _version(patch_point: PatchPoint) -> str | None:
+    module = sys.modules.get(patch_point.version_module or "")
     version = getattr(module, "__version__", None)
     return None if version is None else str(version)
 
 
-def _rebind(home: ModuleType, attribute: str, before: Function, after: Function) -> None:
+def _rebind(own_module: ModuleType, attribute: str, before: Function, after: Function) -> None:
     """Replace a function in its module, and in every module that imported it by name.
 
     Megatron's training.py does ``from .checkpointing import load_checkpoint`` (0.7.0 to 0.19.2). Same name
@@ -263,7 +276,7 @@ def _rebind(home: ModuleType, attribute: str, before: Function, after: Function)
     object and written directly, since some modules in ``sys.modules`` import things when touched. What only
     calls itself a module, as a library of cffi does, has none.
     """
-    for module in [home, *list(sys.modules.values())]:
+    for module in [own_module, *list(sys.modules.values())]:
         if issubclass(type(module), ModuleType):
             namespace = object.__getattribute__(module, "__dict__")
             if namespace.get(attribute) is before:

@@ -33,7 +33,7 @@ class StoredSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedSlice:
+class TargetSlice:
     """A slice of model space, of one `kind`, that a destination has room for.
 
     Attributes:
@@ -66,10 +66,10 @@ Copies = list[list[list[StoredSlice]]]
 class Derivation(Protocol):
     """How the values of a tensor that is stored nowhere follow from stored ones."""
 
-    def inputs(self, wanted: WantedSlice) -> Sequence[tuple[Source, WantedSlice]]:
+    def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
         """What has to be read for a slice of the tensor, and from where."""
 
-    def values(self, wanted: WantedSlice, inputs: Sequence[Any]) -> Any:
+    def values(self, wanted: TargetSlice, inputs: Sequence[Any]) -> Any:
         """The slice as a 1-D tensor, computed from 1-D tensors of the inputs, in their order."""
 
 
@@ -85,7 +85,7 @@ class ElementByElement:
     needs: tuple[tuple[Source, str], ...]
     compute: Callable[..., Any]
 
-    def inputs(self, wanted: WantedSlice) -> Sequence[tuple[Source, WantedSlice]]:
+    def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
         """The same slice of the other tensors.
 
         Raises:
@@ -93,11 +93,11 @@ class ElementByElement:
         """
         return [(source, self._input(source, kind, wanted)) for source, kind in self.needs]
 
-    def values(self, wanted: WantedSlice, inputs: Sequence[Any]) -> Any:
+    def values(self, wanted: TargetSlice, inputs: Sequence[Any]) -> Any:
         """The elements, computed from those of the inputs."""
         return self.compute(*inputs)
 
-    def _input(self, source: Source, kind: str, wanted: WantedSlice) -> WantedSlice:
+    def _input(self, source: Source, kind: str, wanted: TargetSlice) -> TargetSlice:
         tensors = {}
         for name, tensor in wanted.tensors.items():
             own = source.logical_tensor(kind, name)
@@ -177,7 +177,7 @@ class ZeroFill:
 class Plan:
     """Copies sorted by file and offset, and fills; counts are exact."""
 
-    wanted: Sequence[WantedSlice]
+    wanted: Sequence[TargetSlice]
     copies: list[Copy]
     fills: list[ZeroFill] = field(default_factory=list)
 
@@ -218,7 +218,7 @@ def slices_in(source: Source, kind: str, region: Region) -> Sequence[StoredSlice
     return source.stored_in(kind, region) if _is_selecting(source) else source.stored(kind, region.name)
 
 
-def plans_of(wanted: WantedSlice, source: Source, accept_lost: bool = False) -> list[Plan]:
+def plans_of(wanted: TargetSlice, source: Source, accept_lost: bool = False) -> list[Plan]:
     """What is read for one slice: its own plan or, where it is derived, the plans of everything that it is made from.
 
     Raises:
@@ -231,7 +231,7 @@ def plans_of(wanted: WantedSlice, source: Source, accept_lost: bool = False) -> 
     return [plan for plans in needs for plan in plans]
 
 
-def make_plan(wanted: Sequence[WantedSlice], source: Source, accept_lost: bool = False) -> Plan:
+def make_plan(wanted: Sequence[TargetSlice], source: Source, accept_lost: bool = False) -> Plan:
     """Plan the transfer of every wanted slice; every element is served exactly once.
 
     Args:
@@ -261,7 +261,7 @@ def make_plan(wanted: Sequence[WantedSlice], source: Source, accept_lost: bool =
 
 
 def _plan_piece(
-    index: int, want: WantedSlice, target: Piece, tensor: LogicalTensor, source: Source, accept_lost: bool,
+    index: int, want: TargetSlice, target: Piece, tensor: LogicalTensor, source: Source, accept_lost: bool,
     overlaps: Overlaps, copies: list[Copy], fills: list[ZeroFill],
 ) -> None:  # fmt: skip
     name = target.region.name
@@ -287,7 +287,7 @@ def _plan_piece(
         fills.append(ZeroFill(index, at, at + high - low))
 
 
-def _checked_tensor(want: WantedSlice, name: str, source: Source) -> LogicalTensor:
+def _checked_tensor(want: TargetSlice, name: str, source: Source) -> LogicalTensor:
     """The source's tensor, if the target can take its shape."""
     live = want.tensors[name]
     tensor = source.logical_tensor(want.kind, name)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class WriteItem:
     """
 
     start: int
-    wanted: WantedSlice
+    wanted: TargetSlice
     arranged: WriteLayout | None = None
 
     @property

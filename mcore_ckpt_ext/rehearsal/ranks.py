@@ -24,7 +24,7 @@ from mcore_ckpt_ext.model_space.names import is_module_buffer, of_experts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.transfer import read_wanted
 from mcore_ckpt_ext.versions import Version
 
@@ -46,7 +46,7 @@ class SimulatedShard(Shard):
     @override
     def weight(self) -> torch.Tensor:
         """The elements that the job would have loaded before it proves its masters."""
-        wanted = WantedSlice(WEIGHT, self.slice, self.live.tensors, self.live.may_pad)
+        wanted = TargetSlice(WEIGHT, self.slice, self.live.tensors, self.live.may_pad)
         return read_wanted(self.checkpoint, self.checkpoint.transfer, wanted, False)
 
     def part(self, start: int, stop: int) -> SimulatedShard:
@@ -151,7 +151,7 @@ class SimulatedJob:
             ]
         return self._held[pipeline]
 
-    def weights(self, pipeline: int) -> list[tuple[WantedSlice, int]]:
+    def weights(self, pipeline: int) -> list[tuple[TargetSlice, int]]:
         """The weights that the ranks of one pipeline stage load, each part once with the number of ranks, and buffers.
 
         What else a name stands for, as the second of a tied tensor, is that tensor.
@@ -199,9 +199,9 @@ class SimulatedJob:
             tensor = replace(tensor, shape=(rows, *tensor.shape[1:]))
         return tensor
 
-    def _wanted(self, regions: tuple[Region, ...]) -> WantedSlice:
+    def _wanted(self, regions: tuple[Region, ...]) -> TargetSlice:
         tensors = {region.name: self._tensors[region.name] for region in regions}
-        return WantedSlice(WEIGHT, Slice.whole(regions), tensors, may_pad=in_vocabulary(regions[0].name))
+        return TargetSlice(WEIGHT, Slice.whole(regions), tensors, may_pad=in_vocabulary(regions[0].name))
 
     def _shard(self, name: str, regions: tuple[Region, ...]) -> SimulatedShard:
         wanted = self._wanted(regions)

@@ -24,7 +24,7 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import kind_named
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
 from mcore_ckpt_ext.megatron.live.planning import LIVE_MODEL, check_job, open_with_orders
 from mcore_ckpt_ext.megatron.new_tokens import new_tokens, refusal
-from mcore_ckpt_ext.megatron.probe import check_whole, probe_checkpoint
+from mcore_ckpt_ext.megatron.probe import check_complete, probe_checkpoint
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
@@ -38,7 +38,7 @@ from mcore_ckpt_ext.rehearsal.shares import PLANNING, Shares
 from mcore_ckpt_ext.rehearsal.target import TargetJob, check_changes, target_job
 from mcore_ckpt_ext.settings import VERIFY_ALL
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_number
-from mcore_ckpt_ext.storage.dcp_index import Lent, lent
+from mcore_ckpt_ext.storage.dcp_index import SharedIndex, using_index
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.versions import Version
@@ -81,7 +81,7 @@ def rehearse(
     with reraise_as_unreadable(path), collector_paused(), ExitStack() as sharing:
         plain = Rehearsal(SCHEMA, str(path), gpus, "not known", _in_words(sizes), str(version))
         try:
-            sharing.enter_context(lent(_look_around(as_path(path))))
+            sharing.enter_context(using_index(_look_around(as_path(path))))
             folder = iteration_folder(as_path(path))
             plain = replace(plain, path=str(folder))
             checkpoint = on_every_rank(_LOOKING, gpus, lambda: _opened(folder))
@@ -126,7 +126,7 @@ class _Rehearsing:
 
     def _done(self, *, full: bool) -> Rehearsal:
         ranks, running = self._job.layout.world, self._job.arguments
-        on_every_rank(_LOOKING, ranks, self._look)
+        on_every_rank(_LOOKING, ranks, self._inspect)
         view = SimulatedJob(open_checkpoint(self._folder), running, self._version).view
         checkpoint = on_every_rank("opening the checkpoint", ranks, lambda: open_with_orders(self._folder, [view]))
         if checkpoint.optimizer_format is None:
@@ -156,10 +156,10 @@ class _Rehearsing:
             self._plain, will_succeed=True, parameters=len(figures.names), parts=figures.parts,
             elements=figures.elements, weights=figures.weights, bytes_read=figures.bytes_read,
             proven=figures.proven, proof=_proof(checkpoint), is_full_proof=full,
-            witnesses=_extra_parameter_orders(checkpoint), given=tuple(self._given(checkpoint, simulated)),
+            order_sources=_extra_parameter_orders(checkpoint), given=tuple(self._given(checkpoint, simulated)),
         )  # fmt: skip
 
-    def _look(self) -> None:
+    def _inspect(self) -> None:
         """What the first look at a checkpoint refuses, and who loads the optimizer (`load_decision`)."""
         running, folder, checkpoint = self._job.arguments, self._folder, open_checkpoint(self._folder)
         groups, arguments = self._groups(checkpoint), Namespace(**running.stated)
@@ -206,7 +206,7 @@ def _opened(folder: Path) -> CheckpointView:
     return checkpoint
 
 
-def _look_around(path: Path) -> Lent | None:
+def _look_around(path: Path) -> SharedIndex | None:
     """Whether the iteration that a job would take is complete, as its first rank sees it.
 
     Returns:
@@ -219,9 +219,9 @@ def _look_around(path: Path) -> Lent | None:
     run = str(path if step is None else path.parent)
     arguments = Namespace(load=run, ckpt_step=step)
     looking = "looking at what is to be loaded"
-    sight = on_every_rank(looking, 1, lambda: probe_checkpoint(arguments, "load", run, shares_index=True))
-    on_every_rank(looking, 1, lambda: check_whole(sight.standing, run))
-    return sight.index
+    probed = on_every_rank(looking, 1, lambda: probe_checkpoint(arguments, "load", run, shares_index=True))
+    on_every_rank(looking, 1, lambda: check_complete(probed.health, run))
+    return probed.index
 
 
 def _is_adam(running: JobArguments) -> bool:
@@ -232,7 +232,7 @@ def _is_adam(running: JobArguments) -> bool:
 def _extra_parameter_orders(checkpoint: CheckpointView) -> tuple[str, ...]:
     """Where it is known from which parameter lies where; of a model that is not live, the order is its layer spec's."""
     own = {LIVE_MODEL: "the order of the layer spec"}
-    return tuple(own.get(label, label) for label in checkpoint.optimizer.witnesses())
+    return tuple(own.get(label, label) for label in checkpoint.optimizer.order_sources())
 
 
 def _proof(checkpoint: CheckpointView) -> str:

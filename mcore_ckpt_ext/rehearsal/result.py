@@ -32,7 +32,7 @@ class Rehearsal:
         proven: masters that were compared with their weights.
         proof: how they were compared, in words.
         is_full_proof: all of them were compared, not samples.
-        witnesses: where it is known from which parameter lies where.
+        order_sources: where it is known from which parameter lies where.
         given: what the rehearsal took for granted: it is true of a job with the same options as before.
         flags: to paste into the job's command line.
     """
@@ -58,6 +58,6 @@ class Rehearsal:
     proven: int = 0
     proof: str | None = None
     is_full_proof: bool = False
-    witnesses: tuple[str, ...] = ()
+    order_sources: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     flags: str = ""

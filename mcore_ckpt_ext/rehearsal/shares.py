@@ -14,7 +14,7 @@ from mcore_ckpt_ext.megatron.live.planning import plan_rank
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.operations.workers import Team
 from mcore_ckpt_ext.optimizers.groups import Group
-from mcore_ckpt_ext.planning.plan import WantedSlice, plans_of
+from mcore_ckpt_ext.planning.plan import TargetSlice, plans_of
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank
 from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
 from mcore_ckpt_ext.rehearsal.ranks import Held, SimulatedJob, SimulatedShard
@@ -186,7 +186,7 @@ class Shares:
     def _prove(self, shards: Sequence[SimulatedShard]) -> None:
         for shard in shards:
             own = {name: replace(tensor, dtype="float32") for name, tensor in shard.live.tensors.items()}
-            wanted = WantedSlice(FP32_PARAM, shard.slice, own, shard.live.may_pad)
+            wanted = TargetSlice(FP32_PARAM, shard.slice, own, shard.live.may_pad)
             prove(shard, read_wanted(self._checkpoint, self._checkpoint.transfer, wanted), self._checkpoint)
 
     def _refuse_any(

@@ -60,10 +60,10 @@ class TensorLocations:
             checksums.look_at_array(payload, extent)
         elif isinstance(extent, ArchivedRecord):
             archive = self.archive(extent.file, extent.offset, extent.length)
-            checksums.look(payload, archive, [f"data/{extent.record}"])
+            checksums.add_records(payload, archive, [f"data/{extent.record}"])
         else:
             archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
-            checksums.look(payload, archive, archive.names)
+            checksums.add_records(payload, archive, archive.names)
 
     def archive(self, file: str, offset: int = 0, length: int | None = None) -> TorchArchive:
         """An archive of many objects; the directories of the latest are kept, since each may list thousands of records.

@@ -95,7 +95,7 @@ class Checksums:
         self._waiting: dict[tuple[str, int], _Record] = {}
         self._lock = threading.Lock()
 
-    def look(self, payload: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
+    def add_records(self, payload: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
         """Take notice of records of an archive, one of which holds a payload.
 
         Raises:
@@ -221,10 +221,10 @@ class Confirmed(Checksums):
     What is not in `right` is to be checked by whoever asks, and may be damaged, or read in pieces that are too small.
     """
 
-    def look(self, payload: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
+    def add_records(self, payload: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
         """Take notice of records of an archive."""
         with suppress(UnreadableCheckpointError):
-            super().look(payload, archive, names)
+            super().add_records(payload, archive, names)
 
     def look_at_array(self, payload: TensorLocation, array: RawArray) -> None:
         """Take notice of bare elements."""

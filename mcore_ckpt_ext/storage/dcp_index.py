@@ -70,7 +70,7 @@ class DcpIndex:
     overlapping: frozenset[str] = frozenset()
 
 
-class Lent:
+class SharedIndex:
     """The index of an iteration folder that somebody else has read; it is parsed once.
 
     Attributes:
@@ -92,17 +92,17 @@ class Lent:
         self.digest = index_digest(data) if digest is None else digest
         self._pickled = pickled  # the index, by the rank that has parsed it
 
-    def __reduce__(self) -> tuple[type[Lent], tuple[Path, bytes, int, bytes | None, str]]:
+    def __reduce__(self) -> tuple[type[SharedIndex], tuple[Path, bytes, int, bytes | None, str]]:
         """To another rank of the job: what is parsed already need not be parsed there."""
         index = vars(self).get("index")
         pickled = None if index is None else pickle.dumps(index)
-        return Lent, (self.folder, self.data, self.size, pickled, self.digest)
+        return SharedIndex, (self.folder, self.data, self.size, pickled, self.digest)
 
-    def without_plans(self) -> Lent:
+    def without_plans(self) -> SharedIndex:
         """The same with True in their place, where they are: more than half of an index, and hardly anybody looks."""
         short = without_last(self.data, PLANS, _PARTS)
         if short is not None:
-            found = Lent(self.folder, short, self.size, digest=self.digest)
+            found = SharedIndex(self.folder, short, self.size, digest=self.digest)
             with suppress(CheckpointError):  # it only looked as if they came last
                 if found.index.has_plans:
                     return found
@@ -118,22 +118,22 @@ class Lent:
         return _parsed(self.data, self.folder / METADATA_FILE)
 
 
-_LENT: ContextVar[Lent | None] = ContextVar("mcore_ckpt_ext_lent_index", default=None)
+_SHARED_INDEX: ContextVar[SharedIndex | None] = ContextVar("mcore_ckpt_ext_lent_index", default=None)
 
 
 @contextmanager
-def lent(index: Lent | None) -> Iterator[None]:
+def using_index(index: SharedIndex | None) -> Iterator[None]:
     """Within this scope, that index is not read from its folder; None lends nothing."""
-    token = _LENT.set(index)
+    token = _SHARED_INDEX.set(index)
     try:
         yield
     finally:
-        _LENT.reset(token)
+        _SHARED_INDEX.reset(token)
 
 
-def lent_of(folder: Path) -> Lent | None:
+def lent_of(folder: Path) -> SharedIndex | None:
     """What is lent of a folder now."""
-    found = _LENT.get()
+    found = _SHARED_INDEX.get()
     return found if found is not None and found.folder.resolve() == folder.resolve() else None
 
 

@@ -76,12 +76,12 @@ class Publication:
             DestinationError: the destination exists, cannot be written, or is being written by another process.
         """
         try:
-            self._look(force)
+            self._check_destination(force)
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             self._parent = self._held.enter_context(Folder.at(self.destination.parent))
             self._root = self._held.enter_context(self._locked_root())
             self._put_back()
-            self._look(force)
+            self._check_destination(force)
             if not (resume and self._continues()):
                 self._begin()
             self._enter()
@@ -159,7 +159,7 @@ class Publication:
         """Let go; what is unfinished stays for a later run."""
         self._held.close()
 
-    def _look(self, force: bool) -> None:
+    def _check_destination(self, force: bool) -> None:
         """At the destination, before the work."""
         status = _status(self.destination)
         if status is not None and not force:

@@ -127,10 +127,10 @@ def test_doctor_without_megatron(without_frameworks: dict[str, str]) -> None:
     found = command({**without_frameworks, "MCORE_CKPT_EXT_VERIFY": "full"}, "doctor", "--json")
     lines = {item["what"]: item for item in json.loads(found.stdout)["lines"]}
     assert lines["MCORE_CKPT_EXT_VERIFY"]["found"].startswith("'full'")
-    seam = lines["megatron.training.checkpointing.load_checkpoint"]
-    assert "it is not here" in seam["found"]
+    patch_point = lines["megatron.training.checkpointing.load_checkpoint"]
+    assert "it is not here" in patch_point["found"]
     # megatron-core is installed here, as its distribution says, and cannot be imported: that is a failure to tell.
-    assert seam["state"] == "FAILED"
+    assert patch_point["state"] == "FAILED"
     assert found.returncode == 1
 
 

@@ -52,7 +52,7 @@ def test_the_first_node(nodes: str, first: str) -> None:
 
 
 def test_no_node() -> None:
-    with pytest.raises(UsageError, match="the first node of this job is not known"):
+    with pytest.raises(UsageError, match="the first node of this job is unknown"):
         first_node("")
 
 

@@ -31,14 +31,14 @@ class WithIgnored(TinyGPT):
         self.ignored = nn.Parameter(torch.linspace(-1, 1, 8))
 
 
-def _first(*homes: str) -> Any:
-    for home in homes:
-        module, _, name = home.partition(":")
+def _first(*locations: str) -> Any:
+    for location in locations:
+        module, _, name = location.partition(":")
         try:
             return getattr(import_module(module), name)
         except (ImportError, AttributeError):
             continue
-    raise ImportError(homes)
+    raise ImportError(locations)
 
 
 def job(placement: str) -> None:

@@ -35,7 +35,7 @@ def test_install_and_uninstall_as_often_as_one_likes() -> None:
             strict.install(dtype="compute")
         assert vars(GeminiDDP)["_non_strict_state_dict"] is before[0]["state_dict"]
         assert vars(GeminiDDP)["_strict_dtype"] == "compute"
-        assert [seam.state for seam in strict.status()] == ["patched"] * 3 + ["not patched"] * 5
+        assert [patch_point.state for patch_point in strict.status()] == ["patched"] * 3 + ["not patched"] * 5
         assert colossalai.zero.get_static_torch_model is strict.get_static_torch_model
         assert colossalai.zero.gemini.utils.get_static_torch_model is strict.get_static_torch_model
     finally:
@@ -43,7 +43,7 @@ def test_install_and_uninstall_as_often_as_one_likes() -> None:
         strict.uninstall()
     assert [dict(vars(cls)) for cls in classes] == before
     assert colossalai.zero.get_static_torch_model is colossalai.zero.gemini.utils.get_static_torch_model is static
-    assert [seam.state for seam in strict.status()] == ["not patched"] * 8
+    assert [patch_point.state for patch_point in strict.status()] == ["not patched"] * 8
 
 
 def test_what_someone_put_on_top_stays() -> None:

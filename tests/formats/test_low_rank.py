@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mcore_ckpt_ext.formats.low_rank import Merged, Part
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.plan import StoredSlice, WantedSlice
+from mcore_ckpt_ext.planning.plan import StoredSlice, TargetSlice
 
 ROWS, COLUMNS, RANK = 8, 5, 2
 # Whole numbers, whose sums have no rounding.
@@ -68,7 +68,7 @@ def slices(draw: st.DrawFn) -> Slice:
 @given(wanted=slices())
 def test_a_slice_is_that_of_the_whole(wanted: Slice, magnitudes: bool) -> None:
     truth, derivation = merged(TENSORS["weight"], magnitudes)
-    asked = WantedSlice(WEIGHT, wanted, {"weight": Memory().logical_tensor(WEIGHT, "weight")})
+    asked = TargetSlice(WEIGHT, wanted, {"weight": Memory().logical_tensor(WEIGHT, "weight")})
     inputs = [cut(TENSORS[one.slice.regions[0].name], one.slice) for _, one in derivation.inputs(asked)]
     found = derivation.values(asked, inputs)
     assert torch.allclose(found, cut(truth, wanted), rtol=1e-6, atol=1e-7, equal_nan=True)

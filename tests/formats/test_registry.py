@@ -117,7 +117,7 @@ class OwnFormat(Format[Own]):
         return (folder / MARK).exists()
 
     def open(self, folder: Path, options: OpenOptions) -> OwnCheckpoint:
-        return OwnCheckpoint(folder, options.witnesses)
+        return OwnCheckpoint(folder, options.order_sources)
 
     def lay_out(self, checkpoint: CheckpointView, target: Own, family: Family | None) -> OutputPlan:
         found = writer.lay_out(checkpoint)

@@ -299,7 +299,7 @@ def test_a_broken_description_is_named_where_it_is_missed(bridge: Fixture, tmp_p
         convert(bridge.run, tmp_path / "hf", HuggingFace())
     edit_index(bridge, lambda key: key.startswith(("rng_state", "embedding.", "output_layer.")))
     for target in (Canonical(), TorchDist(loop="bridge")):
-        with pytest.raises(UnsupportedCheckpointError, match=r"\(run_config.yaml is ignored: .*state it"):
+        with pytest.raises(UnsupportedCheckpointError, match=r"\(run_config.yaml is ignored: .*pass the layout"):
             convert(bridge.run, tmp_path / "out", target)
 
 

@@ -79,5 +79,5 @@ def test_the_buffers_are_those_that_megatron_built(name: str, recorded: Results,
         (buffers,) = checkpoint.optimizer.buffers
         packings.append({key: buffers.packing_of(group).packing for key, group in buffers.groups.items()})
         label = "the Transformer Engine layer spec" if len(packings) == 2 else "the sidecar"
-        assert checkpoint.optimizer.witnesses() == [label]
+        assert checkpoint.optimizer.order_sources() == [label]
     assert packings[0] == packings[1]

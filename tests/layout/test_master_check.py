@@ -248,11 +248,11 @@ class Interrupted:
         self._masters = masters
 
     def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
-        home: Any = self
+        adapter: Any = self
         for known in live.values():
             if known.regions[0].name not in self._masters:
                 raise UnsupportedCheckpointError("a master that is not its kind's")
-            yield LiveShard(known, Slice.whole(known.regions), (), home)
+            yield LiveShard(known, Slice.whole(known.regions), (), adapter)
 
     def proof(self, shard: LiveShard) -> Proof:
         return BY_ROUNDING
@@ -276,8 +276,8 @@ def test_masters_are_proven_whether_they_were_looked_at_or_not(wrong: int | None
     )  # fmt: skip
     prover = live_check.Prover({shard: master}, checkpoint)
     if looked:
-        prover.look(shard, 0, 4)
-        prover.look(shard, 4, 8)
+        prover.on_read(shard, 0, 4)
+        prover.on_read(shard, 4, 8)
     with nullcontext() if wrong is None else pytest.raises(ProofError, match=f"weight, element {wrong} of"):
         prover.finish()
 
@@ -334,8 +334,8 @@ def test_what_cannot_be_looked_at_hides_no_mismatch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(live_check, "live_parameters", lambda chunks: {})
 
     def found(first: float) -> list[str]:
-        homes = [Interrupted({"first": torch.full((4,), first)})]
-        monkeypatch.setattr(live_check, "optimizer_adapters_of", lambda optimizer: homes)
+        adapters = [Interrupted({"first": torch.full((4,), first)})]
+        monkeypatch.setattr(live_check, "optimizer_adapters_of", lambda optimizer: adapters)
         return [item.name for item in live_check.live_mismatches([chunk], None)]
 
     assert found(2.0) == ["first"]

@@ -89,7 +89,7 @@ def test_discovery_by_content_finds_every_layout(flat_fixture: Fixture, monkeypa
     monkeypatch.setattr(type(mcore_ckpt_ext.open_checkpoint(flat_fixture.run)), "orders", lambda self: [])
     checkpoint = mcore_ckpt_ext.open_checkpoint(flat_fixture.run)
     assert_equals_truth(checkpoint, flat_fixture.truth)
-    assert checkpoint.optimizer.witnesses() == ["discovery by content"]
+    assert checkpoint.optimizer.order_sources() == ["discovery by content"]
 
 
 def test_a_wrong_order_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_a_wrong_order_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkpoint, "orders", lambda self: [parameter_order.TRANSFORMER_ENGINE])
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
     assert_equals_truth(checkpoint, fixture.truth)
-    assert checkpoint.optimizer.witnesses() == ["discovery by content"]
+    assert checkpoint.optimizer.order_sources() == ["discovery by content"]
 
 
 def test_the_witness_is_the_stored_order_or_the_order_of_the_spec_that_wrote(flat_fixture: Fixture) -> None:
@@ -106,7 +106,7 @@ def test_the_witness_is_the_stored_order_or_the_order_of_the_spec_that_wrote(fla
     checkpoint.names("fp32_param")
     engine = flat_fixture.job["args"]["transformer_impl"] == "transformer_engine"
     spec = "the Transformer Engine layer spec" if engine else "the local layer spec"
-    assert checkpoint.optimizer.witnesses() == [STORED_ORDER if checkpoint.format == "torch" else spec]
+    assert checkpoint.optimizer.order_sources() == [STORED_ORDER if checkpoint.format == "torch" else spec]
 
 
 def test_a_region_is_read_alone() -> None:
@@ -131,7 +131,7 @@ def test_the_sidecar_is_the_first_witness(flat_fixture: Fixture, tmp_path: Path)
     (fixture.iteration / "mcore_ckpt_ext.json").write_text(sidecar.to_json())
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
     assert_equals_truth(checkpoint, fixture.truth)
-    assert checkpoint.optimizer.witnesses() == ["the sidecar"]
+    assert checkpoint.optimizer.order_sources() == ["the sidecar"]
 
 
 def test_a_lying_sidecar_is_not_believed(damaged: Fixture) -> None:
@@ -142,7 +142,7 @@ def test_a_lying_sidecar_is_not_believed(damaged: Fixture) -> None:
     (damaged.iteration / "mcore_ckpt_ext.json").write_text(text)
     checkpoint = mcore_ckpt_ext.open_checkpoint(damaged.run)
     assert_equals_truth(checkpoint, damaged.truth)
-    assert checkpoint.optimizer.witnesses() == ["the local layer spec instead of the sidecar", "the sidecar"]
+    assert checkpoint.optimizer.order_sources() == ["the local layer spec instead of the sidecar", "the sidecar"]
     (told,) = checkpoint.notices()
     assert told.startswith("mcore_ckpt_ext.json is ignored: ") and "dp_group_idx_1" in told
 
@@ -207,7 +207,7 @@ def test_a_sidecar_of_modules_of_the_users_own_is_believed(tmp_path: Path) -> No
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
     checkpoint.common["args"].spec = ["my_model", "layer_spec"]
     assert checkpoint.notices() == []
-    assert checkpoint.optimizer.witnesses() == ["the sidecar"]
+    assert checkpoint.optimizer.order_sources() == ["the sidecar"]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 2}', '{"version": 1, "written_by": 3}', "null"])

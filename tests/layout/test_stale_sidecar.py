@@ -19,7 +19,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME, RecordedDigests, Sidecar
 from mcore_ckpt_ext.megatron.load_decision import packs_otherwise
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.optimizers.remainders import split
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, Lent, digest_of_index, lent
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, SharedIndex, digest_of_index, using_index
 from tests.harness.checkpoints import Fixture, everything_in, fixture_named
 from tests.harness.jobs import differing
 
@@ -82,9 +82,9 @@ def test_a_published_sidecar_is_bound_to_its_index(remainders: Fixture) -> None:
 
 def test_the_index_may_be_handed_over_without_its_plans(remainders: Fixture) -> None:
     data = (remainders.iteration / METADATA_FILE).read_bytes()
-    with lent(Lent(remainders.iteration, data).without_plans()):
+    with using_index(SharedIndex(remainders.iteration, data).without_plans()):
         assert find_sidecar(remainders.iteration).sidecar is not None
-    with lent(Lent(remainders.iteration, data + b"x")):
+    with using_index(SharedIndex(remainders.iteration, data + b"x")):
         assert find_sidecar(remainders.iteration).sidecar is None
 
 

@@ -217,5 +217,9 @@ def test_genuine_megatron_is_patched_at_every_seam_and_its_arguments_changed(pyt
     absent = importlib.util.find_spec("nvidia_resiliency_ext") is None
     assert not absent or strategy in {"mcore", None}
     assert finished.stderr.count("[mcore_ckpt_ext] --async-save:") == 1
-    ours = {state for seam, (state, *_) in states.items() if seam.startswith(("megatron.core.", "megatron.tr"))}
+    ours = {
+        state
+        for patch_point, (state, *_) in states.items()
+        if patch_point.startswith(("megatron.core.", "megatron.tr"))
+    }
     assert ours == {"patched"}

@@ -111,7 +111,9 @@ def test_legacy_and_back_under_every_layout(
     assert_equal(tmp_path / "legacy", source.truth)
     written.optimizer.names()
     # The rank's own model gives the order of its buffers, or of its masters; nothing had to be searched for.
-    assert written.optimizer.witnesses() == [f"the order of the stored {'masters' if is_plain(source) else 'model'}"]
+    assert written.optimizer.order_sources() == [
+        f"the order of the stored {'masters' if is_plain(source) else 'model'}"
+    ]
     mcore_ckpt_ext.convert(tmp_path / "legacy", tmp_path / "back", mcore_ckpt_ext.TorchDist())
     assert_equal(tmp_path / "back", source.truth)
 

@@ -162,7 +162,7 @@ def test_a_map_that_the_chunks_contradict_is_not_shown(monkeypatch: pytest.Monke
     orders = mcore_ckpt_ext.open_checkpoint(run).orders()
     monkeypatch.setattr(mcore_ckpt_ext.Checkpoint, "orders", lambda self: orders[::-1])
     found = inspect(run, buffers=True)
-    assert all(item.witness.startswith("the Transformer Engine layer spec") for item in found.buffers)
+    assert all(item.order_source.startswith("the Transformer Engine layer spec") for item in found.buffers)
 
 
 def test_a_sidecar_tells_the_version_exactly(damaged: Fixture) -> None:

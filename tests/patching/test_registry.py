@@ -52,7 +52,7 @@ def test_a_module_imported_later_is_patched(registry, framework):
     training = _import(framework, "training")
     assert training.train() == OURS
     (status,) = registry.status()
-    assert (status.seam, status.state) == (f"{framework.name}.checkpointing.load", "patched")
+    assert (status.patch_point, status.state) == (f"{framework.name}.checkpointing.load", "patched")
     assert (status.version, status.reason) == ("1.2.3", None)
     assert framework.loaded("checkpointing").untouched() == "stock"
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_ckpt_ext import errors
 from mcore_ckpt_ext.collectives import agreed
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, UnsupportedCheckpointError
-from mcore_ckpt_ext.megatron.patch_points import SEAMS
+from mcore_ckpt_ext.megatron.patch_points import PATCH_POINTS
 from mcore_ckpt_ext.patching.replaced_errors import add_replaced_types
 
 LOOKUP, FAILURE = "builtins:LookupError", "torch.distributed.checkpoint.api:CheckpointException"
@@ -79,7 +79,7 @@ def test_its_reason_is_kept_where_ranks_agree_on_it() -> None:
 
 
 def test_every_function_that_loads_or_saves_names_what_it_replaces() -> None:
-    named = {seam.attribute for seam in SEAMS if seam.raises}
+    named = {patch_point.attribute for patch_point in PATCH_POINTS if patch_point.raises}
     assert named == {
         "load_checkpoint",
         "save_checkpoint",

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Piece, Runs, fold, overlap
-from mcore_ckpt_ext.planning.plan import StoredSlice, WantedSlice, make_plan
+from mcore_ckpt_ext.planning.plan import StoredSlice, TargetSlice, make_plan
 
 Shape = tuple[int, ...]
 
@@ -108,9 +108,9 @@ class OneTensor:
         return [StoredSlice(Slice.whole((whole,)), extent, 0)]
 
 
-def wanted(name: str, shape: Shape, may_pad: bool = False) -> WantedSlice:
+def wanted(name: str, shape: Shape, may_pad: bool = False) -> TargetSlice:
     tensor = LogicalTensor(name, shape, "float32")
-    return WantedSlice("weight", Slice.whole((Region.whole(name, shape),)), {name: tensor}, may_pad)
+    return TargetSlice("weight", Slice.whole((Region.whole(name, shape),)), {name: tensor}, may_pad)
 
 
 def test_rows_of_padded_vocabulary_are_filled_and_surplus_rows_left_out() -> None:
@@ -130,7 +130,7 @@ def test_rows_of_padded_vocabulary_are_filled_and_surplus_rows_left_out() -> Non
         (wanted("x", (4, 6), may_pad=True), "different shapes in the model"),
     ],
 )
-def test_a_model_of_another_shape_is_refused(want: WantedSlice, message: str) -> None:
+def test_a_model_of_another_shape_is_refused(want: TargetSlice, message: str) -> None:
     with pytest.raises(ModelMismatchError, match=message):
         make_plan([want], OneTensor())
 

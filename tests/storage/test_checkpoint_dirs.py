@@ -35,9 +35,9 @@ def test_a_tracker_that_names_nothing_is_told_by_every_reader(tmp_path: Path, te
     assert len(str(caught.value)) < 400
     (finding,) = locate(tmp_path).findings
     assert "names no iteration" in finding.what
-    standing = iteration_health_of(tmp_path)
-    assert standing is not None
-    assert "names no iteration" in standing.problems[0]
+    health = iteration_health_of(tmp_path)
+    assert health is not None
+    assert "names no iteration" in health.problems[0]
     assert not Disk().is_tracked(tmp_path / "iter_0000004", tmp_path / TRACKER_FILE)
 
 
@@ -70,7 +70,7 @@ def test_it_is_never_what_a_fallback_takes(tmp_path: Path) -> None:
     broken, other = fixture_named("p42").copy_to(tmp_path / "run"), fixture_named("p50")
     shutil.copytree(other.iteration, broken.run / "iter_0000002")
     (broken.iteration / "metadata.json").unlink()
-    standing = iteration_health_of(broken.run)
-    assert standing is not None
-    assert "metadata.json" in standing.problems[0]
-    assert standing.newest_whole is None
+    health = iteration_health_of(broken.run)
+    assert health is not None
+    assert "metadata.json" in health.problems[0]
+    assert health.newest_complete is None

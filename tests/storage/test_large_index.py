@@ -32,9 +32,9 @@ from mcore_ckpt_ext.megatron.shared_index import index_read_once, index_shared
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
-from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.storage import dcp_index, safe_pickle
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex, Lent, lent, objects_alone, read_index
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, SharedIndex, objects_alone, read_index, using_index
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredChunk, StoredObject
 from tests.harness.checkpoints import fixture_named
 
@@ -65,7 +65,7 @@ def by_this_package(pieces: int = PIECES) -> bytes:
     chunks = []
     for number in range(pieces):
         part = Slice((Region.whole("buffer", shape),), number * PIECE, (number + 1) * PIECE)
-        chunks.append(Chunk((number * PIECE,), (PIECE,), WantedSlice("weight", part, {"buffer": tensor})))
+        chunks.append(Chunk((number * PIECE,), (PIECE,), TargetSlice("weight", part, {"buffer": tensor})))
     files = DistcpFiles(1 << 40)
     files.add_array(Array("buffer", shape, "float32", tuple(chunks)))
     return files.finish(with_shapes=False)[2]
@@ -136,7 +136,7 @@ def test_what_is_lent_is_parsed_once_and_only_for_its_folder(tmp_path: Path) -> 
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "other" / ".metadata").write_bytes(content)
-    with lent(Lent(tmp_path / "one", content)):
+    with using_index(SharedIndex(tmp_path / "one", content)):
         found = read_index(tmp_path / "other" / ".." / "one")
         assert found is read_index(tmp_path / "one")
         assert found.arrays.keys() == {"buffer"}
@@ -147,7 +147,7 @@ def test_what_is_lent_is_parsed_once_and_only_for_its_folder(tmp_path: Path) -> 
 
 def test_what_is_lent_damaged_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
     with (
-        lent(Lent(tmp_path, b"no index")),
+        using_index(SharedIndex(tmp_path, b"no index")),
         pytest.raises(CheckpointError, match=re.escape(str(tmp_path / ".metadata"))),
     ):
         read_index(tmp_path)
@@ -157,7 +157,7 @@ def test_what_another_rank_is_lent_is_parsed_already_and_lacks_the_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = with_plans([1, 2])
-    lent_here = Lent(tmp_path, data).without_plans()
+    lent_here = SharedIndex(tmp_path, data).without_plans()
     assert (len(lent_here.data) < len(data), lent_here.size) == (True, len(data))
     there = pickle.loads(pickle.dumps(lent_here))
     monkeypatch.setattr(dcp_index, "_parsed", None)
@@ -176,12 +176,12 @@ def test_what_has_a_shape_has_a_name(tmp_path: Path) -> None:
 
 def test_shapes_that_follow_the_plans_are_lent_with_them(tmp_path: Path) -> None:
     data = with_plans([1, 2], mcore_data={})
-    assert Lent(tmp_path, data).without_plans().data == data
+    assert SharedIndex(tmp_path, data).without_plans().data == data
 
 
 def test_an_index_without_plans_is_lent_whole(tmp_path: Path) -> None:
     data = by_torch(FEW)
-    assert Lent(tmp_path, data).without_plans().data == data
+    assert SharedIndex(tmp_path, data).without_plans().data == data
 
 
 def test_chunks_are_a_sequence_like_any_other(tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_torch_reads_objects_without_unpickling_an_index_that_is_lent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, folder = with_object(tmp_path)
-    handed = pickle.loads(pickle.dumps(Lent(folder, data).without_plans()))
+    handed = pickle.loads(pickle.dumps(SharedIndex(folder, data).without_plans()))
     assert handed.index.objects.keys() == {"common.iteration"}
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemReader, "read_metadata", unpickled)
@@ -311,7 +311,7 @@ def test_megatron_reads_the_common_state_without_unpickling_an_index_that_is_len
     expected = before(str(folder))
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemReader, "read_metadata", unpickled)
-        with index_shared(Lent(folder, data)):
+        with index_shared(SharedIndex(folder, data)):
             found = dist_checkpointing.load_common_state_dict(str(folder))
             also = sys.modules["megatron.core.dist_checkpointing.serialization"].load_common_state_dict(str(folder))
     assert found.keys() == also.keys() == expected.keys()
@@ -322,7 +322,7 @@ def test_megatron_reads_the_common_state_without_unpickling_an_index_that_is_len
 def test_torch_is_told_all_else_as_it_is_stored(tmp_path: Path) -> None:
     data, folder = with_object(tmp_path)
     state = {"buffer": torch.zeros(6), "common": {"iteration": 0}}
-    with index_shared(Lent(folder, data).without_plans()):
+    with index_shared(SharedIndex(folder, data).without_plans()):
         with objects_alone():
             assert objects_of(folder) == 7
         torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
@@ -333,7 +333,7 @@ def test_an_index_that_is_lent_damaged_is_torchs_to_meet(tmp_path: Path) -> None
     _, folder = with_object(tmp_path)
     (folder / ".metadata").write_bytes(b"no index")
     with (
-        index_shared(Lent(folder, b"no index")),
+        index_shared(SharedIndex(folder, b"no index")),
         objects_alone(),
         pytest.raises(CheckpointException, match="UnpicklingError|metadata"),
     ):
@@ -346,7 +346,7 @@ def test_a_reader_that_keeps_what_it_got_for_a_later_save_gets_all(tmp_path: Pat
 
     data, folder = with_object(tmp_path)
     known = pickle.loads(data)
-    with index_shared(Lent(folder, data).without_plans()), index_read_once():
+    with index_shared(SharedIndex(folder, data).without_plans()), index_read_once():
         with objects_alone():
             assert FileSystemReader(folder).read_metadata().state_dict_metadata.keys() == {"common.iteration"}
             kept = Keeping(folder).read_metadata()
@@ -362,7 +362,7 @@ def test_torch_sees_no_plans_in_an_index_that_is_lent_without_them(tmp_path: Pat
     (tmp_path / ".metadata").write_bytes(data)
     reader = FileSystemReader(tmp_path)
     assert reader.read_metadata().all_local_plans == [1, 2]
-    with index_shared(Lent(tmp_path, data).without_plans()):
+    with index_shared(SharedIndex(tmp_path, data).without_plans()):
         found = reader.read_metadata()
         assert not hasattr(found, "all_local_plans")
         assert found.state_dict_metadata == pickle.loads(data).state_dict_metadata

@@ -41,7 +41,7 @@ class CanonicalFormat(Format[Canonical]):
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.canonical.reader import CanonicalCheckpoint
 
-        return CanonicalCheckpoint(folder, options.witnesses)
+        return CanonicalCheckpoint(folder, options.order_sources)
 
     @override
     def lay_out(self, checkpoint: CheckpointView, target: Canonical, family: Family | None) -> OutputPlan:

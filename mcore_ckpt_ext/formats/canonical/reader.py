@@ -54,8 +54,8 @@ class CanonicalCheckpoint(FormatReader):
 
     format = NAME
 
-    def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
-        super().__init__(folder, witnesses)
+    def __init__(self, folder: Path, order_sources: Sequence[ParameterOrder] = ()) -> None:
+        super().__init__(folder, order_sources)
         self._about = read_json(folder / COMMON_FILE)
         if self._about.get("format") != MARK or self._about.get("version") not in (VERSION, _WITHOUT_CHECKSUMS):
             raise UnsupportedCheckpointError(

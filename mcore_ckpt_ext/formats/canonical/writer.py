@@ -21,7 +21,7 @@ from mcore_ckpt_ext.formats.portable_state import known_arguments
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Record, WriteItem
 from mcore_ckpt_ext.storage.json_tree import encode
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_file
@@ -60,7 +60,7 @@ def _output(checkpoint: CheckpointView) -> Output:
         place_of = {key: first_checksum + CHECKSUM_BYTES * at for at, key in enumerate(sorted(a.key for a in arrays))}
         for (kind, tensor), array, start in zip(batch, arrays, starts, strict=True):
             part = Slice.whole((Region.whole(tensor.name, tensor.shape),))
-            wanted = (WriteItem(0, WantedSlice(kind, part, {tensor.name: tensor})),)
+            wanted = (WriteItem(0, TargetSlice(kind, part, {tensor.name: tensor})),)
             checksum = (place_of[array.key],)
             records.append(Record(file.name, start, tensor.dtype, part.numel, wanted, checksum))
         weight_map |= {array.key: file.name for array in arrays}

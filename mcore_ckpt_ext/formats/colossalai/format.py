@@ -32,7 +32,7 @@ class ColossalAIFormat(Format[Target]):
         from mcore_ckpt_ext.formats.colossalai.reader import ColossalAICheckpoint
 
         return ColossalAICheckpoint(
-            folder, options.witnesses, family=options.family, transformer_impl=options.transformer_impl
+            folder, options.order_sources, family=options.family, transformer_impl=options.transformer_impl
         )
 
     @override

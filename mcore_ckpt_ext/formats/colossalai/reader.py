@@ -108,7 +108,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
     def __init__(
         self,
         folder: Path,
-        witnesses: Sequence[ParameterOrder] = (),
+        order_sources: Sequence[ParameterOrder] = (),
         *,
         family: Family | None = None,
         transformer_impl: str = TRANSFORMER_ENGINE,
@@ -117,7 +117,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
 
         Args:
             folder: with the weights and, where there is one, the optimizer; or with a folder for each.
-            witnesses: see `FormatReader`.
+            order_sources: see `FormatReader`.
             family: see `HuggingFaceCheckpoint`.
             transformer_impl: likewise.
 
@@ -126,7 +126,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
             UnsupportedCheckpointError: the model is of a kind that is not read.
         """
         super().__init__(
-            folder, witnesses, family=family, transformer_impl=transformer_impl, below=weights_below(folder) or ""
+            folder, order_sources, family=family, transformer_impl=transformer_impl, below=weights_below(folder) or ""
         )
         self._indices = [optimizer_index_of(folder, path) for path in optimizer_indices(folder)]
         self._optimizer_files = {file: keys for index in self._indices for file, keys in index.files.items()}

@@ -39,7 +39,7 @@ class FsdpDtensorFormat(Format[FsdpDtensor]):
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.fsdp.reader import FsdpCheckpoint
 
-        return FsdpCheckpoint(folder, options.witnesses, options.facts)
+        return FsdpCheckpoint(folder, options.order_sources, options.facts)
 
     @override
     def lay_out(self, checkpoint: CheckpointView, target: FsdpDtensor, family: Family | None) -> OutputPlan:

@@ -29,7 +29,7 @@ from mcore_ckpt_ext.model_space.names import is_module_buffer
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 
 _CHUNK_BYTES = 128 << 20
@@ -46,12 +46,12 @@ class FsdpArray:
     tensor: LogicalTensor
     first: int
 
-    def wanted(self, offsets: Sequence[int], sizes: Sequence[int]) -> WantedSlice:
+    def wanted(self, offsets: Sequence[int], sizes: Sequence[int]) -> TargetSlice:
         """A part of it; the vocabulary may be padded otherwise than it is stored."""
         name = self.tensor.name
         place = (self.first + offsets[0], *offsets[1:]) if self.shape else ()
         may_pad = name in VOCABULARY
-        return WantedSlice(self.kind, Slice.whole((Region(name, place, tuple(sizes)),)), {name: self.tensor}, may_pad)
+        return TargetSlice(self.kind, Slice.whole((Region(name, place, tuple(sizes)),)), {name: self.tensor}, may_pad)
 
 
 class FsdpTarget:

@@ -45,7 +45,7 @@ class HuggingFaceFormat(Format[HuggingFace]):
         from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 
         return HuggingFaceCheckpoint(
-            folder, options.witnesses, family=options.family, transformer_impl=options.transformer_impl
+            folder, options.order_sources, family=options.family, transformer_impl=options.transformer_impl
         )
 
     @override

@@ -58,7 +58,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
     def __init__(
         self,
         folder: Path,
-        witnesses: Sequence[ParameterOrder] = (),
+        order_sources: Sequence[ParameterOrder] = (),
         *,
         family: Family | None = None,
         transformer_impl: str = TRANSFORMER_ENGINE,
@@ -69,7 +69,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
         Args:
             folder: the folder.
-            witnesses: see `FormatReader`.
+            order_sources: see `FormatReader`.
             family: of the model; by default as `config.json` says.
             transformer_impl: the layer spec of the job that will read it, because its names differ.
             below: the folder in it that the model lies in.
@@ -79,7 +79,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             UnreadableCheckpointError: a file is missing or damaged, or tensors are not as `config.json` says.
             UnsupportedCheckpointError: the model is of a kind that is not read.
         """
-        super().__init__(folder, witnesses)
+        super().__init__(folder, order_sources)
         self._below = below
         described = described_model(folder / below, family, transformer_impl)
         self.config, self.family, self.whole = described.config, described.family, described.whole

@@ -56,7 +56,7 @@ from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Quantised, Record, WriteItem
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file
 
@@ -296,7 +296,7 @@ class HuggingFaceTarget:
             kind = FP32_PARAM if name in self._masters else WEIGHT
             source = self._checkpoint.named_tensor(kind, name)
             part = Slice.whole(tuple(regions))
-            placed.append(WriteItem(start, WantedSlice(kind, part, {name: source}), arrangement_of(tensor, part)))
+            placed.append(WriteItem(start, TargetSlice(kind, part, {name: source}), arrangement_of(tensor, part)))
             start += part.numel
             dtypes.add(source.dtype)
         dtype = dtypes.pop()

@@ -37,7 +37,7 @@ class LegacyFormat(Format[Legacy]):
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
 
-        return LegacyCheckpoint(folder, options.witnesses)
+        return LegacyCheckpoint(folder, options.order_sources)
 
     @override
     def lay_out(self, checkpoint: CheckpointView, target: Legacy, family: Family | None) -> OutputPlan:

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, second_names
 from mcore_ckpt_ext.model_space.names import of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.planning.write_plan import WriteItem
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 
@@ -129,18 +129,18 @@ class TargetModels:
         content = (WriteItem(0, self._wanted(kind, regions, replace(tensor, dtype=dtype))),)
         return DeclaredTensor(getattr(torch, dtype), tuple(shape), content)
 
-    def state_in_buffer(self, kind: str, name: str, regions: Sequence[Region]) -> WantedSlice:
+    def state_in_buffer(self, kind: str, name: str, regions: Sequence[Region]) -> TargetSlice:
         """The optimizer state that a gradient buffer holds for a parameter, whose regions lie one after the other."""
         return self._wanted(kind, regions, replace(self.local.weights[name].tensor, dtype="float32"))
 
-    def _wanted(self, kind: str, regions: Sequence[Region], tensor: LogicalTensor) -> WantedSlice:
+    def _wanted(self, kind: str, regions: Sequence[Region], tensor: LogicalTensor) -> TargetSlice:
         """`tensor`: the first of those that the regions are of, which are parts of one parameter."""
         weights = self.local.weights
         others = {region.name for region in regions} - {tensor.name}
         tensors: Mapping[str, LogicalTensor] = {
             tensor.name: tensor, **{name: replace(weights[name].tensor, dtype=tensor.dtype) for name in others}
         }  # fmt: skip
-        return WantedSlice(kind, Slice.whole(tuple(regions)), tensors, may_pad=in_vocabulary(tensor.name))
+        return TargetSlice(kind, Slice.whole(tuple(regions)), tensors, may_pad=in_vocabulary(tensor.name))
 
     def _padded(self, name: str) -> LogicalTensor:
         """A weight as the target has it: the vocabulary padded for its tensor-parallel size."""

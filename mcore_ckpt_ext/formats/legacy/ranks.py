@@ -65,7 +65,7 @@ class LegacyRank:
         return cls(tensor, pipeline, expert)
 
 
-_MOST_TOLD = 4
+_MOST_LISTED = 4
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def _differing(found: Set[tuple[int, ...]], *axes: tuple[str, range]) -> list[st
         return ", ".join(f"{name} {number}" for name, number in zip(names, place, strict=True))
 
     strange = [place for place in sorted(found) if any(at not in one for at, (_, one) in zip(place, axes, strict=True))]
-    missing = islice((place for place in product(*(one for _, one in axes)) if place not in found), _MOST_TOLD)
+    missing = islice((place for place in product(*(one for _, one in axes)) if place not in found), _MOST_LISTED)
     return [f"none of {named(place)}" for place in missing] + [
         f"an unexpected one of {named(place)}" for place in strange
     ]

@@ -92,8 +92,8 @@ class LegacyCheckpoint(FormatReader):
         (owner,) = (rank for name, rank, _ in self.rank_files() if name == file)
         return owner.tensor, owner.pipeline, owner.expert
 
-    def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
-        super().__init__(folder, witnesses)
+    def __init__(self, folder: Path, order_sources: Sequence[ParameterOrder] = ()) -> None:
+        super().__init__(folder, order_sources)
         self._folders = RankFolders(folder, self.reader)
 
     @cached_property

@@ -32,4 +32,4 @@ class NemoFormat(Format[Target]):
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.nemo.reader import NemoCheckpoint
 
-        return NemoCheckpoint(folder, options.witnesses, options.facts)
+        return NemoCheckpoint(folder, options.order_sources, options.facts)

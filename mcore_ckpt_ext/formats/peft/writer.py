@@ -20,7 +20,7 @@ from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Output, Record, WriteItem
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_checked_file, read_header, read_json
@@ -66,7 +66,7 @@ class PeftTarget:
     def _content(self, tensor: HuggingFaceTensor) -> tuple[WriteItem, ...]:
         name = tensor.regions[0].name
         source = self._checkpoint.named_tensor(WEIGHT, name)
-        return (WriteItem(0, WantedSlice(WEIGHT, Slice.whole(tensor.regions), {name: source})),)
+        return (WriteItem(0, TargetSlice(WEIGHT, Slice.whole(tensor.regions), {name: source})),)
 
     def _config(self) -> dict[str, Any]:
         return {

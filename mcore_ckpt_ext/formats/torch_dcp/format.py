@@ -31,4 +31,4 @@ class TorchDcpFormat(Format[Target]):
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.torch_dcp.reader import TorchDcpCheckpoint
 
-        return TorchDcpCheckpoint(folder, options.witnesses, options.facts)
+        return TorchDcpCheckpoint(folder, options.order_sources, options.facts)

@@ -67,7 +67,7 @@ class DescribedCheckpoint(FormatReader):
     def __init__(
         self,
         folder: Path,
-        witnesses: Sequence[ParameterOrder] = (),
+        order_sources: Sequence[ParameterOrder] = (),
         facts: Facts = NOTHING,
         *,
         external: ExternalModel | None = None,
@@ -77,7 +77,7 @@ class DescribedCheckpoint(FormatReader):
 
         Args:
             folder: see `FormatReader`.
-            witnesses: likewise.
+            order_sources: likewise.
             facts: what the user states of the job, for a checkpoint without Megatron's arguments.
             external: the model, where the weights are not in the checkpoint.
             opened: the same checkpoint without it, whose index and common state are not read again.
@@ -85,7 +85,7 @@ class DescribedCheckpoint(FormatReader):
         Raises:
             UsageError: the checkpoint has arguments, or shows something else.
         """
-        super().__init__(folder, witnesses)
+        super().__init__(folder, order_sources)
         self._facts, self._external, self._opened = facts, external or ExternalModel(), opened
         self._lender = self._external.checkpoint
         self._weights_of_lender: WeightsView | None = None
@@ -224,8 +224,10 @@ class DescribedCheckpoint(FormatReader):
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
-        lent = [f"the weights are those of {self._lender.folder}", *self._lender.notices()] if self._lender else []
-        return [*self.description.problems, *super().notices_of(view), *lent]
+        about_weights = (
+            [f"the weights are those of {self._lender.folder}", *self._lender.notices()] if self._lender else []
+        )
+        return [*self.description.problems, *super().notices_of(view), *about_weights]
 
 
 def _fits(reader: FormatReader) -> bool:

@@ -39,7 +39,7 @@ class TorchDistFormat(Format[TorchDist]):
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 
-        return TorchDistCheckpoint(folder, options.witnesses, options.facts)
+        return TorchDistCheckpoint(folder, options.order_sources, options.facts)
 
     @override
     def lay_out(self, checkpoint: CheckpointView, target: TorchDist, family: Family | None) -> OutputPlan:

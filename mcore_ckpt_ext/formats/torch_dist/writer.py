@@ -51,7 +51,7 @@ from mcore_ckpt_ext.model_space.names import EXTRA_STATE, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, MODEL_SPACE
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.archive_writer import plan_archive
 
@@ -278,7 +278,7 @@ def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterato
         sizes = (min(step, rows - first), *shape[1:]) if shape else ()
         offsets = (first, *(0 for _ in shape[1:])) if shape else ()
         region = Region(tensor.name, offsets, sizes)
-        wanted = WantedSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
+        wanted = TargetSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
         yield Chunk(index + offsets, (1,) * len(index) + sizes, wanted)
 
 
@@ -303,7 +303,7 @@ def _holding_all(tensors: Sequence[LogicalTensor]) -> str:
 def _flat_chunk(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[Chunk]:
     """A tensor as one shard of the reshaped array."""
     region = Region.whole(tensor.name, tensor.shape)
-    wanted = WantedSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
+    wanted = TargetSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
     axes = len(index) + len(tensor.shape)
     offsets = index + (0,) * (len(tensor.shape) + 1)
     yield Chunk(offsets, (1,) * axes + (region.numel,), wanted)

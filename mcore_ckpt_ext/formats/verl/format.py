@@ -30,4 +30,4 @@ class VerlFormat(Format[Target]):
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.verl.reader import VerlCheckpoint
 
-        return VerlCheckpoint(folder, options.witnesses, options.facts)
+        return VerlCheckpoint(folder, options.order_sources, options.facts)

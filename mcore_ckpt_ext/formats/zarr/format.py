@@ -37,4 +37,4 @@ class ZarrFormat(Format[Target]):
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         from mcore_ckpt_ext.formats.zarr.reader import ZarrCheckpoint
 
-        return ZarrCheckpoint(folder, options.witnesses, options.facts)
+        return ZarrCheckpoint(folder, options.order_sources, options.facts)

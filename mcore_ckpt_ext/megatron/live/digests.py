@@ -40,13 +40,13 @@ class Digester:
         self._names: Mapping[int, str] = {}
         own: list[Place] = []
 
-        def look() -> None:
+        def inspect_here() -> None:
             if any(map(keeps_remainders, Chain.of(optimizer).distributed)):
                 live = live_parameters(chunks)
                 self._names = {number: found.regions[0].name for number, found in live.items()}
                 own.extend(place for place, _, _ in _held(optimizer, self._names))
 
-        problem = attempt(look)  # every rank must reach the gathering, and the save must not fail
+        problem = attempt(inspect_here)  # every rank must reach the gathering, and the save must not fail
         of_ranks = gather((own, problem))
         if problems := listed_of_all([text for _, text in of_ranks]):
             self.complain(problems)

@@ -25,7 +25,7 @@ class LiveJob:
     """The model and the optimizer of one rank, as they are to be filled.
 
     Attributes:
-        homes: its optimizers.
+        adapters: its optimizers.
         shards: what they hold, and a checkpoint has.
         new: what they hold of parameters that start anew.
         view: what this rank tells the others.
@@ -43,21 +43,21 @@ class LiveJob:
             UnsupportedCheckpointError: this package does not fill this kind of optimizer.
             ModelMismatchError: see `OptimizerAdapter.shards`.
         """
-        self.homes = optimizer_adapters_of(optimizer)
+        self.adapters = optimizer_adapters_of(optimizer)
         stored = model_tensors(chunks, spell)
         self._live = live = held_among(stored, chunks)
-        held = [shard for home in self.homes for shard in home.shards(live)]
+        held = [shard for adapter in self.adapters for shard in adapter.shards(live)]
         self.shards = [shard for shard in held if not shard.name.startswith(NEW)]
         self.new = [shard for shard in held if shard.name.startswith(NEW)]
-        first = not self.homes or any(home.is_first_replica for home in self.homes)
+        first = not self.adapters or any(adapter.is_first_replica for adapter in self.adapters)
         self.view = RankSummary(
             names=live_names(stored) if first else [],
             trained=trained_names(chunks, live) if first else [],
             registered=[registered_names(chunk, live) for chunk in chunks] if first else [],
-            kinds=frozenset(home.kind for home in self.homes),
+            kinds=frozenset(adapter.kind for adapter in self.adapters),
         )
 
-    def lent(self) -> dict[str, WeightSpec]:
+    def weight_specs(self) -> dict[str, WeightSpec]:
         """What this rank tells of its weights, for an optimizer that is stored without them.
 
         Whether tensor-parallel ranks share a parameter, and along which axis, it says itself

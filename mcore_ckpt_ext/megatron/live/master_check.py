@@ -40,7 +40,7 @@ class Prover:
         self._room = _Room()
         self._equal: list[tuple[LiveShard, int]] = []
 
-    def look(self, shard: LiveShard, start: int, stop: int) -> None:
+    def on_read(self, shard: LiveShard, start: int, stop: int) -> None:
         """See whether masters that have just been read are equal to their weights when rounded, as no proof asks more.
 
         Others are left for `finish`, which knows how they are proven, and names those that are wrong.
@@ -154,7 +154,7 @@ def live_mismatches(
         UnsupportedCheckpointError: the optimizer is of a kind that this package does not know.
         CheckpointError: one of them cannot be looked at, and those before it are as they should be.
     """
-    homes = optimizer_adapters_of(optimizer)
+    adapters = optimizer_adapters_of(optimizer)
     pairs = {
         id(parameter): LiveParameter(parameter, (Region.whole(name, tuple(parameter.shape)),), {}, may_pad=False)
         for chunk in chunks
@@ -163,7 +163,7 @@ def live_mismatches(
     room = _Room()
     found: dict[int, LiveMismatch] = {}
     try:
-        for shard in (shard for home in homes for shard in home.shards(pairs)):
+        for shard in (shard for adapter in adapters for shard in adapter.shards(pairs)):
             number = id(shard.live.parameter)
             if number not in found and (mismatch := _first_mismatch(shard, weaker, room, every)) is not None:
                 found[number] = mismatch
@@ -182,12 +182,12 @@ def _named(found: Mapping[int, LiveMismatch], chunks: Sequence[Any]) -> list[Liv
 
 
 def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: int) -> LiveMismatch | None:
-    proof = shard.home.proof(shard)
+    proof = shard.adapter.proof(shard)
     if proof is None:
         return None
     # Whoever loaded them, live weights of few bits may have been quantised anew.
     proof, weight = weaker_of(proof, weaker or quantisation(shard.live.parameter)), shard.weight
-    master = shard.home.master(shard)
+    master = shard.adapter.master(shard)
     if master.data_ptr() == weight.data_ptr():
         return None  # fp32 training: they are one
     # A GPU is waited for once per block, so its blocks are large; a processor rounds what its cache holds.

@@ -36,8 +36,8 @@ LIVE_MODEL = "the live model"
 def open_with_orders(folder: Path, views: Iterable[RankSummary], spell: NameFunction = str) -> CheckpointView:
     """Open a checkpoint with the order in which the ranks of the running job registered their parameters, if known."""
     orders = [list(map(spell, registered)) for view in views for registered in view.registered]
-    witnesses = [ObservedOrder(LIVE_MODEL, orders)] if orders else []
-    return with_first_moments(open_checkpoint(folder, witnesses=witnesses))
+    order_sources = [ObservedOrder(LIVE_MODEL, orders)] if orders else []
+    return with_first_moments(open_checkpoint(folder, order_sources=order_sources))
 
 
 def check_job(

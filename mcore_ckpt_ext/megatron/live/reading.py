@@ -12,7 +12,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.megatron.live.broadcast_read import ReadOnce, wanted_bytes
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
-from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan, plans_of
+from mcore_ckpt_ext.planning.plan import Plan, TargetSlice, make_plan, plans_of
 from mcore_ckpt_ext.planning.read_dedup import Spans
 from mcore_ckpt_ext.transfer import read_wanted
 
@@ -79,14 +79,14 @@ class Reading(Generic[OwnShard]):
         self,
         kind: str,
         rooms: Mapping[OwnShard, torch.Tensor],
-        look: Callable[[OwnShard, int, int], None] | None = None,
+        on_read: Callable[[OwnShard, int, int], None] | None = None,
     ) -> dict[OwnShard, list[slice]]:
         """Read all of one kind.
 
         Args:
             kind: which.
             rooms: the memory, 1-D, that receives it, for each shard that keeps it.
-            look: is told of elements from the first to below the second, as of `Transfer.execute`.
+            on_read: is told of elements from the first to below the second, as of `Transfer.execute`.
 
         Returns:
             The elements that the checkpoint does not have.
@@ -97,7 +97,7 @@ class Reading(Generic[OwnShard]):
         if kind in self._once:
             self._once[kind].execute(memory)
         else:
-            seen = None if look is None else lambda target, start, stop: look(targets[target], start, stop)
+            seen = None if on_read is None else lambda target, start, stop: on_read(targets[target], start, stop)
             transfer.execute(part, memory, seen)
         missing: dict[OwnShard, list[slice]] = {}
         for fill in part.fills:
@@ -110,5 +110,5 @@ class Reading(Generic[OwnShard]):
         return missing
 
 
-def _slice(kind: str, shard: Shard) -> WantedSlice:
-    return WantedSlice(kind, shard.slice, shard.live.tensors, shard.live.may_pad)
+def _slice(kind: str, shard: Shard) -> TargetSlice:
+    return TargetSlice(kind, shard.slice, shard.live.tensors, shard.live.may_pad)

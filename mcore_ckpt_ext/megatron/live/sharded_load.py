@@ -22,7 +22,7 @@ from mcore_ckpt_ext.megatron.live.broadcast_read import ReadOnce, wanted_bytes
 from mcore_ckpt_ext.model_space.names import is_extra_state, name_at, renamed_as_in, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice, make_plan
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice, make_plan
 from mcore_ckpt_ext.planning.read_dedup import Spans
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 
@@ -191,11 +191,11 @@ class ShardedLoad:
         return tensors
 
 
-def _wanted(entry: Any) -> WantedSlice:
+def _wanted(entry: Any) -> TargetSlice:
     region = Region(entry.key, tuple(entry.global_offset), _sizes(entry))
     dtype = str(entry.dtype).removeprefix("torch.")
     tensor = LogicalTensor(entry.key, tuple(entry.global_shape), dtype)
-    return WantedSlice(_KIND, Slice.whole((region,)), {entry.key: tensor}, bool(entry.allow_shape_mismatch))
+    return TargetSlice(_KIND, Slice.whole((region,)), {entry.key: tensor}, bool(entry.allow_shape_mismatch))
 
 
 def _tensor(entry: Any) -> torch.Tensor:

@@ -132,12 +132,12 @@ class Coordinator:
         writers.watch_newest(self._with_report)
         return result
 
-    def look(self, writers: Writers, stock: Stock) -> Any:
+    def poll(self, writers: Writers, stock: Stock) -> Any:
         """One `maybe_finalize_async_save` of a training step."""
         self._publisher.end(wait=False)
-        return self._looked(writers, stock) if self._at(State.WRITING) else stock()
+        return self._polled(writers, stock) if self._at(State.WRITING) else stock()
 
-    def drain(self, writers: Writers, look: Stock, stock: Stock, ending: bool) -> Any:
+    def drain(self, writers: Writers, poll: Stock, stock: Stock, ending: bool) -> Any:
         """One `maybe_finalize_async_save` that waits, but never for what cannot come; `ending`: writers end, too.
 
         Raises:
@@ -145,7 +145,7 @@ class Coordinator:
         """
         self._publisher.end(wait=False)
         while self._at(State.WRITING) and not writers.are_done():
-            self._looked(writers, look)
+            self._polled(writers, poll)
             for save in self._at(State.WRITING):
                 save.stalled += _POLL_SECONDS
             self._sleep(_POLL_SECONDS if self._at(State.WRITING) else 0)
@@ -201,10 +201,10 @@ class Coordinator:
         save.become(State.PUBLISHING)
         if reason := self._first_does(Point.OUTCOME, partial(self._publisher.publish, save, redirected)):
             return self._fail(f"iteration {save.iteration} was not saved:\n  {reason}", [save])
-        save.become(State.TOLD)
+        save.become(State.COMMITTED)
         return self._publisher.tell(save) if self._ranks.is_first else None
 
-    def _looked(self, writers: Writers, stock: Stock) -> Any:
+    def _polled(self, writers: Writers, stock: Stock) -> Any:
         try:
             return stock()
         except WriterLostError as error:
@@ -253,7 +253,7 @@ class Coordinator:
             if ask and self._ranks.is_first:
                 self._publisher.end(wait=True)
             reason = self._ranks.agree(Point.OUTCOME, save.problem) if ask else None
-            save.become(State.FAILED if reason else State.TOLD)
+            save.become(State.FAILED if reason else State.COMMITTED)
             self._saves.remove(save)
             reasons += [reason.removeprefix("rank 0: ")] if reason else []
         return reasons
@@ -269,7 +269,7 @@ class Coordinator:
             SaveFailedError: the user did not choose to go on.
         """
         # A call within `save_checkpoint` may have failed it already, or told it and failed for the one before.
-        saves = [save for save in saves if save.state not in (State.FAILED, State.TOLD)]
+        saves = [save for save in saves if save.state not in (State.FAILED, State.COMMITTED)]
         for save in saves:
             save.become(State.FAILED)
         self._saves = [save for save in self._saves if save not in saves]

@@ -19,7 +19,7 @@ class State(Enum):
     WRITING = "writing"  # the writers have it
     FINALISED = "finalised"  # all ranks have written, and the index names all of it
     PUBLISHING = "publishing"  # rank 0 flushes it, and points the tracker to it
-    TOLD = "told"  # it is a fact, and every rank knows
+    COMMITTED = "told"  # it is a fact, and every rank knows
     FAILED = "failed"  # what was left of it is gone, and every rank knows
 
 
@@ -29,7 +29,7 @@ TRANSITIONS = (
     (State.WRITING, State.FINALISED),
     (State.WRITING, State.FAILED),
     (State.FINALISED, State.PUBLISHING),
-    (State.PUBLISHING, State.TOLD),
+    (State.PUBLISHING, State.COMMITTED),
     (State.PUBLISHING, State.FAILED),
 )
 """From which state a save may go to which."""

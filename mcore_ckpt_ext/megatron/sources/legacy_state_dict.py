@@ -42,7 +42,7 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.patching.log import announce, missing_extra_states_message
 from mcore_ckpt_ext.patching.overrides import overridden
-from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
+from mcore_ckpt_ext.planning.plan import TargetSlice, make_plan
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 _DISTRIBUTED = "use_distributed_optimizer"
@@ -104,11 +104,11 @@ def load_weights_alone(
     """
     arguments = scope["get_args"]()
 
-    def look() -> Path | None:
+    def inspect_here() -> Path | None:
         folder = folder_to_feed(directory, arguments)
         return folder if folder is not None and changes_of(folder, arguments) else None
 
-    folder = agreed("looking at the checkpoint", look)[0]
+    folder = agreed("looking at the checkpoint", inspect_here)[0]
     if folder is None:
         return stock()
     with fed(scope, folder, chunks):
@@ -206,7 +206,7 @@ def _model_state(
         if id(state[name]) not in described:
             raise ModelMismatchError("the model has a tensor that its own sharded state dict does not list", where=name)
     tensors = [described[id(state[name])] for name in local]
-    wanted = [WantedSlice(WEIGHT, Slice.whole(live.regions), live.tensors, live.may_pad) for live in tensors]
+    wanted = [TargetSlice(WEIGHT, Slice.whole(live.regions), live.tensors, live.may_pad) for live in tensors]
     filled = [torch.empty(live.parameter.numel(), dtype=live.parameter.dtype, device="cpu") for live in tensors]
     checkpoint.transfer.execute(make_plan(wanted, checkpoint), filled)
     if checkpoint.format_reader.is_model_folder:

@@ -44,13 +44,13 @@ def load_into_fsdp(scope: MutableMapping[str, Any], directory: str | None, stock
     """
     arguments = scope["get_args"]()
 
-    def look() -> tuple[Path, LoadDecision] | None:
+    def inspect_here() -> tuple[Path, LoadDecision] | None:
         folder = folder_named(directory, arguments)
         if folder is None:
             return None
         return folder, decide(LoadFacts(Loop.MEGATRON_FSDP, is_own_format=plain_backend(folder) == FSDP_DTENSOR))
 
-    found = agreed("looking at the checkpoint", look)[0]
+    found = agreed("looking at the checkpoint", inspect_here)[0]
     if found is None:
         return stock()
     folder, decision = found

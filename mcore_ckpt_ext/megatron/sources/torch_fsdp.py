@@ -114,7 +114,7 @@ class _Feed(DcpStorageAdapter):
             if isinstance(value, torch.Tensor) and not is_extra_state(key)
         }
         order = ObservedOrder("the live model", [[name for _, name in named.values()]])
-        checkpoint = open_checkpoint(folder, witnesses=[order])
+        checkpoint = open_checkpoint(folder, order_sources=[order])
         spell = name_map_for(checkpoint, {name for _, name in named.values()}, running)
         super().__init__(folder, checkpoint)
         self._weights = {f"{MODEL}{key}": spell(name) for key, (_, name) in named.items()}

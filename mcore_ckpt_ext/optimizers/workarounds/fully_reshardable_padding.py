@@ -76,7 +76,7 @@ def unshifted(
         lost=lost,
         lost_elements=lost_elements,
         shifted=sorted(shifted),
-        witnesses=lambda: ["the arrays' own names, repaired where Megatron wrote them shifted"],
+        order_sources=lambda: ["the arrays' own names, repaired where Megatron wrote them shifted"],
     )
 
 

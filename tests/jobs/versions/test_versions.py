@@ -91,7 +91,7 @@ def is_equal_offline(folder: Path, source: Source, name: str, truth: Dump) -> bo
         except ModelMismatchError:
             refused.add(parameter)
     # By the packing rule of that version: the search by content would hide a wrong one.
-    assert "discovery by content" not in checkpoint.optimizer.witnesses(), folder
+    assert "discovery by content" not in checkpoint.optimizer.order_sources(), folder
     assert refused == set(checkpoint.optimizer.lost_elements())
     assert bool(refused) == (source.is_shifted and name == FULLY_RESHARDABLE), folder
     return not refused

@@ -21,9 +21,9 @@ def held(master: torch.Tensor, weight: torch.Tensor) -> tuple[UndistributedAdapt
     groups = [[weight]], [[master]]
     inner = torch.optim.AdamW([master])
     optimizer = SimpleNamespace(optimizer=inner, float16_groups=groups[0], fp32_from_float16_groups=groups[1])
-    home = UndistributedAdapter(optimizer)
+    adapter = UndistributedAdapter(optimizer)
     own = LiveParameter(weight, (Region.whole("weight", SHAPE),), {}, may_pad=False)
-    return home, LiveShard(own, Slice.whole(own.regions), (), home)
+    return adapter, LiveShard(own, Slice.whole(own.regions), (), adapter)
 
 
 @pytest.mark.parametrize("who", ["alone", "viewed", "a view", "the weight"])
@@ -32,11 +32,11 @@ def test_masters_that_a_home_takes_over_are_seen_by_all(who: str) -> None:
     master = torch.nn.Parameter(whole[:6].view(SHAPE) if who == "a view" else torch.zeros(SHAPE))
     weight = master if who == "the weight" else torch.zeros(SHAPE, dtype=torch.bfloat16)
     view = master.detach()[1:] if who == "viewed" else None
-    home, shard = held(master, weight)
-    values = home.room(shard).copy_(NEW)
+    adapter, shard = held(master, weight)
+    values = adapter.room(shard).copy_(NEW)
     place = values.data_ptr()
-    room = home.set_master(shard, values)
-    assert torch.equal(master.detach(), NEW.view(SHAPE)) and torch.equal(home.master(shard), NEW)
+    room = adapter.set_master(shard, values)
+    assert torch.equal(master.detach(), NEW.view(SHAPE)) and torch.equal(adapter.master(shard), NEW)
     assert (master.data_ptr() == place) == (who == "alone")  # only there memory is exchanged
     assert view is None or torch.equal(view, NEW.view(SHAPE)[1:])
     assert who != "a view" or torch.equal(whole[:6], NEW)

@@ -240,7 +240,7 @@ class Rank:
 
     def train(self) -> None:
         """All of the job's saves, steps after each, and the end."""
-        disk = FaultyDisk(self.job.orders, self.job.look)
+        disk = FaultyDisk(self.job.orders, self.job.poll)
         start: Any = lambda work: Later(work, self.publishing)  # noqa: E731
         publisher = Publisher(disk, start, lambda: 0.0, self.said.append, self.warned.append)
         self.coordinator = Coordinator(
@@ -250,7 +250,7 @@ class Rank:
             for order in self.job.orders:
                 self.save(order)
                 for _ in range(order.steps):
-                    self.coordinator.look(self, self.finalise_calls)
+                    self.coordinator.poll(self, self.finalise_calls)
             self.coordinator.drain(self, self.finalise_calls, self.finalise_calls, ending=True)
         except (SaveFailedError, Stuck) as error:
             self.raised = error
@@ -402,7 +402,7 @@ class Job:
             thread.start()
         for thread in threads:
             thread.join()
-        self.look()
+        self.poll()
         return self
 
     def folder_of(self, iteration: int) -> Path:
@@ -418,7 +418,7 @@ class Job:
         texts = {path.read_text() if path.is_file() else None for path in files}
         return (folder / "metadata.json").is_file() and len(texts) == 1 and None not in texts
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """What a kill at this moment would leave: the tracker names nothing, or what is whole."""
         tracker = self.run / TRACKER
         if tracker.exists() and not self.is_whole(self.folder_of(int(tracker.read_text()))):

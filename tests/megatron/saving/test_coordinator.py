@@ -26,7 +26,7 @@ from tests.megatron.saving.simulated import (
 
 RANKS = 3
 LIVES = [
-    (State.WRITING, State.FINALISED, State.PUBLISHING, State.TOLD),
+    (State.WRITING, State.FINALISED, State.PUBLISHING, State.COMMITTED),
     (State.WRITING, State.FINALISED, State.PUBLISHING, State.FAILED),
     (State.WRITING, State.FAILED),
     (State.FAILED,),
@@ -75,14 +75,14 @@ def assert_sound(job: Job) -> None:
 
 def assert_kept(job: Job) -> None:
     """In a job that has come to its end: each save is told and there, or failed and not there; nothing else is left."""
-    assert set(job.states()) <= {State.TOLD, State.FAILED}
+    assert set(job.states()) <= {State.COMMITTED, State.FAILED}
     for order, state in zip(job.orders, job.states(), strict=True):
         folder = job.folder_of(order.iteration)
-        assert job.is_whole(folder) == (state is State.TOLD)
-        assert not folder.exists() or state is State.TOLD or order.has("resist")
+        assert job.is_whole(folder) == (state is State.COMMITTED)
+        assert not folder.exists() or state is State.COMMITTED or order.has("resist")
         told = [line for line in job.members[0].said if line.startswith(f"iteration {order.iteration} is complete")]
-        assert len(told) == (state is State.TOLD)
-    kept = [order.iteration for order, state in zip(job.orders, job.states(), strict=True) if state is State.TOLD]
+        assert len(told) == (state is State.COMMITTED)
+    kept = [order.iteration for order, state in zip(job.orders, job.states(), strict=True) if state is State.COMMITTED]
     tracker = job.run / TRACKER
     assert (int(tracker.read_text()) if tracker.exists() else None) == (kept[-1] if kept else None)
     assert {path.name for path in job.run.iterdir() if not path.name.startswith("iter_")} <= {TRACKER}
@@ -93,7 +93,7 @@ def test_what_goes_well(tmp_path: Path) -> None:
     job = Job(tmp_path, orders).train()
     assert_sound(job)
     assert_kept(job)
-    assert job.states() == [State.TOLD] * 3
+    assert job.states() == [State.COMMITTED] * 3
 
 
 def faults() -> list[tuple[str, int, bool]]:
@@ -120,8 +120,12 @@ def test_one_failure_costs_one_save(fault: str, rank: int, asynchronous: bool, i
     assert_sound(job)
     assert_kept(job)
     is_late = asynchronous and fault in ("settle", "publish", "track")
-    expected = [State.TOLD, State.TOLD if fault in HARMLESS else State.FAILED, State.FAILED if is_late else State.TOLD]
-    assert job.states() == [*expected, State.TOLD]
+    expected = [
+        State.COMMITTED,
+        State.COMMITTED if fault in HARMLESS else State.FAILED,
+        State.FAILED if is_late else State.COMMITTED,
+    ]
+    assert job.states() == [*expected, State.COMMITTED]
 
 
 def test_a_save_that_is_told_outlives_the_failure_of_the_one_before(tmp_path: Path) -> None:
@@ -129,7 +133,7 @@ def test_a_save_that_is_told_outlives_the_failure_of_the_one_before(tmp_path: Pa
     orders = [Order(2, faults=frozenset({("settle", 0)}), steps=0), Order(4, waits=True), Order(6)]
     job = Job(tmp_path, orders, goes_on=False).train()
     assert_sound(job)
-    assert job.states() == [State.FAILED, State.TOLD]
+    assert job.states() == [State.FAILED, State.COMMITTED]
     assert "iteration 2 was not saved" in str(job.members[0].raised)
     assert job.is_whole(job.folder_of(4)) and not job.folder_of(2).exists()
     assert (job.run / TRACKER).read_text() == "4"
@@ -206,7 +210,7 @@ def test_a_save_that_fails_for_the_one_before_leaves_what_lies_in_its_place(tmp_
 def test_training_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     """Its line is said once it is kept, several steps later; and at the end it is waited for."""
     job = Job(tmp_path, [Order(2, publishing=4, steps=3), Order(4, publishing=100)]).train()
-    assert job.states() == [State.TOLD] * 2
+    assert job.states() == [State.COMMITTED] * 2
     assert len(job.members[0].said) == 2
 
 
@@ -240,4 +244,4 @@ def test_whatever_happens_a_save_is_whole_or_not_there(orders: list[Order], goes
         if job.members[0].raised is None:
             assert_kept(job)
         if not any(order.faults for order in orders):
-            assert job.states() == [State.TOLD] * len(orders)
+            assert job.states() == [State.COMMITTED] * len(orders)

@@ -45,10 +45,10 @@ class LiveShard(Shard):
     """A shard of this rank's live optimizer.
 
     Attributes:
-        home: the optimizer that holds it.
+        adapter: the optimizer that holds it.
     """
 
-    home: OptimizerAdapter
+    adapter: OptimizerAdapter
 
 
 class OptimizerAdapter(Protocol):
@@ -59,7 +59,7 @@ class OptimizerAdapter(Protocol):
 
     @property
     def kind(self) -> str:
-        """The way in which masters are kept, in words; the same on all ranks that have such a home."""
+        """The way in which masters are kept, in words; the same on all ranks that have such an adapter."""
 
     @property
     def is_first_replica(self) -> bool:
@@ -103,14 +103,14 @@ class OptimizerAdapter(Protocol):
 
         Args:
             shard: which.
-            values: from `room`; they belong to the home afterwards.
+            values: from `room`; they must not be changed afterwards.
 
         Returns:
             Memory for as many elements, which is the caller's: `values`, copied, or what held the old masters.
         """
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
-        """Take over fp32 moments; `values` belongs to the home afterwards."""
+        """Take over fp32 moments; `values` must not be changed afterwards."""
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
         """Take over the parameter groups' values, in the order of `param_groups`, and the gradient scaler's state.

@@ -70,7 +70,7 @@ def _leaves(optimizer: Any, layer_wise: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def optimizer_adapters_of(optimizer: Any) -> list[OptimizerAdapter]:
-    """The homes of a (chained) optimizer's masters and moments.
+    """The adapters of a (chained) optimizer's masters and moments.
 
     Raises:
         UnsupportedCheckpointError: this package does not fill some child's kind.
@@ -86,7 +86,7 @@ def optimizer_adapters_of(optimizer: Any) -> list[OptimizerAdapter]:
         )
     check_supported(chain.distributed)
     return [
-        *(_home_of(child) for child in chain.distributed),
+        *(_adapter_of(child) for child in chain.distributed),
         *(
             LayerWiseAdapter(child, layer_wise) if layer_wise is not None else UndistributedAdapter(child)
             for child, layer_wise in chain.whole
@@ -94,7 +94,7 @@ def optimizer_adapters_of(optimizer: Any) -> list[OptimizerAdapter]:
     ]
 
 
-def _home_of(optimizer: Any) -> OptimizerAdapter:
+def _adapter_of(optimizer: Any) -> OptimizerAdapter:
     if is_offloaded(optimizer):
         return OffloadedAdapter(optimizer)
     return PrecisionAwareAdapter(optimizer) if is_precision_aware(optimizer) else DistributedAdapter(optimizer)

@@ -24,11 +24,11 @@ from mcore_ckpt_ext.optimizers.groups import BOUNDS
 
 
 class DistributedAdapter(PlainAdapter):
-    """The home of masters and moments that `DistributedOptimizer` shards over data-parallel ranks."""
+    """Adapter for masters and moments that `DistributedOptimizer` shards over data-parallel ranks."""
 
     @property
     def kind(self) -> str:
-        """The way in which masters are kept, in words; the same on all ranks that have such a home."""
+        """The way in which masters are kept, in words; the same on all ranks that have such an adapter."""
         return "whole masters"
 
     @property

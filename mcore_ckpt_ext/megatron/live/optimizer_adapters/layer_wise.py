@@ -18,7 +18,7 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.undistributed import Undist
 
 
 class LayerWiseAdapter(UndistributedAdapter):
-    """The home of masters and moments of one optimizer in a LayerWiseDistributedOptimizer."""
+    """Adapter for masters and moments of one optimizer in a LayerWiseDistributedOptimizer."""
 
     kind = "whole masters of whole parameters, each on one data-parallel rank"
 

@@ -24,7 +24,7 @@ _STEP = "step"
 
 
 class OffloadedAdapter(DistributedAdapter):
-    """The home of masters and moments that `HybridDeviceOptimizer` keeps partly on the CPU."""
+    """Adapter for masters and moments that `HybridDeviceOptimizer` keeps partly on the CPU."""
 
     @property
     @override

@@ -1,4 +1,4 @@
-"""What the homes of Megatron's optimizers share: masters are fp32 tensors, and an inner optimizer steps them."""
+"""Base of the adapters for Megatron's optimizers: masters are fp32 tensors, and an inner optimizer steps them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PlainAdapter(ABC):
         return values
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
-        """Take over fp32 moments; `values` belongs to the home afterwards."""
+        """Take over fp32 moments; `values` must not be changed afterwards."""
         state, stepped = self._optimizer.optimizer.state, self._stepped(shard)
         state[stepped] = {**state.get(stepped, {}), kind: values.view(stepped.shape)}
 

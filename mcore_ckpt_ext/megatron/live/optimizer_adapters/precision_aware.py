@@ -30,7 +30,7 @@ def keeps_halves(optimizer: Any) -> bool:
 
 
 class PrecisionAwareAdapter(DistributedAdapter):
-    """The home of masters and moments that the fused optimizer itself keeps, in dtypes of its choice."""
+    """Adapter for masters and moments that the fused optimizer itself keeps, in dtypes of its choice."""
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.model_space.slices import Slice
 
 
 class UndistributedAdapter(PlainAdapter):
-    """The home of masters and moments that every data-parallel rank holds whole."""
+    """Adapter for masters and moments that every data-parallel rank holds whole."""
 
     kind = "whole masters of whole parameters"
 
