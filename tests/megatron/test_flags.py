@@ -203,7 +203,7 @@ def test_genuine_megatron_is_patched_at_every_seam_and_its_arguments_changed(pyt
         "import megatron.core.package_info as info\n"
         "import megatron.training.training as training, megatron.training.checkpointing as checkpointing\n"
         "assert training.load_checkpoint is checkpointing.load_checkpoint\n"
-        "states = {s.seam: (s.state, s.version, s.reason) for s in mcore_ckpt_ext.status()}\n"
+        "states = {s.patch_point: (s.state, s.version, s.reason) for s in mcore_ckpt_ext.status()}\n"
         "mcore_ckpt_ext.uninstall()\n"
         "assert training.load_checkpoint is checkpointing.load_checkpoint\n"
         "assert 'mcore_ckpt_ext' not in training.load_checkpoint.__code__.co_filename\n"
