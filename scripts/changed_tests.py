@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 PACKAGE = "mcore_ckpt_ext"
@@ -67,17 +67,23 @@ def nearest_tests(changed: Iterable[str], importing: Mapping[str, Set[str]]) -> 
         changed: paths of files, relative to the repository.
         importing: the files that import each module, as `importers` returns them.
     """
-    found: set[str] = set()
-    for path in changed:
-        if not path.endswith(".py"):
-            continue
-        seen, around, tests = {path}, {path}, {path} if _is_test(path) else set()
-        while around and not tests:
-            around = {file for one in around for file in importing.get(module_of(one), ())} - seen
-            seen |= around
-            tests = {one for one in around if _is_test(one)}
-        found |= {test for test in tests if test == path or not test.startswith(NEEDS_A_JOB)}
-    return sorted(found)
+    return sorted({test for path in changed for test in next(rings_of_tests([path], importing), [])})
+
+
+def rings_of_tests(changed: Sequence[str], importing: Mapping[str, Set[str]]) -> Iterator[list[str]]:
+    """Yield the test files that a change of these files concerns, the nearest first.
+
+    The first are the changed tests, or those that import a changed file, directly or by the fewest modules between;
+    those that follow have one module more between, each.
+    """
+    around = {path for path in changed if path.endswith(".py")}
+    seen = set(around)
+    while around:
+        tests = {one for one in around if _is_test(one)}
+        if tests:
+            yield sorted(test for test in tests if test in changed or not test.startswith(NEEDS_A_JOB))
+        around = {file for one in around for file in importing.get(module_of(one), ())} - seen
+        seen |= around
 
 
 def _is_test(path: str) -> bool:
