@@ -70,18 +70,25 @@ def nearest_tests(changed: Iterable[str], importing: Mapping[str, Set[str]]) -> 
     return sorted({test for path in changed for test in next(rings_of_tests([path], importing), [])})
 
 
-def rings_of_tests(changed: Sequence[str], importing: Mapping[str, Set[str]]) -> Iterator[list[str]]:
+def rings_of_tests(
+    changed: Sequence[str], importing: Mapping[str, Set[str]], without: tuple[str, ...] = NEEDS_A_JOB
+) -> Iterator[list[str]]:
     """Yield the test files that a change of these files concerns, the nearest first.
 
     The first are the changed tests, or those that import a changed file, directly or by the fewest modules between;
-    those that follow have one module more between, each.
+    those that follow have one module more between, each. A ring may be empty: all its tests are left out.
+
+    Args:
+        changed: paths of files, relative to the repository.
+        importing: the files that import each module, as `importers` returns them.
+        without: folders whose tests are left out, unless they are what has changed.
     """
     around = {path for path in changed if path.endswith(".py")}
     seen = set(around)
     while around:
         tests = {one for one in around if _is_test(one)}
         if tests:
-            yield sorted(test for test in tests if test in changed or not test.startswith(NEEDS_A_JOB))
+            yield sorted(test for test in tests if test in changed or not test.startswith(without))
         around = {file for one in around for file in importing.get(module_of(one), ())} - seen
         seen |= around
 

@@ -4,7 +4,7 @@
 
 Each chosen function is changed in one place (a comparison turned round, a condition negated, a number shifted, a result
 replaced by None, ...) in a copy of the repository, and the tests nearest to its module run there, as
-`run_tests.py --changed` would; then, while none fails, those of the modules that import it. A change that no test
+`run_tests.py --changed` would, and ColossalAI's; then, while none fails, those of the modules that import it. A change that no test
 notices is printed with its line: it wants a test, or a reason. Run it with the Python of an environment where the tests
 run (`.venv/bin/python`). Exit status: 0 if at least nine of ten changes were noticed, 1 otherwise.
 """
@@ -33,6 +33,8 @@ from changed_tests import PACKAGE, importers, rings_of_tests
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIMIT = 600.0  # seconds of one run of tests; a change that makes it longer than this is noticed, too
 ENOUGH = 0.9
+_LEFT_OUT = ("tests/jobs/", "tests/slow/")
+_COLOSSALAI = "tests/colossalai/"
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -213,9 +215,10 @@ def _noticed(mutant: Mutant, importing: Mapping[str, Set[str]], copies: Queue[Pa
     begun, ran = time.monotonic(), 0
     try:
         (where / mutant.path).write_text(mutant.source, encoding="utf-8")
-        for ring, tests in zip(range(2), rings_of_tests([mutant.path], importing), strict=False):
+        rings = (ring for ring in rings_of_tests([mutant.path], importing, _LEFT_OUT) if ring)
+        for ring, tests in zip(range(2), rings, strict=False):
             ran += len(tests)
-            if _fails(where, tests):
+            if any(_fails(where, some) for some in _by_environment(tests)):
                 print(f"noticed   {mutant.path}:{mutant.line} {mutant.function} (ring {ring + 1}, {ran} files, "
                       f"{time.monotonic() - begun:.0f} s)", flush=True)  # fmt: skip
                 return True
@@ -226,9 +229,16 @@ def _noticed(mutant: Mutant, importing: Mapping[str, Set[str]], copies: Queue[Pa
         copies.put(where)
 
 
+def _by_environment(tests: list[str]) -> list[list[str]]:
+    """Divide tests into those of the main environment and those of ColossalAI's, without empty parts."""
+    of_colossalai = [test for test in tests if test.startswith(_COLOSSALAI)]
+    return [part for part in ([test for test in tests if test not in of_colossalai], of_colossalai) if part]
+
+
 def _fails(where: Path, tests: list[str]) -> bool:
     environment = {**os.environ, "PYTHONPATH": str(where), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    python = REPOSITORY / ".venv-colossalai/bin/python" if tests[0].startswith(_COLOSSALAI) else sys.executable
+    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
             command,
