@@ -4,9 +4,9 @@
 
 Each chosen function is changed in one place (a comparison turned round, a condition negated, a number shifted, a result
 replaced by None, ...) in a copy of the repository, and the tests nearest to its module run there, as
-`run_tests.py --changed` would, and ColossalAI's; then, while none fails, those of the modules that import it. A change that no test
-notices is printed with its line: it wants a test, or a reason. Run it with the Python of an environment where the tests
-run (`.venv/bin/python`). Exit status: 0 if at least nine of ten changes were noticed, 1 otherwise.
+`run_tests.py --changed` would, and ColossalAI's; then, while none fails, those of the modules that import it. A change
+that no test notices is printed with its line: it wants a test, or a reason. Run it with the Python of an environment
+where the tests run (`.venv/bin/python`). Exit status: 0 if at least nine of ten changes were noticed, 1 otherwise.
 """
 
 from __future__ import annotations
