@@ -7,11 +7,13 @@ it, and so on: the nearest tests, not all that could notice. Tests of jobs (`tes
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 
 PACKAGE = "mcore_ckpt_ext"
+_NAMED = re.compile(rf"{PACKAGE}(\.\w+)+(:\w+|\.)?")
 NEEDS_A_JOB = ("tests/jobs/", "tests/colossalai/", "tests/slow/")
 
 
@@ -30,6 +32,9 @@ def changed_files(repository: Path) -> list[str]:
 def imported_modules(source: str) -> Iterator[str]:
     """Yield the modules that a source imports; of `from a import b` both `a` and `a.b`, which may be a module.
 
+    What it imports by name counts as well: a string `mcore_ckpt_ext.a.b` (or `mcore_ckpt_ext.a.b:function`), and the
+    beginning of a formatted one, `mcore_ckpt_ext.a.`, which stands for all modules of that package.
+
     Raises:
         ValueError: it has a relative import, which this repository does not use.
     """
@@ -41,6 +46,8 @@ def imported_modules(source: str) -> Iterator[str]:
                 raise ValueError("relative imports are not used here")
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _NAMED.fullmatch(node.value):
+            yield node.value.partition(":")[0]
 
 
 def module_of(path: str) -> str:
@@ -55,7 +62,10 @@ def importers(repository: Path) -> dict[str, set[str]]:
         for path in (repository / folder).rglob("*.py"):
             name = path.relative_to(repository).as_posix()
             for module in imported_modules(path.read_text(encoding="utf-8")):
-                if module.partition(".")[0] in (PACKAGE, "tests"):
+                if module.endswith("."):
+                    for sibling in (repository / module.replace(".", "/")).glob("*.py"):
+                        found.setdefault(f"{module}{sibling.stem}", set()).add(name)
+                elif module.partition(".")[0] in (PACKAGE, "tests"):
                     found.setdefault(module, set()).add(name)
     return found
 

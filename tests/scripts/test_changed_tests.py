@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from changed_tests import changed_files, importers, module_of, nearest_tests
+from changed_tests import changed_files, importers, module_of, nearest_tests, rings_of_tests
 
 REPOSITORY = Path(__file__).parents[2]
 IMPORTING = {
@@ -34,9 +34,17 @@ def test_nearest_tests(changed: list[str], expected: list[str]) -> None:
     assert nearest_tests(changed, IMPORTING) == expected
 
 
+def test_rings_of_tests() -> None:
+    rings = rings_of_tests(["mcore_ckpt_ext/leaf.py"], IMPORTING, without=())
+    assert list(rings) == [["tests/one/test_leaf.py"], ["tests/jobs/test_job.py", "tests/one/test_middle.py"]]
+
+
 def test_imports_of_this_repository() -> None:
     found = importers(REPOSITORY)
     assert "tests/layout/test_grad_buffer.py" in found["mcore_ckpt_ext.layout.grad_buffer"]
+    # By name alone: the command line imports the command that is given, and frameworks are patched from a list.
+    assert "mcore_ckpt_ext/cli/main.py" in found["mcore_ckpt_ext.cli.verify"]
+    assert "mcore_ckpt_ext/megatron/patch_points.py" in found["mcore_ckpt_ext.megatron.load"]
     assert module_of("mcore_ckpt_ext/layout/__init__.py") == "mcore_ckpt_ext.layout"
 
 
