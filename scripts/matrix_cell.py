@@ -17,7 +17,8 @@ TORCH_OF_PYTHON = {(3, 10): "2.4.1", (3, 11): "2.9.1", (3, 12): "2.13.0", (3, 13
 LOOP_TESTS = (
     "tests/megatron", "tests/patching", "tests/jobs/test_first_step.py", "tests/jobs/test_flags.py",
     "tests/jobs/test_formats.py", "tests/jobs/test_legacy.py", "tests/jobs/test_resume.py", "tests/jobs/test_saving.py",
-    "tests/jobs/test_sidecar.py", "tests/jobs/test_stock.py", "tests/jobs/test_whole.py",
+    "tests/jobs/test_sidecar.py", "tests/jobs/test_stock.py", "tests/jobs/test_stock_resumes.py",
+    "tests/jobs/test_whole.py",
 )  # fmt: skip
 # The genuine DistributedOptimizer of the releases that TEST_RELEASES names.
 CORE_TESTS = ("tests/jobs/versions",)

@@ -1,4 +1,4 @@
-"""Trains a small GPT on Megatron's mock data with the genuine ``megatron.training.pretrain`` (0.19).
+"""Trains a small GPT on Megatron's mock data with the genuine ``megatron.training.pretrain`` (0.17 to 0.19).
 
 The PyPI package of Megatron-LM comes without ``pretrain_gpt.py``.  This script stands in for it: it takes the same
 arguments, has Megatron build the model from them, and sees the same samples, so it has the same losses.  Context
@@ -13,25 +13,20 @@ from typing import Any
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-from megatron.core.enums import ModelType
 from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args
+from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
+
+from megatron_on_cpu.release_api import part_of_this_rank, predicts_further_tokens, train
 
 
 def takes_samples(vp_stage: int | None) -> bool:
     """Whether a stage reads tokens or labels: the first, the last, and the one that predicts further tokens."""
-    args = get_args()
-    stated = args.pipeline_model_parallel_layout
-    layout = PipelineParallelLayerLayout.from_str(stated, args.pipeline_model_parallel_size) if stated else None
-    predicts = mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
-    return predicts or is_first_or_last_pipeline_stage(vp_stage)
+    return predicts_further_tokens(vp_stage) or is_first_or_last_pipeline_stage(vp_stage)
 
 
 def build_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
@@ -78,7 +73,7 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     if takes_samples(get_attr_wrapped_model(model, "vp_stage")):
         batch = next(data_iterator)
     if batch and get_args().context_parallel_size > 1:
-        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=get_context_parallel_group())
+        batch = part_of_this_rank(batch, get_context_parallel_group())
     loss_mask = batch.get("loss_mask")
     output = model(
         batch.get("tokens"),
@@ -92,15 +87,7 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
 
 def main() -> None:
     """Train as the command line says."""
-    args = parse_and_validate_args()
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(
-        config,
-        build_datasets,
-        ModelType.encoder_or_decoder,
-        forward_step,
-        get_embedding_ranks=ranks_with_embeddings,
-    )
+    train(build_datasets, forward_step, ranks_with_embeddings)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ VARIABLE = "COLOSSALAI_PATH"
 CHECKOUTS = [Path(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
 
 
-@pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of ColossalAI (v0.2.0, v0.3.0)")
+@pytest.mark.skipif(
+    not CHECKOUTS, reason=f"runs ColossalAI 0.2 and 0.3, checkouts of v0.2.0 and v0.3.0: {VARIABLE}=FOLDER:FOLDER"
+)
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
 def test_zero_ddp(checkout: Path) -> None:
     job = Path(__file__).with_name("old_version_job.py")

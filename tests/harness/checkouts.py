@@ -1,22 +1,36 @@
-"""Checkouts of Megatron-LM that are named by MEGATRON_LM_PATH, and tests that need one."""
+"""Other releases of Megatron than the installed one: checkouts that MEGATRON_LM_PATH names, and cells of the matrix.
+
+A cell (`scripts/matrix_cell.py`) has a wheel of another release installed, and runs tests of releases with it.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 VARIABLE = "MEGATRON_LM_PATH"
-with_checkout = pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no checkout")
+CELL_VARIABLE = "TEST_RELEASES"
+_RUNS = f"{VARIABLE}=FOLDER python3 scripts/run_tests.py tests/jobs"
+with_checkout = pytest.mark.skipif(
+    VARIABLE not in os.environ, reason=f"runs the sources of Megatron-LM, of any release, in a checkout: {_RUNS}"
+)
+with_another_release = pytest.mark.skipif(
+    VARIABLE not in os.environ and CELL_VARIABLE not in os.environ,
+    reason=f"runs another release of Megatron: python3 scripts/run_tests.py --megatron 0.18.2, or {_RUNS}",
+)
 EITHER = [pytest.param(False, id="installed"), pytest.param(True, id="checkout", marks=with_checkout)]
 """Parameters of a fixture: whether it runs a checkout, which it does where there is one."""
 
 
 def full_version() -> str:
-    """The checkout's own number (core_v0.19.0 calls itself 0.19.1)."""
+    """The checkout's own number (core_v0.19.0 calls itself 0.19.1); without one, that of the installed Megatron."""
+    if VARIABLE not in os.environ:
+        return metadata.version("megatron-core")
     text = (Path(os.environ[VARIABLE]) / "megatron" / "core" / "package_info.py").read_text()
     return ".".join(re.search(rf"^{part} = (\d+)", text, re.MULTILINE)[1] for part in ("MAJOR", "MINOR", "PATCH"))
 
@@ -29,7 +43,7 @@ def version() -> str | None:
 def only_for(*versions: str) -> pytest.MarkDecorator:
     """For tests that say something of these versions (major and minor) alone."""
     found = version()
-    reason = f"{VARIABLE} names {'no checkout' if found is None else found}, this test is for {' and '.join(versions)}"
+    reason = f"is about Megatron-LM {' and '.join(versions)} alone, in a checkout of it: {_RUNS}"
     return pytest.mark.skipif(found not in versions, reason=reason)
 
 
@@ -39,6 +53,11 @@ def optimizers_of_checkout() -> str:
 
 
 def checkout_job() -> dict[str, Any]:
-    """How the checkout's own script is run: arguments of `run_job` and of what calls it."""
+    """How the checkout's own script is run: arguments of `run_job` and of what calls it.
+
+    Without one, no arguments: the installed Megatron runs.
+    """
+    if VARIABLE not in os.environ:
+        return {}
     checkout = Path(os.environ[VARIABLE])
     return {"script": checkout / "pretrain_gpt.py", "megatron": checkout}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from megatron_on_cpu.dump_optimizer import assemble
 
-from tests.harness.checkouts import checkout_job, with_checkout
+from tests.harness.checkouts import checkout_job, with_another_release
 from tests.harness.checkpoints import fixture_named
 from tests.harness.jobs import LEGACY, OFF, Job, differing, resume, run_job, train_and_save
 from tests.harness.layouts import VIRTUAL, Layout
@@ -46,7 +46,7 @@ def test_the_live_optimizer_equals_that_of_the_job_that_wrote(
     assert_resumed(source.truth, resume(tmp_path, layout, source.run, more=more))
 
 
-@with_checkout
+@with_another_release
 def test_an_unchanged_layout_is_left_to_stock(tmp_path: Path) -> None:
     source = fixture_named("p08b")
     job = resume(tmp_path, Layout(1, 4, 8), source.run, more=LEGACY, **checkout_job())
@@ -54,7 +54,7 @@ def test_an_unchanged_layout_is_left_to_stock(tmp_path: Path) -> None:
     assert differing(source.truth, assemble(job.at_load)) == []
 
 
-@with_checkout
+@with_another_release
 def test_stock_refuses_what_the_plugin_resumes(tmp_path: Path) -> None:
     run = fixture_named("p08b").run
     result = run_job(tmp_path, Layout(2, 2, 4), load=run, more=LEGACY, environment=OFF, **checkout_job())
@@ -62,7 +62,7 @@ def test_stock_refuses_what_the_plugin_resumes(tmp_path: Path) -> None:
     assert "tensor_model_parallel_size value from checkpoint (1) is not equal" in result.output
 
 
-@with_checkout
+@with_another_release
 def test_weights_alone_are_cut_too(tmp_path: Path) -> None:
     """Stock 0.16.1 silently leaves half of the layers as they were initialised."""
     source = fixture_named("p08b")
@@ -86,7 +86,7 @@ def weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in tensors.items() if key.startswith("weight.")}
 
 
-@with_checkout
+@with_another_release
 @pytest.mark.parametrize(
     ("model", "written", "written_more", "layout", "more"),
     [

@@ -28,7 +28,10 @@ from tests.harness.saving import (
 )
 
 VARIABLE = "NVRX_PATH"
-pytestmark = pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no nvidia-resiliency-ext")
+pytestmark = pytest.mark.skipif(
+    VARIABLE not in os.environ,
+    reason=f"runs nvidia-resiliency-ext 0.6.0 or later, which {VARIABLE}=FOLDER names (pip install --no-deps --target)",
+)
 RANKS = 2
 # Its writer would otherwise ask for a GPU of its own.
 FLAGS = (*ASYNCHRONOUS, "--async-ckpt-use-cpu-shm")

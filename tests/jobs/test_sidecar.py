@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def saved(request: pytest.FixtureRequest) -> Job:
 def test_it_names_the_job(saved: Job) -> None:
     sidecar = sidecar_of(saved)
     assert sidecar["written_by"].startswith("mcore_ckpt_ext ")
-    assert (sidecar["megatron"], sidecar["iteration"]) == ("0.19.2", 4)
+    assert (sidecar["megatron"], sidecar["iteration"]) == (metadata.version("megatron-core"), 4)
     layout = sidecar["layout"]
     assert (layout["tensor"], layout["pipeline"]) == (saved.layout.tensor, saved.layout.pipeline)
     assert (layout["data"], layout["world"]) == (2, saved.layout.ranks)

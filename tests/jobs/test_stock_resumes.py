@@ -17,7 +17,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.settings import LOAD
 from mcore_ckpt_ext.targets import Target
 from tests.harness import jobs
-from tests.harness.checkouts import EITHER, checkout_job, full_version, with_checkout
+from tests.harness.checkouts import EITHER, checkout_job, full_version, with_another_release
 from tests.harness.checkpoints import fixture_named
 from tests.harness.jobs import LEGACY, OFF, SAVED, differing
 from tests.harness.layouts import SEQUENCE, Layout
@@ -117,7 +117,7 @@ def model_of(fixture: str) -> list[str]:
     return LLAMA if fixture_named(fixture).job["args"]["swiglu"] else []
 
 
-@with_checkout
+@with_another_release
 @pytest.mark.parametrize(
     ("fixture", "layout"), [("p10", Layout(2, 2, 8)), ("p01", Layout(1, 1, 2)), ("p08b", Layout(4, 1, 4))]
 )
@@ -126,7 +126,7 @@ def test_torch_dist_in_a_checkout(fixture: str, layout: Layout, tmp_path: Path) 
     resume(fixture, layout, tmp_path, [], target, checkout=True)
 
 
-@with_checkout
+@with_another_release
 @pytest.mark.parametrize(
     ("fixture", "layout", "more", "sizes"),
     [

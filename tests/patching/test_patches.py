@@ -63,7 +63,7 @@ def test_a_patched_megatron_switches_the_hooks_on(tmp_path: Path) -> None:
 def test_the_patches_fit_a_checkout(variable: str) -> None:
     checkout = os.environ.get(variable)
     if not checkout:
-        pytest.skip(f"{variable} names no checkout")
+        pytest.skip(f"applies the patches to a checkout: {variable}=FOLDER python3 scripts/run_tests.py tests/patching")
     script = REPOSITORY / "scripts" / "check_patches.sh"
     done = subprocess.run([str(script), checkout], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -36,7 +36,10 @@ def test_megatron_tests_pass_as_without_the_package() -> None:
     assert_equal_and_run(Campaign(MEGATRON, Path(os.environ[MEGATRON_VARIABLE])).compare([file]))
 
 
-@pytest.mark.skipif(with_gemini() is None, reason=f"{COLOSSALAI_VARIABLE} names no checkout with {GEMINI}")
+@pytest.mark.skipif(
+    with_gemini() is None,
+    reason=f"runs the tests of ColossalAI itself, of a checkout with {GEMINI}: {COLOSSALAI_VARIABLE}=FOLDER",
+)
 def test_colossalai_tests_pass_as_without_the_package() -> None:
     checkout = with_gemini()
     assert checkout is not None

@@ -1,4 +1,4 @@
-"""A live job of genuine Megatron-LM 0.19 inside of a rank: set up once, then its `load_checkpoint` as often as wanted.
+"""A live job of genuine Megatron-LM inside of a rank: set up once, then its `load_checkpoint` as often as wanted.
 
 Imported by the scripts beside it, which `megatron_on_cpu.launch` runs on every rank.
 """
@@ -21,13 +21,8 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import get_args
-from megatron.training.argument_utils import (
-    gpt_config_from_args,
-    hybrid_config_from_args,
-    pretrain_cfg_container_from_args,
-)
-from megatron.training.arguments import parse_and_validate_args
 from megatron.training.initialize import initialize_megatron
+from megatron_on_cpu.release_api import build_chunk, parse_arguments
 from names import names_of
 
 training: Any = importlib.import_module("megatron.training.training")
@@ -93,7 +88,7 @@ class Live:
 
 def start() -> Any:
     """Initialize Megatron as `pretrain` does; its arguments."""
-    parse_and_validate_args()
+    parse_arguments()
     initialize_megatron()
     return get_args()
 
@@ -101,13 +96,20 @@ def start() -> Any:
 def built() -> Live:
     """Megatron's own model and optimizer for the arguments of now; nothing is loaded."""
     with changed(vars(get_args()), {"load": None}):
-        arguments = get_args()
-        model_config = hybrid_config_from_args if arguments.hybrid_layer_pattern else gpt_config_from_args
-        config = pretrain_cfg_container_from_args(arguments, model_config(arguments))
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        kind = ModelType.encoder_or_decoder
-        model, optimizer, _ = training.setup_model_and_optimizer(kind, cfg_container=config, pg_collection=groups)
+        model, optimizer, _ = training.setup_model_and_optimizer(
+            model_type=ModelType.encoder_or_decoder, **_how_the_model_is_built(get_args())
+        )
     return Live(model, optimizer)
+
+
+def _how_the_model_is_built(arguments: Any) -> dict[str, Any]:
+    """Since 0.19 a configuration says it, before it was a function."""
+    made_of: Any = importlib.import_module("megatron.training.argument_utils")
+    if not hasattr(made_of, "gpt_config_from_args"):
+        return {"model_provider_func": build_chunk}
+    config_of = made_of.hybrid_config_from_args if arguments.hybrid_layer_pattern else made_of.gpt_config_from_args
+    config = made_of.pretrain_cfg_container_from_args(arguments, config_of(arguments))
+    return {"cfg_container": config, "pg_collection": ProcessGroupCollection.use_mpu_process_groups()}
 
 
 @contextmanager
