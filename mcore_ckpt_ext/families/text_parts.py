@@ -7,7 +7,7 @@ Sources: the classes for conditional generation of transformers 4.49 to 5.23.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,14 +18,17 @@ from mcore_ckpt_ext.families.family import HuggingFaceTensor
 TEXT_OF: Mapping[str, str] = {
     "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text", "kimi_vl": "deepseek_v3",
-    "kimi_k25": "deepseek_v3",
+    "kimi_k25": "deepseek_v3", "mistral3": "mistral",
 }  # fmt: skip
+# Types whose texts are of several families, which the text names itself.
+_NAMED_INSIDE: Mapping[str, Collection[str]] = {"mistral3": ("mistral", "ministral3")}
 # What a class does, whatever its folders say of it.
 _ALWAYS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
 _OF_IMAGES = (
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
     "vision_token_id", "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image",
-    "media_placeholder_token_id", "ignore_index",
+    "media_placeholder_token_id", "ignore_index", "multimodal_projector_bias", "projector_hidden_act",
+    "spatial_merge_size", "vision_feature_layer",
 )  # fmt: skip
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "torch_dtype", "dtype")
 _ROPE, _AXES = ("rope_scaling", "rope_parameters"), ("mrope_section", "mrope_interleaved")
@@ -38,10 +41,14 @@ _IMAGES = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector|mm_
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """What `config.json` says of a model's text, as the family of that text says it; None where it is a text's own."""
-    kind = TEXT_OF.get(str(config.get("model_type")))
+    whole_kind, inside = str(config.get("model_type")), config.get("text_config")
+    if whole_kind == "ministral3" and isinstance(inside, Mapping):  # as Ministral 3 was first released
+        whole_kind = "mistral3"
+    kind = TEXT_OF.get(whole_kind)
     if kind is None:
         return None
-    inside = config.get("text_config")
+    if isinstance(inside, Mapping) and inside.get("model_type") in _NAMED_INSIDE.get(whole_kind, ()):
+        kind = str(inside["model_type"])
     whole = {key: config[key] for key in _OF_THE_WHOLE if key in config}
     found = {**(inside if isinstance(inside, Mapping) else config), **whole}  # the whole is what ties its embeddings
     for key in (*_OF_IMAGES, "text_config"):

@@ -276,6 +276,11 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Kimi_K25", {**_LATENT, "model_type": "deepseek_v3", "tie_word_embeddings": False},
         {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     ),
+    "mistral3": (
+        "Mistral3", {**_SIZES, "model_type": "mistral", "head_dim": 16},
+        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16,
+         "image_size": 56, "patch_size": 14},
+    ),
 }  # fmt: skip
 _EXPERTS_OF_TEXT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 WHOLE_WITH_EXPERTS = {
@@ -298,7 +303,8 @@ def save_whole(name: str, folder: Path, **released: Any) -> Any:
         if name in _RELEASED_AXES:
             text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": _RELEASED_AXES[name]}
     torch.manual_seed(7)
-    further = {"gemma3": {"mm_tokens_per_image": 4}, "kimi_k25": {"tie_word_embeddings": False}}.get(name, {})
+    untied = {"tie_word_embeddings": False}
+    further = {"gemma3": {"mm_tokens_per_image": 4}, "kimi_k25": untied, "mistral3": untied}.get(name, {})
     config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **further)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(config).eval()
     model = model.to(torch.bfloat16 if released else torch.float32)

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.families.text_parts import text_config, text_names
 from scripts.scaled_configs import scaled
 from tests.harness.huggingface import tensors
@@ -20,9 +22,12 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 REFUSED = {
     "phi-3.5": "short_factor scales 5 of 6 frequencies each in its own way",
     "phi-4-mini": "attention factor multiplies the part of a head that is rotated, 0.75",
+    "ministral3-3b": "llama_4_scaling_beta; found: 0.1",
 }
 # Types that transformers has no class for, with the class whose model they are; their own code is not run.
 _SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+# Types of which it has no such class: their tensors are those of the family's rules, and there are no logits.
+_WITHOUT_CLASS = ("chatglm", "deepseek", "orion", "qwen")
 ACCEPTED = [name for name in NAMES if name not in REFUSED]
 _ABOUT_OTHER_FILES = {"quantization_config", "auto_map"}
 
@@ -37,8 +42,12 @@ def configuration(name: str) -> dict[str, Any]:
 
 
 def make_published(config: dict[str, Any], folder: Path) -> Any:
-    """A model of a configuration, saved with that configuration."""
+    """A model of a configuration, saved with that configuration; None where its class is not known."""
     folder.mkdir()
+    if config["model_type"] in _WITHOUT_CLASS:
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(_tensors_by_rules(config), folder / "model.safetensors", {"format": "pt"})
+        return None
     built = {**config, "model_type": _SAME_AS.get(config["model_type"], config["model_type"])}
     if built["model_type"] != config["model_type"]:
         built.pop("auto_map", None)
@@ -60,6 +69,13 @@ def make_published(config: dict[str, Any], folder: Path) -> Any:
     model.save_pretrained(folder, save_original_format=config["model_type"] != "kimi_k25")
     file.write_text(json.dumps(config))
     return model
+
+
+def _tensors_by_rules(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    family = family_of_config(config, "")
+    torch.manual_seed(len(config))
+    dtype = getattr(torch, _dtype(config))
+    return {tensor.name: torch.randn(tensor.shape, dtype=dtype) for tensor in family.tensors(family.arguments(config))}
 
 
 def _dtype(config: dict[str, Any]) -> str:
@@ -95,7 +111,8 @@ def assert_round_trip(name: str, tmp_path: Path) -> None:
     compared = {label for label in stored if not (stacked and ".mlp.experts." in label)}
     assert {label for label in back if not (stacked and ".mlp.experts." in label)} == compared
     assert [label for label in compared if not torch.equal(stored[label], back[label])] == []
-    _assert_same_logits(model, tmp_path / "back", config)
+    if model is not None:
+        _assert_same_logits(model, tmp_path / "back", config)
 
 
 def _assert_same_logits(model: Any, folder: Path, config: dict[str, Any]) -> None:

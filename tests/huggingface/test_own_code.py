@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.recognition import family_named
+from mcore_ckpt_ext.families.rules import parameter_shapes
 from tests.harness.witnesses import COMPUTES_AS, OF_OWN_CODE
 
 FOLDER = Path(__file__).with_name("own_code")
@@ -61,6 +62,14 @@ def test_it_answers_as_its_own_code_does(name: str, family: str, tmp_path: Path)
     with torch.no_grad():
         difference = (model(TOKENS).logits - truth).abs().max() / truth.abs().max()
     assert difference <= 1e-6
+
+
+@pytest.mark.parametrize(("name", "family"), COMPUTES_AS.items())
+def test_megatron_holds_the_parameters_of_the_other_family(name: str, family: str) -> None:
+    """Resuming an optimizer under another layout depends on their names and shapes alone: `tests/jobs` shows it."""
+    own = family_named(name)
+    arguments = own.arguments(json.loads((FOLDER / name / "config.json").read_text()))
+    assert parameter_shapes(own.tensors(arguments)) == parameter_shapes(family_named(family).tensors(arguments))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from tests.harness.published_configs import ACCEPTED, FOLDER, REFUSED, assert_round_trip, configuration, make_published
+from mcore_ckpt_ext.formats.hugging_face.model import described_model
+from tests.harness.published_configs import ACCEPTED, FOLDER, REFUSED, assert_round_trip, configuration
 
 SAMPLE = {json.loads((FOLDER / f"{name}.json").read_text())["model_type"]: name for name in ACCEPTED}
 
@@ -24,6 +24,6 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "key"), REFUSED.items())
 def test_what_a_class_reads_and_megatron_cannot_do_is_refused(name: str, key: str, tmp_path: Path) -> None:
-    make_published(configuration(name), tmp_path / "model")
+    (tmp_path / "config.json").write_text(json.dumps(configuration(name)))
     with pytest.raises(UnsupportedCheckpointError, match=key):
-        mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+        described_model(tmp_path)
