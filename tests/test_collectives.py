@@ -49,11 +49,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[A
 
 
 @pytest.mark.parametrize("name", ITEMS)
-def test_every_rank_learns_what_all_have_told(name: str, told: dict[int, dict[str, list[Any]]]) -> None:
+def test_every_rank_gathers_the_values_of_all(name: str, told: dict[int, dict[str, list[Any]]]) -> None:
     assert [told[rank][name] for rank in range(RANKS)] == [ITEMS[name]] * RANKS
 
 
-def test_of_a_failure_that_megatron_collects_only_what_failed_is_told() -> None:
+def test_of_a_failure_that_megatron_collects_only_the_failed_rank_is_reported() -> None:
     """On most ranks its exception says nothing."""
     failures: Any = {0: (RuntimeError("a damaged object"), [])}
 

@@ -47,7 +47,7 @@ def test_the_list() -> None:
     assert set(dir(mcore_ckpt_ext)) >= PUBLIC
 
 
-def test_whoever_checks_types_sees_the_same_names() -> None:
+def test_type_checkers_see_the_same_names() -> None:
     """The imports under TYPE_CHECKING, and the table of homes that serves them."""
     tree = ast.parse(Path(mcore_ckpt_ext.__file__).read_text())
     (guarded,) = (node for node in tree.body if isinstance(node, ast.If))

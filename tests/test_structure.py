@@ -108,7 +108,7 @@ def _is_version(node: ast.expr) -> bool:
     return is_release or "SINCE" in name or name in ("OLDEST", "NEWEST")
 
 
-def test_releases_are_told_apart_in_one_table() -> None:
+def test_releases_are_distinguished_in_one_table() -> None:
     """Whatever depends on a release of Megatron is a row with its source; see `job/releases.py`."""
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
     found = {path: lines for path, source in sources.items() if (lines := compares_versions(source)) and path != TABLE}

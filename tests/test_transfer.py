@@ -181,7 +181,7 @@ def test_nothing_behind_the_last_element_is_asked_for(name: str, reader: FolderR
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_file_that_ends_too_early_is_told(name: str, reader: FolderReader) -> None:
+def test_a_truncated_file_is_reported(name: str, reader: FolderReader) -> None:
     source, _, length, count, stride, _ = RUNS[name]
     with (reader.folder / "raw").open("r+b") as stream:
         stream.truncate(4 + 4 * (source + (count - 1) * stride + length) - 1)

@@ -191,9 +191,7 @@ def test_doctor_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "switched off: MCORE_CKPT_EXT=0" in capsys.readouterr().out
 
 
-def test_doctor_tells_of_a_setting_that_nobody_understands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_reports_an_invalid_setting(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("MCORE_CKPT_EXT", "0")
     monkeypatch.setenv("MCORE_CKPT_EXT_FALLBACK", "yes")
     assert main(["doctor"]) == 1
@@ -241,12 +239,12 @@ def test_a_defect_of_ours_does_not_pass_for_a_verdict(
     assert "please report it" in capsys.readouterr().err
 
 
-def test_names_of_strangers_do_not_command_the_terminal() -> None:
+def test_untrusted_names_do_not_control_the_terminal() -> None:
     hostile = "\x1b[2Jname\r\x07‮evil\ud800"
     assert escaped(hostile) == r"\x1b[2Jname\r\x07\u202eevil\ud800"
 
 
-def test_results_can_be_read_where_the_terminal_knows_only_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_readable_on_an_ascii_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     line("grün")

@@ -322,7 +322,7 @@ FORGED = "verified: 9,999 masters round to their weights"
 
 
 @pytest.mark.parametrize("name", ["verify", "convert", "diff", "inspect"])
-def test_names_of_a_stranger_write_no_lines_of_their_own(
+def test_untrusted_names_write_no_lines_of_their_own(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "run", mcore_ckpt_ext.Canonical())

@@ -92,7 +92,7 @@ def assert_it_stays_text(browser: str, path: Path, page: str, times: int) -> Non
     assert dom.count("&lt;img src=x") >= times, "the name is shown, as text"
 
 
-def test_names_of_strangers_stay_names(browser: str, tmp_path: Path, inspected: Inspection) -> None:
+def test_untrusted_names_stay_names(browser: str, tmp_path: Path, inspected: Inspection) -> None:
     tensor = StoredTensor("weight", HOSTILE, (1,), "float32")
     file = replace(inspected.files[0], file=HOSTILE, tensors=[HOSTILE])
     buffer = replace(inspected.buffers[0], group=HOSTILE, parameters=((HOSTILE, 0, 10),))
@@ -171,7 +171,7 @@ def test_the_page_of_a_comparison(browser: str, tmp_path: Path, capsys: pytest.C
     assert re.search(r'class="cell".*?<title>\d+ elements differ here, by at most', dom)
 
 
-def test_names_of_strangers_stay_names_in_a_comparison(browser: str, tmp_path: Path) -> None:
+def test_untrusted_names_stay_names_in_a_comparison(browser: str, tmp_path: Path) -> None:
     tensor = TensorDifference("weight", HOSTILE, ((1,), (1,)), ("float32", "float32"), 1, 1, problem=HOSTILE)
     kind = KindComparison("weight", 1, 1, (HOSTILE,), (HOSTILE,), (tensor,))
     unread = UnreadState(HOSTILE, HOSTILE, 1)
@@ -226,7 +226,7 @@ def test_the_page_of_a_rehearsal(layout: str, code: int, browser: str, tmp_path:
         assert expected in text, expected
 
 
-def test_names_of_strangers_stay_names_in_a_rehearsal(browser: str, tmp_path: Path) -> None:
+def test_untrusted_names_stay_names_in_a_rehearsal(browser: str, tmp_path: Path) -> None:
     found = Rehearsal(SCHEMA, HOSTILE, 1, HOSTILE, HOSTILE, HOSTILE, refusal=HOSTILE)
     assert_it_stays_text(browser, tmp_path / "page.html", plan_page(found), times=4)
 

@@ -54,7 +54,7 @@ def test_a_style_lets_no_control_character_through(monkeypatch: pytest.MonkeyPat
     assert terminal.getvalue() == "\x1b[1;31m\\x1b[2Jname\x1b[0m\n"
 
 
-def test_progress_tells_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
     now = [0.0]
     progress = Progress(clock=lambda: now[0])

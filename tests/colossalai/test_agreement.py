@@ -21,7 +21,7 @@ def _state(seed: int) -> Any:
     return Everything().state_dict()
 
 
-def test_an_empty_dict_beside_a_full_one_stands_for_that_of_rank_0() -> None:
+def test_an_empty_dict_means_that_of_rank_0() -> None:
     def job() -> None:
         model, _ = wrap(Everything, ignore=("ignored",))
         for seed, is_strict in ((5, True), (6, False)):

@@ -197,7 +197,7 @@ def _rows_of_padding(state: Any) -> dict[str, torch.Tensor]:
     return dict(sorted(rows.items()))
 
 
-def test_replicas_beside_zero() -> None:
+def test_replicas_with_zero() -> None:
     def job() -> None:
         strict.install()
         booster, model, optimizer = boost(zero_size=2, extra_dp_size=2)

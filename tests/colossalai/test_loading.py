@@ -128,7 +128,7 @@ def test_missing_and_unexpected_keys_in_pytorchs_words_and_nothing_is_written() 
     ranks.run(2, job)
 
 
-def test_not_strict_tells_and_loads_the_rest() -> None:
+def test_not_strict_reports_and_loads_the_rest() -> None:
     def job() -> None:
         model, _ = wrap()
         state = _tied(TinyGPT)

@@ -32,7 +32,7 @@ def values_told(option: str) -> set[str]:
 
 @pytest.mark.parametrize("of_checkout", EITHER)
 @pytest.mark.parametrize("option", ["--ckpt-format", "--optimizer"])
-def test_every_value_is_told(option: str, of_checkout: bool) -> None:
+def test_every_value_is_documented(option: str, of_checkout: bool) -> None:
     if of_checkout:
         sources = Path(os.environ[VARIABLE]) / "megatron" / "training"
     else:

@@ -94,7 +94,7 @@ def _median_seconds(work: Callable[[], None]) -> float:
     return statistics.median(seconds)
 
 
-def test_reading_needs_no_memory_of_the_device_beside_its_own(device: torch.device) -> None:
+def test_reading_needs_no_extra_device_memory(device: torch.device) -> None:
     """What is read goes to where it stays: no second copy of it is on the device meanwhile."""
     checkpoint = open_checkpoint(fixture_named("p10").run)
     memory = device_module(device.type)

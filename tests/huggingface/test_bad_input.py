@@ -181,7 +181,7 @@ def test_it_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_pickles_of_strangers_run_no_code(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_untrusted_pickles_run_no_code(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (tmp_path / "executed",)

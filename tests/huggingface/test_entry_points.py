@@ -189,7 +189,7 @@ def test_a_generator_that_raises(site: Path, monkeypatch: pytest.MonkeyPatch) ->
         registered.load().copies(None)  # type: ignore[arg-type]
 
 
-def test_broken_ones_keep_nobody_from_another(run: CommandLine, site: Path, parrot: Path, tmp_path: Path) -> None:
+def test_broken_ones_do_not_affect_others(run: CommandLine, site: Path, parrot: Path, tmp_path: Path) -> None:
     """They are tried for a Megatron checkpoint that no family of this package fits."""
     assert run("convert", parrot, tmp_path / "run", "--to", "torch_dist", path=site).returncode == 0
     (tmp_path / "run" / "release" / "tokenizer" / "config.json").unlink()

@@ -34,7 +34,7 @@ def test_a_value_that_float16_does_not_hold(models: dict[str, Path], tmp_path: P
         mcore_ckpt_ext.convert(run, tmp_path / f"{name}-half", mcore_ckpt_ext.HuggingFace(dtype="float16"))
 
 
-def test_safetensors_are_read_and_not_a_pickle_beside_them(models: dict[str, Path], tmp_path: Path) -> None:
+def test_safetensors_are_preferred_to_a_pickle(models: dict[str, Path], tmp_path: Path) -> None:
     """As transformers does: several safetensors come before a single pytorch_model.bin, which may be old."""
     model = AutoModelForCausalLM.from_pretrained(models["llama"])
     model.save_pretrained(tmp_path / "model", max_shard_size="30KB")
@@ -96,7 +96,7 @@ def test_the_small_files_of_tokenizers(models: dict[str, Path], tmp_path: Path) 
     assert (tmp_path / "llama" / names[3]).exists()
 
 
-def test_the_version_that_will_read_it_is_told(models: dict[str, Path], tmp_path: Path) -> None:
+def test_the_version_that_will_read_it_is_reported(models: dict[str, Path], tmp_path: Path) -> None:
     told = mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.TorchDist()).notes[0]
     assert told.startswith("written for Megatron 0.")
     report = mcore_ckpt_ext.convert(

@@ -168,7 +168,7 @@ def test_what_transformers_would_take_for_something_else_is_said(
     assert {key: found[key] for key in said} == said
 
 
-def test_the_epsilon_of_inner_norms_is_told() -> None:
+def test_the_epsilon_of_inner_norms_is_reported() -> None:
     """Those of compressed queries, keys and values, which `rms_norm_eps` leaves as they are in transformers."""
     family = family_of("deepseek_v3")
     assert family.notices(arguments_of("deepseek_v3")) == []
@@ -286,7 +286,7 @@ def test_published_configurations_are_read_and_come_back(name: str) -> None:
     assert family.arguments(back) == arguments
 
 
-def test_windows_that_an_older_key_tells() -> None:
+def test_windows_by_an_older_key() -> None:
     """As of transformers 4.50; which layers see one made up more than half of the logits."""
     config = {key: value for key, value in configuration("gemma3").items() if key != "layer_types"}
     family = family_of("gemma3")
@@ -342,7 +342,7 @@ def test_activations_of_other_loops(function: str, gated: bool, found: dict[str,
     assert bool(family_of("gpt2").mismatches(changed)) == ("activation_func" in stated)
 
 
-def test_a_base_of_positions_that_nothing_tells() -> None:
+def test_an_unknown_rotary_base() -> None:
     """A description of another loop leaves out what it pleases: Megatron's default is not what it means."""
     job = arguments_of("llama").job
     stated = {name: value for name, value in job.stated.items() if name != "rotary_base"}
@@ -411,7 +411,7 @@ def _positions(config: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     return rotary.inv_freq, torch.tensor(rotary.attention_scaling), torch.tensor(attention.scaling)
 
 
-def test_what_no_flag_says_is_told(tmp_path: Path) -> None:
+def test_settings_without_a_flag_are_reported(tmp_path: Path) -> None:
     """pretrain_gpt.py would compute other positions: its flags are not called those to train with."""
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_scaling_factor = 32.0": ("llama3_tied", {"factor": 32.0}),
@@ -499,7 +499,7 @@ def test_llama_3_2_that_the_job_may_have_computed_as_3_1(tmp_path: Path) -> None
         mcore_ckpt_ext.convert(tmp_path / "job", tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
 
 
-def test_tokens_that_the_job_dropped_are_told(job: Path, tmp_path: Path) -> None:
+def test_dropped_tokens_are_reported(job: Path, tmp_path: Path) -> None:
     state(job, moe_expert_capacity_factor=1.5)
     report = mcore_ckpt_ext.convert(job, tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
     assert any(note.startswith("--moe-expert-capacity-factor 1.5: the job drops tokens") for note in report.notes)

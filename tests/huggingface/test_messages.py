@@ -58,7 +58,7 @@ def test_articles_are_those_that_are_spoken() -> None:
     assert [with_indefinite_article(noun).split()[0] for noun in nouns] == ["an", "an", "a", "a", "an", "a", "an", "an"]
 
 
-def test_layers_that_a_folder_speaks_of_and_does_not_hold_are_told(models: dict[str, Path], tmp_path: Path) -> None:
+def test_listed_layers_that_are_missing_are_reported(models: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(models["qwen3_5"], folder)
     config = json.loads((folder / "config.json").read_text())
@@ -76,7 +76,7 @@ def test_the_last_norm_has_a_state_where_a_job_may_ask_for_one(models: dict[str,
     assert written["decoder.final_layernorm._extra_state"].numel() == 0
 
 
-def test_what_a_job_rounds_is_told(tmp_path: Path) -> None:
+def test_rounding_by_a_job_is_reported(tmp_path: Path) -> None:
     """Qwen3.5 is released in bf16, but for a few vectors in fp32; a job holds all in its own dtype."""
     told = "in float32, unlike the rest, so that a job in bfloat16 rounds them: decoder.layers.0.self_attention.A_log"
     make("qwen3_5", tmp_path / "model", torch.bfloat16)
@@ -104,7 +104,7 @@ def test_a_layer_that_is_stored_more_exactly_than_others_is_not_rounded(tmp_path
     assert all(torch.equal(back[name].float(), tensor.float()) for name, tensor in stored.items())
 
 
-def test_codes_beside_numbers_have_no_array_in_common(tmp_path: Path) -> None:
+def test_codes_and_numbers_have_no_array_in_common(tmp_path: Path) -> None:
     source = tmp_path / "model"
     make("llama", source, torch.bfloat16)
     stored = load_file(source / "model.safetensors")

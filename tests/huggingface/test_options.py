@@ -137,7 +137,7 @@ def test_a_job_of_megatron_with_optimizer_weights_and_masters(tmp_path: Path) ->
     AutoModelForCausalLM.from_pretrained(tmp_path / "masters")
 
 
-def test_masters_are_proven_on_the_way(tmp_path: Path) -> None:
+def test_masters_are_verified_during_conversion(tmp_path: Path) -> None:
     fixture = fixture_named("p02")
     report = mcore_ckpt_ext.convert(
         fixture.run, tmp_path / "masters", mcore_ckpt_ext.HuggingFace(kind="fp32_param", dtype="float16")
@@ -199,7 +199,7 @@ def test_a_dry_run_says_everything_and_writes_nothing(run: Path, tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_flags_of_the_job_are_told(models: dict[str, Path], tmp_path: Path) -> None:
+def test_the_flags_of_the_job_are_reported(models: dict[str, Path], tmp_path: Path) -> None:
     result = command("convert", models["qwen3"], tmp_path / "run", "--to", "torch_dist")
     assert result.returncode == 0, result.stderr
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("note: train it with:"))
@@ -344,7 +344,7 @@ def test_an_argument_that_is_misspelt_or_given_twice_is_refused(given: list[str]
 @pytest.mark.parametrize(
     ("key", "value", "told"), [("rms_norm_eps", 1e-3, "layernorm_epsilon"), ("rope_theta", 5e5, "rotary_base")]
 )
-def test_a_setting_of_the_model_that_differs_is_told(
+def test_a_different_model_setting_is_reported(
     key: str, value: float, told: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     """All tensors are equal, and what is computed with them is not."""

@@ -95,7 +95,7 @@ def test_what_megatron_cannot_do_is_refused(name: str, changed: dict[str, object
 
 
 @pytest.mark.parametrize("name", ["internlm2", "qwen"])
-def test_up_to_which_length_megatron_computes_the_same_is_told(name: str) -> None:
+def test_the_length_up_to_which_megatron_computes_the_same_is_reported(name: str) -> None:
     family = family_named(name)
     (told,) = family.notices(family.arguments(json.loads((FOLDER / name / "config.json").read_text())))
     assert "more than 64 tokens" in told

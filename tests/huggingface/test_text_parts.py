@@ -137,7 +137,7 @@ def test_what_does_not_describe_what_sees(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_sees_in_layers_of_megatron_or_beside_a_projector(name: str, tmp_path: Path) -> None:
+def test_vision_towers_in_megatron_layers_or_with_a_projector(name: str, tmp_path: Path) -> None:
     """There and back, as transformers reads it; Bridge's own import has the same keys (tests/jobs/test_bridge.py)."""
     source, run, back = (tmp_path / place for place in ("whole", "run", "back"))
     model = save_whole(name, source)

@@ -33,7 +33,7 @@ WRITTEN = {
 }
 
 
-def test_what_nobody_states_is_not_known() -> None:
+def test_unstated_values_are_unknown() -> None:
     job = JobArguments.of({"num_experts": None, "swiglu": True, "of_a_fork": 7})
     assert job.swiglu is True
     assert (job.num_experts, job.is_known("num_experts")) == (None, True)
@@ -115,7 +115,7 @@ def test_a_model_is_complete_and_says_what_it_is_made_of() -> None:
         complete(JobArguments.of({"num_layers": 4}, source="some file"))
 
 
-def test_a_model_whose_query_groups_nobody_states_is_refused() -> None:
+def test_a_model_with_unknown_query_groups_is_refused() -> None:
     with pytest.raises(UnsupportedCheckpointError, match="num_query_groups"):
         complete(JobArguments.of({**SIZES, "group_query_attention": True}))
 

@@ -114,7 +114,7 @@ def test_what_the_index_shows_is_so(name: str, with_grid: bool) -> None:
     assert of_model == {size: stated[size] for size in of_model}
 
 
-def test_what_nothing_tells_is_not_known(bridge: Fixture, tmp_path: Path) -> None:
+def test_values_without_a_source_are_unknown(bridge: Fixture, tmp_path: Path) -> None:
     """Neither is a default shown as a fact, nor are buffers cut by one; weights can be had, and facts help."""
     (bridge.iteration / "run_config.yaml").unlink()
     edit_index(bridge, lambda key: key.startswith(("rng_state", "embedding.", "output_layer.")))
@@ -161,7 +161,7 @@ def test_a_description_that_is_none(bridge: Fixture, text: str) -> None:
     assert verify(bridge.run, quick=True).sound
 
 
-def test_a_description_beside_arguments_of_megatrons(tmp_path: Path) -> None:
+def test_a_description_next_to_megatrons_arguments(tmp_path: Path) -> None:
     """They count; that the file says something else, or nothing, is told."""
     copied = fixture_named("p02").copy_to(tmp_path / "copy")
     copied.iteration.chmod(0o755)

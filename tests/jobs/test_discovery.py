@@ -20,7 +20,7 @@ DISCOVERED = "discovery by content"
 
 
 @pytest.mark.parametrize("model", [[], GATED], ids=["gpt", "gated"])
-def test_an_unknown_order_is_discovered_and_proven(model: list[str], tmp_path: Path) -> None:
+def test_an_unknown_order_is_discovered_and_verified(model: list[str], tmp_path: Path) -> None:
     plugins = [RANK_SCRIPTS / "another_order.py"]
     saved = train_and_save(
         tmp_path / "saved", Layout(1, 2, 4), until=SAVED + 1, more=model, plugins=plugins, environment=OFF

@@ -151,7 +151,7 @@ def test_torch_fsdp_takes_weights_alone(in_turn: Results) -> None:
 
 @with_checkout
 @pytest.mark.parametrize(("name", "version", "master"), [("p21", "0.18.0", ".param"), ("p22", "0.14.0", ".fp32_param")])
-def test_the_converter_of_megatron_is_a_witness(name: str, version: str, master: str, tmp_path: Path) -> None:
+def test_the_converter_of_megatron_agrees(name: str, version: str, master: str, tmp_path: Path) -> None:
     """From one source it writes the same names and moments; masters, which it files away, are the main weights here.
 
     It wants a `common.pt`, which 0.18 was the last to write, and stumbles over experts in `fully_reshardable`.

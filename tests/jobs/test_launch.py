@@ -56,7 +56,7 @@ def test_a_job_without_the_package_is_not_hooked(script: Path) -> None:
     assert "hooked False" in result.output
 
 
-def test_how_it_ends_is_told(script: Path) -> None:
+def test_the_result_is_reported(script: Path) -> None:
     assert launch.run(1, script, ["fail"], timeout=200).returncode == 3
     result = launch.run(1, script, ["hang"], timeout=5)
     assert result.returncode == launch.TIMED_OUT

@@ -95,7 +95,7 @@ def decoupled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.parametrize("layout", ["same", "moved"])
 @pytest.mark.parametrize("new", NEW_RATES)
-def test_new_rates_beside_decoupled_ones(new: str, layout: str, decoupled: Results) -> None:
+def test_new_rates_with_decoupled_ones(new: str, layout: str, decoupled: Results) -> None:
     """Groups that are otherwise the same differ in their rates, and in whether these are the job's."""
     if decoupled.megatron == "0.16" and (layout == "same" or new == "no longer decoupled"):
         pytest.skip("groups keep their bounds, or are left to stock")
@@ -134,7 +134,7 @@ def changed_schedules(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_first_step_has_the_schedule_that_the_flag_asks_for(change: str, changed_schedules: Results) -> None:
+def test_the_first_step_has_the_schedule_that_the_flag_selects(change: str, changed_schedules: Results) -> None:
     """Both ramps, before a step is made; stock makes the first one with the command line's weight decay."""
     for flag, when in ((OVERRIDE, "after"), (KEEP, "before")):
         resumed = changed_schedules.job(f"{change} {flag}")

@@ -46,7 +46,7 @@ def test_what_is_known_of_the_job(ran: Programs) -> None:
     assert verify(ran.place("run")).sound
 
 
-def test_either_file_alone_is_believed(ran: Programs, tmp_path: Path) -> None:
+def test_either_file_alone_is_used(ran: Programs, tmp_path: Path) -> None:
     for gone, source in (("io.json", "model.yaml"), ("model.yaml", "io.json")):
         copy = tmp_path / source
         shutil.copytree(ran.place("run"), copy)

@@ -87,7 +87,7 @@ def test_where_they_are_kept_they_are_as_in_a_fresh_model(layout: str, turns: Re
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_where_weights_alone_are_loaded_stock_is_not_silent(layout: str, turns: Results) -> None:
+def test_loading_weights_alone_is_reported_by_stock(layout: str, turns: Results) -> None:
     plain, kept = turns.job(f"{layout}, weights"), turns.job(f"{layout}, weights kept")
     tokens = tokens_of(turns)
     assert f"no row for tokens 128 to {tokens - 1}: Megatron sets their weights to zero" in plain.output

@@ -105,7 +105,7 @@ def test_training_goes_on_and_the_checkpoint_is_the_synchronous_one(held: RunRes
         (16, CAUSES["SIGKILL"]),
     ],
 )
-def test_each_failure_is_told_with_its_cause(iteration: int, cause: str, troubled: RunResult) -> None:
+def test_each_failure_is_reported_with_its_cause(iteration: int, cause: str, troubled: RunResult) -> None:
     assert_told(troubled.output, iteration, cause)
 
 

@@ -95,7 +95,7 @@ WAYS = ["together", "model-first", "nested", "returned"]
 
 
 @pytest.mark.parametrize("way", [*WAYS, "unmoved", "returned, unmoved"])
-def test_a_program_that_knows_nothing_of_the_package(turns: Programs, way: str) -> None:
+def test_a_program_that_does_not_import_the_package(turns: Programs, way: str) -> None:
     assert_same_optimizer(turns.dump("pp4"), turns.dump(way))
 
 

@@ -137,7 +137,7 @@ def test_reduced_moments_take_the_nearest_numbers_of_their_dtype(masters: Job, r
     assert differing({name: expected[name] for name in kept}, {name: found[name] for name in kept}) == []
 
 
-def test_masters_of_half_precision_are_proven_to_be_near(results: Results, tmp_path: Path) -> None:
+def test_masters_of_half_precision_are_verified_to_be_near(results: Results, tmp_path: Path) -> None:
     """The fp32 numbers on the disk are those that fp16 could hold, which are not those that were rounded to weights."""
     saved, off = results.job("half"), results.job("half, off, TP2")
     truth = assemble(saved.at_save)

@@ -68,7 +68,7 @@ def test_with_data_parallelism_a_rank_reads_its_part_of_the_shards(replicas: Out
     assert sum(rank["elements"] for rank in ranks) == parameters
 
 
-def test_a_rank_holds_its_own_shards_and_no_more_than_256_mib_beside(outcomes: Outcomes) -> None:
+def test_a_rank_holds_its_own_shards_and_at_most_256_mib_more(outcomes: Outcomes) -> None:
     """The masters are there already; two moments come, and nothing else that is large, at any moment."""
     everything = sum(STATE * rank["elements"] for rank in outcomes["large"])
     for rank in outcomes["large"]:

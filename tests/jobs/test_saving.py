@@ -158,7 +158,7 @@ def test_no_save_takes_the_results_of_one_that_was_given_up(troubled: RunResult)
         (26, r"rank 0: iteration 24 was not saved: IsADirectoryError"),
     ],
 )
-def test_each_failure_is_told_with_its_cause(iteration: int, cause: str, troubled: RunResult) -> None:
+def test_each_failure_is_reported_with_its_cause(iteration: int, cause: str, troubled: RunResult) -> None:
     assert_told(troubled.output, iteration, cause)
 
 

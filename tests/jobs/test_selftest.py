@@ -92,7 +92,7 @@ def test_an_optimizer_that_is_not_loaded_is_seen(report: dict[str, Any]) -> None
     assert any(line.startswith("exp_avg.") for line in row["details"])
 
 
-def test_a_job_that_stops_is_told_and_the_next_one_runs(report: dict[str, Any]) -> None:
+def test_a_job_that_stops_is_reported_and_the_next_one_runs(report: dict[str, Any]) -> None:
     stopped, went_on = rows(report, STOPS, GOES_ON)
     assert (stopped["outcome"], went_on["outcome"]) == ("FAILED", "passed")
     assert stopped["details"][0].startswith("SystemExit: 2")

@@ -99,7 +99,7 @@ def test_without_it_the_layout_is_recovered(name: str, outcomes: Outcomes) -> No
     assert ("mcore_ckpt_ext.json is ignored: " in line) == (name == "garbage")
 
 
-def test_it_is_not_believed_without_proof(outcomes: Outcomes) -> None:
+def test_it_is_not_used_without_verification(outcomes: Outcomes) -> None:
     """Two parameters of equal shape are exchanged in it."""
     assert "instead of the sidecar" in witness_of(outcomes, "lying")
 
@@ -114,7 +114,7 @@ def test_it_has_no_digests_where_masters_are_whole(saved: Job) -> None:
     assert sidecar_of(saved)["digests"] == []
 
 
-def test_one_beside_an_iteration_that_stock_wrote_again_is_stale(tmp_path: Path) -> None:
+def test_one_of_an_iteration_that_stock_overwrote_is_stale(tmp_path: Path) -> None:
     """Of remainders nothing but digests shows where they lie; those of the earlier save are not held against them."""
     more = [*LLAMA, "--use-precision-aware-optimizer"]
     options = {"plugins": [launch.PRECISION_AWARE], "more": more}

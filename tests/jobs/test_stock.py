@@ -65,7 +65,7 @@ def test_the_product_does_and_says_nothing(name: str, outcomes: Outcomes) -> Non
         assert rank["lines"] == []
 
 
-def test_the_witness_sees_what_is_not_passed_through(outcomes: Outcomes) -> None:
+def test_the_recorder_sees_what_is_not_passed_through(outcomes: Outcomes) -> None:
     """Under another layout the original is called without the optimizer, once, and we resume that."""
     for rank in outcomes["another layout"]:
         assert rank["error"] is None
@@ -74,7 +74,7 @@ def test_the_witness_sees_what_is_not_passed_through(outcomes: Outcomes) -> None
         assert len(rank["lines"]) == 1
 
 
-def test_a_load_of_stock_is_proven_and_stops_the_job_on_every_rank(outcomes: Outcomes) -> None:
+def test_a_stock_load_is_verified_and_stops_the_job_on_every_rank(outcomes: Outcomes) -> None:
     for rank in outcomes["a master is wrong"]:
         assert rank["passed_through"] == [True]
         assert rank["error"].startswith("ProofError: after this load 1 parameters have masters that do not round")

@@ -112,7 +112,7 @@ def test_the_flag_gives_leave_too_and_a_named_iteration_is_looked_at(outcomes: O
 
 
 @pytest.mark.parametrize("name", ["behind", "behind, allowed"])
-def test_what_an_unfinished_save_left_is_told_and_passed_over(name: str, outcomes: Outcomes) -> None:
+def test_an_unfinished_save_is_reported_and_skipped(name: str, outcomes: Outcomes) -> None:
     for rank in outcomes[name]:
         assert (rank["error"], rank["iteration"]) == (None, 4)
         assert "iteration 8 was not finished; resuming from iteration 4, which is complete" in rank["lines"]

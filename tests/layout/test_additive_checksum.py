@@ -51,7 +51,7 @@ def test_parts_add_up_across_the_blocks_of_its_arithmetic(monkeypatch: pytest.Mo
 
 @settings(max_examples=60)
 @given(values=numbers, one=some.integers(0, 39), other=some.integers(0, 39), by=some.integers(1, 3 * 2**20))
-def test_it_tells_states_apart(values: list[int], one: int, other: int, by: int) -> None:
+def test_it_distinguishes_states(values: list[int], one: int, other: int, by: int) -> None:
     state = remainders(values)
     one, other = one % len(values), other % len(values)
     exchanged = state.clone()

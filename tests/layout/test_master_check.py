@@ -123,7 +123,7 @@ def test_a_misplaced_parameter_is_far_in_a_sample(proof: Proof, quantise: object
     assert proof.first_mismatch(torch.full_like(master, float("nan")), weight) is not None
 
 
-def test_the_scale_tells_what_is_near_where_all_weights_are_zero() -> None:
+def test_the_scale_defines_what_is_near_if_all_weights_are_zero() -> None:
     """A scale that does not fit, and masters below half its smallest step."""
     master = masters() / 128
     weight = by_first_scale(master)
@@ -136,7 +136,7 @@ def test_the_scale_tells_what_is_near_where_all_weights_are_zero() -> None:
     assert BY_ROUNDING.at_step(step) is BY_ROUNDING
 
 
-def test_weights_that_were_quantised_anew_at_another_scale() -> None:
+def test_weights_that_were_quantized_again_at_another_scale() -> None:
     """As under another tensor parallelism, which cuts other parts out of a tensor."""
     twice = weaker_of(WITHIN_FP8, WITHIN_FP8)
     for seed in range(4):
@@ -263,7 +263,7 @@ class Interrupted:
 
 @pytest.mark.parametrize("looked", [True, False])
 @pytest.mark.parametrize("wrong", [None, 1, 6])
-def test_masters_are_proven_whether_they_were_looked_at_or_not(wrong: int | None, looked: bool) -> None:
+def test_masters_are_verified_whether_compared_while_reading_or_not(wrong: int | None, looked: bool) -> None:
     weight = torch.arange(8.0).to(torch.bfloat16)
     known = LiveParameter(weight, (Region.whole("weight", (8,)),), {}, may_pad=False)
     shard = LiveShard(known, Slice.whole(known.regions), (), cast("Any", None))
@@ -343,7 +343,7 @@ def test_what_cannot_be_looked_at_hides_no_mismatch(monkeypatch: pytest.MonkeyPa
         found(1.0)
 
 
-def test_an_optimizer_that_nothing_here_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_optimizer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence would say that the load is proven."""
     said: list[str] = []
     monkeypatch.setattr(hooks_proof, "announce", said.append)

@@ -92,7 +92,7 @@ def test_discovery_by_content_finds_every_layout(flat_fixture: Fixture, monkeypa
     assert checkpoint.optimizer.order_sources() == ["discovery by content"]
 
 
-def test_a_wrong_order_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_order_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the order of the other spec at hand: it is refused, and discovery takes over."""
     fixture = fixture_named("p01")
     monkeypatch.setattr(Checkpoint, "orders", lambda self: [parameter_order.TRANSFORMER_ENGINE])
@@ -101,7 +101,7 @@ def test_a_wrong_order_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoint.optimizer.order_sources() == ["discovery by content"]
 
 
-def test_the_witness_is_the_stored_order_or_the_order_of_the_spec_that_wrote(flat_fixture: Fixture) -> None:
+def test_the_order_is_the_stored_one_or_that_of_the_spec_that_wrote(flat_fixture: Fixture) -> None:
     checkpoint = mcore_ckpt_ext.open_checkpoint(flat_fixture.run)
     checkpoint.names("fp32_param")
     engine = flat_fixture.job["args"]["transformer_impl"] == "transformer_engine"
@@ -124,7 +124,7 @@ def test_opening_reads_nothing_but_metadata(checkpoint_fixture: Fixture) -> None
     assert checkpoint.reader.bytes_read < sum(path.stat().st_size for path in data) / 4
 
 
-def test_the_sidecar_is_the_first_witness(flat_fixture: Fixture, tmp_path: Path) -> None:
+def test_the_sidecar_is_the_first_source_of_order(flat_fixture: Fixture, tmp_path: Path) -> None:
     fixture = flat_fixture.copy_to(tmp_path / "copy")
     sidecar = recorded_layout(fixture)
     assert Sidecar.from_json(sidecar.to_json()) == sidecar
@@ -134,7 +134,7 @@ def test_the_sidecar_is_the_first_witness(flat_fixture: Fixture, tmp_path: Path)
     assert checkpoint.optimizer.order_sources() == ["the sidecar"]
 
 
-def test_a_lying_sidecar_is_not_believed(damaged: Fixture) -> None:
+def test_a_wrong_sidecar_is_not_used(damaged: Fixture) -> None:
     """Two parameters of equal size exchanged in the sidecar: the content contradicts, and the next witness serves."""
     text = recorded_layout(damaged).to_json()
     first, second = '"decoder.layers.1.mlp.linear_fc1.weight"', '"decoder.layers.1.mlp.linear_fc2.weight"'
@@ -200,7 +200,7 @@ def test_a_lying_sidecar_that_no_proof_sees(lie: Callable[[str], str], told: str
     assert any(finding.severity == "warning" and told in finding.what for finding in found.findings)
 
 
-def test_a_sidecar_of_modules_of_the_users_own_is_believed(tmp_path: Path) -> None:
+def test_a_sidecar_of_the_users_own_modules_is_used(tmp_path: Path) -> None:
     """Negative control: of a `--spec` no known layer spec knows more than what was recorded."""
     fixture = fixture_named("p48").copy_to(tmp_path / "p48")
     (fixture.iteration / "mcore_ckpt_ext.json").write_text(exchanged(recorded_layout(fixture).to_json()))

@@ -114,7 +114,7 @@ def proof_of_all(run: Path) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.usefixtures("as_if_written_so")
-def test_masters_beside_fp8_weights_are_proven_within_their_rounding(tmp_path: Path) -> None:
+def test_masters_of_fp8_weights_are_verified_within_their_rounding(tmp_path: Path) -> None:
     fixture = gathered_in_fp8(fixture_named("p04").copy_to(tmp_path / "copy"))
     (said,), fail = proof_of_all(fixture.run)
     assert said.endswith(" masters equal to their weights, within fp8 rounding of their weights")
@@ -128,7 +128,7 @@ def test_masters_beside_fp8_weights_are_proven_within_their_rounding(tmp_path: P
 
 
 @pytest.mark.usefixtures("as_if_written_so")
-def test_a_misplaced_master_beside_fp8_weights(tmp_path: Path) -> None:
+def test_a_misplaced_master_of_fp8_weights(tmp_path: Path) -> None:
     fixture = gathered_in_fp8(fixture_named("p04").copy_to(tmp_path / "copy"))
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     path, position = payload_position(open_checkpoint(fixture.run), "fp32_param", name, 0)
@@ -180,7 +180,7 @@ def live(**changes: Any) -> Any:
 QUANTISED: list[Any] = [{(torch.uint8, torch.float32): []}]
 
 
-def test_live_masters_beside_quantised_weights_must_be_plain() -> None:
+def test_live_masters_of_quantized_weights_must_be_plain() -> None:
     check_supported([live(), live(gbuf_ranges=QUANTISED)])
     elsewhere = [
         {"config": SimpleNamespace(use_precision_aware_optimizer=True)},

@@ -54,7 +54,7 @@ def test_a_worker_that_is_there_is_kept():
     assert _changes(_arguments(use_persistent_ckpt_worker=True), problem=None) == {}
 
 
-def test_mcore_asks_for_nothing_but_the_worker():
+def test_mcore_requires_nothing_but_the_worker():
     changes = asynchronous_save_changes(_arguments(async_strategy="mcore"), [], (0, 19), _never)
     assert [change.name for change in changes] == ["use_persistent_ckpt_worker"]
 
@@ -95,7 +95,7 @@ def test_no_persistent_writer_gets_an_offloaded_optimizer(version):
     assert offload_hazard(_arguments(), version) is None
 
 
-def test_a_persistent_writer_of_the_user_s_stays_and_its_danger_is_told():
+def test_a_persistent_writer_that_the_user_chose_stays_with_a_warning():
     arguments = _arguments(optimizer_cpu_offload=True, use_persistent_ckpt_worker=True)
     assert _changes(arguments) == {"async_strategy": "mcore"}
     assert "can be a mixture of steps" in offload_hazard(arguments, (0, 14))

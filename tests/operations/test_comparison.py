@@ -102,7 +102,7 @@ def test_blocks_count_alike(damaged: Fixture, monkeypatch: pytest.MonkeyPatch) -
     assert (found.different, found.first and found.first[0]) == (2, (4, 22))
 
 
-def test_nan_of_the_same_bits_is_equal_and_the_sign_of_zero_is_told(damaged: Fixture, tmp_path: Path) -> None:
+def test_nan_of_the_same_bits_is_equal_and_the_sign_of_zero_is_compared(damaged: Fixture, tmp_path: Path) -> None:
     other = damaged.copy_to(tmp_path / "other")
     nan = b"\x01\x00\xc0\x7f"
     for fixture, bits, zero in ((damaged, nan, 0.0), (other, nan, -0.0)):
@@ -138,7 +138,7 @@ def test_other_bits_of_nan_differ(damaged: Fixture, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("value", "nonzero"), [(0.0, 0), (1.0, 320)])
-def test_padding_of_the_vocabulary_is_told_apart(canonical: Path, value: float, nonzero: int) -> None:
+def test_padding_of_the_vocabulary_is_distinguished(canonical: Path, value: float, nonzero: int) -> None:
     """Ten rows more, zero or not: not equal, and nothing else differs."""
     truth = fixture_named("p07").truth
     key = f"{EXP_AVG}.{EMBEDDINGS}"

@@ -303,12 +303,12 @@ def with_arguments(folder: Path, iteration: int = 4, **changed: object) -> Path:
         ({"iteration": 77}, "it records iteration 77, but its folder is iter_0000004"),
     ],
 )
-def test_what_is_said_and_is_not_so_is_told(changed: Any, said: str, tmp_path: Path) -> None:
+def test_contradicted_metadata_is_reported(changed: Any, said: str, tmp_path: Path) -> None:
     run = with_arguments(tmp_path, **changed)
     assert said in [found.what for found in verify(run, quick=True).findings]
 
 
-def test_arguments_that_nothing_knows_are_named_beside_a_hugging_face_folder(tmp_path: Path) -> None:
+def test_unknown_arguments_are_named_for_a_hugging_face_folder(tmp_path: Path) -> None:
     """Those of a fork may change what the model computes."""
     for folder, changed in (("plain", {}), ("fork", {"embedding_multiplier": 2.0, "never_used": None})):
         run = with_arguments(tmp_path / folder, **changed)
@@ -318,7 +318,7 @@ def test_arguments_that_nothing_knows_are_named_beside_a_hugging_face_folder(tmp
         assert not named or named[0].endswith("embedding_multiplier 2.0")
 
 
-def test_a_learning_rate_that_is_no_number_is_told_and_compared(tmp_path: Path) -> None:
+def test_a_learning_rate_that_is_no_number_is_reported_and_compared(tmp_path: Path) -> None:
     fixture = legacy_of(tmp_path)
 
     def diverged(state: Any) -> None:
@@ -384,7 +384,7 @@ def test_settings_that_cannot_be(change: Any, said: str, tmp_path: Path) -> None
         (lambda common: groups_in(common)[0].update(lr=torch.tensor(1e-3)), ""),
     ],
 )
-def test_settings_that_are_told(change: Any, said: str, tmp_path: Path) -> None:
+def test_reported_settings(change: Any, said: str, tmp_path: Path) -> None:
     run = with_common(tmp_path, change)
     result = verify(run)
     assert result.sound

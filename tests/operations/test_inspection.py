@@ -165,7 +165,7 @@ def test_a_map_that_the_chunks_contradict_is_not_shown(monkeypatch: pytest.Monke
     assert all(item.order_source.startswith("the Transformer Engine layer spec") for item in found.buffers)
 
 
-def test_a_sidecar_tells_the_version_exactly(damaged: Fixture) -> None:
+def test_a_sidecar_records_the_exact_version(damaged: Fixture) -> None:
     sidecar = Sidecar("mcore_ckpt_ext 0.1.0", "0.16.1", 4, {}, ())
     (damaged.iteration / "mcore_ckpt_ext.json").write_text(sidecar.to_json())
     assert inspect(damaged.run).writer.version == "0.16.1"
@@ -199,7 +199,7 @@ def test_contradicting_evidence_is_not_explained_away(damaged: Fixture) -> None:
     assert "contradicts itself" in written_by(FIRST_ARGUMENTS)
 
 
-def test_a_missing_file_is_told_and_not_stumbled_over(damaged: Fixture) -> None:
+def test_a_missing_file_is_reported(damaged: Fixture) -> None:
     (damaged.iteration / "__3_0.distcp").unlink()
     (missing,) = (file for file in inspect(damaged.run).files if file.bytes_on_disk is None)
     assert missing.file == "__3_0.distcp"

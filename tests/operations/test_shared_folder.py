@@ -40,7 +40,7 @@ def unfinished(shared: Path) -> Path:
     return Publication(shared / "out", WORK).folder.parent
 
 
-def test_the_unfinished_folder_is_nobody_elses(shared: Path) -> None:
+def test_the_unfinished_folder_belongs_to_one_user(shared: Path) -> None:
     publication = Publication(shared / "out", WORK)
     publication.open()
     assert stat.S_IMODE(unfinished(shared).stat().st_mode) == 0o700
@@ -151,7 +151,7 @@ def test_a_folder_that_is_swapped_meanwhile_changes_nothing(shared: Path, victim
     assert [path.name for path in victim.parent.iterdir()] == ["keys"]
 
 
-def test_a_journal_is_believed_only_with_its_bytes(tmp_path: Path) -> None:
+def test_a_journal_is_used_only_with_its_bytes(tmp_path: Path) -> None:
     """Our own folder, but a journal whose checksums are those of zeros: what it speaks of is not what it was."""
     run, out = fixture_named("p02").run, tmp_path / "out"
 

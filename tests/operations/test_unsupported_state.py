@@ -87,7 +87,7 @@ def strange(request: pytest.FixtureRequest, tmp_path: Path) -> Fixture:
     return copied
 
 
-def test_what_nothing_knows_is_named(strange: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_keys_are_named(strange: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = mcore_ckpt_ext.Canonical()
     with pytest.raises(UnsupportedCheckpointError, match=rf"would be lost; found: {LOST} \(\d.*--drop unknown;"):
         mcore_ckpt_ext.convert(strange.run, tmp_path / "out", target, accept_lost=True)

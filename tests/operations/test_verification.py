@@ -259,7 +259,7 @@ def test_iterations_without_a_tracker(damaged: Fixture) -> None:
     assert any(check.name == PROOF and check.done for check in result.checks), "the newest is looked at all the same"
 
 
-def test_an_unfinished_asynchronous_save_beside_a_finished_one(damaged: Fixture) -> None:
+def test_an_unfinished_asynchronous_save_next_to_a_finished_one(damaged: Fixture) -> None:
     """Its tensors are written, its metadata and the tracker are not: a warning of the run, an error of its own."""
     unfinished = damaged.run / "iter_0000008"
     shutil.copytree(damaged.iteration, unfinished)
@@ -298,7 +298,7 @@ def test_an_unread_backend_is_unsupported(damaged: Fixture) -> None:
         verify(damaged.run)
 
 
-def test_a_file_that_nobody_knows_is_remarkable(damaged: Fixture) -> None:
+def test_an_unknown_file_is_highlighted(damaged: Fixture) -> None:
     (damaged.iteration / "__99_0.distcp").write_bytes(b"left over")
     result = verify(damaged.run, quick=True)
     assert result.sound
@@ -532,7 +532,7 @@ def test_records_that_overlap_are_seen(damaged: Fixture) -> None:
     assert "overlap at byte" in findings_[0].what
 
 
-def test_kinds_of_different_shape_are_told(damaged: Fixture) -> None:
+def test_kinds_of_different_shape_are_reported(damaged: Fixture) -> None:
     checkpoint = open_checkpoint(damaged.run)
     content = ContentCheck(checkpoint, True, set())
     content._sources[EXP_AVG].logical_tensor = lambda kind, name: LogicalTensor(name, (1, 2), "float32")

@@ -107,7 +107,7 @@ def test_the_command_line(alone: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["diff", str(alone), str(alone), "--weights", weights]) == 0
 
 
-def test_without_them_it_is_refused_and_told_what_helps(alone: Path, tmp_path: Path) -> None:
+def test_without_them_it_is_refused_with_a_hint(alone: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpointError, match="without weights.*--weights FOLDER"):
         convert(alone, tmp_path / "out", TorchDist())
     with pytest.raises(UnsupportedCheckpointError, match="without weights.*--weights FOLDER"):

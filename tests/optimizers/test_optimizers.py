@@ -212,7 +212,7 @@ def test_classes_of_an_offloaded_optimizer_are_not_written(tmp_path: Path) -> No
         assert all(group["offload_fraction"] == 0.5 for group in groups)
 
 
-def test_groups_of_one_model_are_told_apart_by_their_rule() -> None:
+def test_groups_of_one_model_are_distinguished_by_their_rule() -> None:
     adam, lion = {"betas": (0.9, 0.95), "eps": 1e-8}, {"betas": (0.95, 0.98)}
     muon, sgd, plain = {"momentum": 0.95, "nesterov": True}, {"momentum": 0.9, "dampening": 0}, {"momentum": 0}
     assert list(map(rule_of, (adam, lion, muon, sgd, plain))) == [ADAM, LION, MOMENTUM, MOMENTUM, MOMENTUM]

@@ -73,7 +73,7 @@ def test_a_level_of_the_program_counts(logger: logging.Logger, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
-def test_other_ranks_are_silent_but_for_what_is_their_own(
+def test_other_ranks_log_only_their_own_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "3")
@@ -82,6 +82,6 @@ def test_other_ranks_are_silent_but_for_what_is_their_own(
     assert capsys.readouterr().err == "[mcore_ckpt_ext] of rank 3\n"
 
 
-def test_names_of_strangers_do_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_untrusted_names_do_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     announce("run\x1b[2J of \x07")
     assert capsys.readouterr().err == "[mcore_ckpt_ext] run\\x1b[2J of \\x07\n"

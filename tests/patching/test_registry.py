@@ -146,7 +146,7 @@ def test_a_reload_that_keeps_our_function_does_not_wrap_it_again(registry, frame
     assert _load(framework) == OURS
 
 
-def test_a_module_executed_anew_is_patched(registry, framework):
+def test_a_reloaded_module_is_patched(registry, framework):
     registry.install()
     _import(framework, "checkpointing")
     del sys.modules[f"{framework.name}.checkpointing"]
@@ -203,7 +203,7 @@ def listening(caplog):
         ("load = 3", "has no function load"),
     ],
 )
-def test_an_unexpected_target_is_left_alone_and_told_once(registry, framework, caplog, source, reason):
+def test_an_unexpected_target_is_left_alone_and_reported_once(registry, framework, caplog, source, reason):
     framework.write("checkpointing", source)
     registry.install()
     with caplog.at_level(logging.WARNING, "mcore_ckpt_ext"), listening(caplog):
@@ -221,7 +221,7 @@ def test_an_unexpected_target_is_left_alone_and_told_once(registry, framework, c
     assert reason in caplog.text
 
 
-def test_only_the_first_rank_tells(registry, framework, caplog, monkeypatch):
+def test_only_the_first_rank_logs(registry, framework, caplog, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     framework.write("checkpointing", "load = 3")
     registry.install()
@@ -280,7 +280,7 @@ def test_someone_who_patches_while_we_do_is_not_overwritten(registry, framework,
     assert registry.status()[0].state == "not patched"
 
 
-def test_a_name_that_nobody_watches_is_not_ours_to_find(framework):
+def test_a_name_without_patch_points_is_not_found_by_our_finder(framework):
     finder = PostImportFinder({f"{framework.name}.checkpointing"}, lambda name, module: None)
     package = _import(framework, "training").__spec__.parent
     path = sys.modules[package].__path__
@@ -330,7 +330,7 @@ def test_two_registries_do_not_disturb_each_other(registry, framework):
         assert training.train() == OURS
 
 
-def test_a_finder_that_asks_all_finders_again_does_not_recurse(registry, framework, monkeypatch):
+def test_a_finder_that_calls_all_finders_again_does_not_recurse(registry, framework, monkeypatch):
     class Asker:
         def find_spec(self, name, path, target=None):
             if name.startswith(framework.name) and not getattr(self, "asking", False):

@@ -77,5 +77,5 @@ def test_what_it_finds(source: str) -> None:
     assert list(changing(source))
 
 
-def test_what_each_call_makes_anew_is_not_found() -> None:
+def test_objects_made_by_each_call_are_not_found() -> None:
     assert not list(changing("def reader():\n    @functools.cache\n    def groups(): ...\n    return groups"))

@@ -121,7 +121,7 @@ def test_arrays_of_a_safetensors_file_fill_it(arrays: dict[str, list[int]], told
             assert {key for key, *_ in read_header(reader, "a.safetensors")} == set(safetensors.torch.load(content))
 
 
-def test_config_json_asks_for_no_more_than_the_folder_can_hold(tmp_path: Path) -> None:
+def test_config_json_requires_no_more_than_the_folder_can_hold(tmp_path: Path) -> None:
     """Ten thousand layers of 65,536 query groups each, in a few hundred thousand bytes."""
     arrays = {f"model.layers.{layer}.input_layernorm.weight": [0, 0] for layer in range(10_000)}
     (tmp_path / "model.safetensors").write_bytes(header_of(arrays))
@@ -155,7 +155,7 @@ def test_json_that_says_no_one_thing_is_refused(content: str, tmp_path: Path) ->
         ({"model": [], "added_tokens": {}}, None),
     ],
 )
-def test_a_tokenizer_of_a_stranger_is_counted_or_not(content: object, expected: int | None, tmp_path: Path) -> None:
+def test_an_untrusted_tokenizer_is_counted_or_not(content: object, expected: int | None, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert tokens_of(auxiliary_files(tmp_path)) == expected
 
@@ -190,7 +190,7 @@ def test_a_dtype_without_plain_elements_is_refused(dtype: object) -> None:
 
 
 @pytest.mark.parametrize("name", [TRACKER_FILE, ".metadata", "common.json", "mcore_ckpt_ext.json"])
-def test_nobody_waits_for_a_pipe(name: str, tmp_path: Path) -> None:
+def test_reading_does_not_wait_for_a_pipe(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     if name == TRACKER_FILE:

@@ -27,7 +27,7 @@ def test_what_a_tracker_names(tmp_path: Path, text: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("text", NAMES_NONE.values(), ids=NAMES_NONE)
-def test_a_tracker_that_names_nothing_is_told_by_every_reader(tmp_path: Path, text: str) -> None:
+def test_a_tracker_that_names_nothing_is_reported_by_every_reader(tmp_path: Path, text: str) -> None:
     (tmp_path / "iter_0000004").mkdir()
     (tmp_path / TRACKER_FILE).write_text(text)
     with pytest.raises(UnreadableCheckpointError, match="names no iteration") as caught:

@@ -198,7 +198,7 @@ def test_damage_is_not_right_and_refuses_nothing(worth: int, stored: Stored, mon
     assert checksums.right == set()
 
 
-def test_a_damaged_record_beside_the_elements_is_not_right(stored: Stored) -> None:
+def test_a_damaged_record_next_to_the_elements_is_found(stored: Stored) -> None:
     """The elements pass, and are right; the archive is not, for another of its records is damaged."""
     archive = TorchArchive(FolderReader(stored.path.parent), *stored.place)
     (name,) = (name for name in archive.names if name.endswith("serialization_id"))

@@ -131,7 +131,7 @@ def test_an_array_may_be_named_like_the_plans(tmp_path: Path) -> None:
     assert found.has_plans
 
 
-def test_what_is_lent_is_parsed_once_and_only_for_its_folder(tmp_path: Path) -> None:
+def test_a_shared_index_is_parsed_once_and_only_for_its_folder(tmp_path: Path) -> None:
     content = by_this_package(FEW)
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
@@ -145,7 +145,7 @@ def test_what_is_lent_is_parsed_once_and_only_for_its_folder(tmp_path: Path) -> 
         read_index(tmp_path / "one")
 
 
-def test_what_is_lent_damaged_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
+def test_a_damaged_shared_index_is_refused_by_its_file_name(tmp_path: Path) -> None:
     with (
         using_index(SharedIndex(tmp_path, b"no index")),
         pytest.raises(CheckpointError, match=re.escape(str(tmp_path / ".metadata"))),
@@ -153,7 +153,7 @@ def test_what_is_lent_damaged_is_refused_by_the_name_of_its_file(tmp_path: Path)
         read_index(tmp_path)
 
 
-def test_what_another_rank_is_lent_is_parsed_already_and_lacks_the_plans(
+def test_an_index_shared_by_another_rank_is_parsed_and_lacks_the_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = with_plans([1, 2])
@@ -174,12 +174,12 @@ def test_what_has_a_shape_has_a_name(tmp_path: Path) -> None:
         index_of(with_plans([], mcore_data=shapes), tmp_path)
 
 
-def test_shapes_that_follow_the_plans_are_lent_with_them(tmp_path: Path) -> None:
+def test_shapes_that_follow_the_plans_are_shared_with_them(tmp_path: Path) -> None:
     data = with_plans([1, 2], mcore_data={})
     assert SharedIndex(tmp_path, data).without_plans().data == data
 
 
-def test_an_index_without_plans_is_lent_whole(tmp_path: Path) -> None:
+def test_an_index_without_plans_is_shared_in_full(tmp_path: Path) -> None:
     data = by_torch(FEW)
     assert SharedIndex(tmp_path, data).without_plans().data == data
 
@@ -286,9 +286,7 @@ def unpickled(*_: Any) -> None:
     raise AssertionError("unpickled")
 
 
-def test_torch_reads_objects_without_unpickling_an_index_that_is_lent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_reads_objects_without_unpickling_a_shared_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, folder = with_object(tmp_path)
     handed = pickle.loads(pickle.dumps(SharedIndex(folder, data).without_plans()))
     assert handed.index.objects.keys() == {"common.iteration"}
@@ -301,7 +299,7 @@ def test_torch_reads_objects_without_unpickling_an_index_that_is_lent(
                 objects_of(folder)
 
 
-def test_megatron_reads_the_common_state_without_unpickling_an_index_that_is_lent(
+def test_megatron_reads_the_common_state_without_unpickling_a_shared_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dist_checkpointing = pytest.importorskip("megatron.core.dist_checkpointing")
@@ -319,7 +317,7 @@ def test_megatron_reads_the_common_state_without_unpickling_an_index_that_is_len
     assert dist_checkpointing.load_common_state_dict is before
 
 
-def test_torch_is_told_all_else_as_it_is_stored(tmp_path: Path) -> None:
+def test_torch_gets_all_else_as_it_is_stored(tmp_path: Path) -> None:
     data, folder = with_object(tmp_path)
     state = {"buffer": torch.zeros(6), "common": {"iteration": 0}}
     with index_shared(SharedIndex(folder, data).without_plans()):
@@ -329,7 +327,7 @@ def test_torch_is_told_all_else_as_it_is_stored(tmp_path: Path) -> None:
     assert state["buffer"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_an_index_that_is_lent_damaged_is_torchs_to_meet(tmp_path: Path) -> None:
+def test_a_damaged_shared_index_is_left_to_torch(tmp_path: Path) -> None:
     _, folder = with_object(tmp_path)
     (folder / ".metadata").write_bytes(b"no index")
     with (
@@ -357,7 +355,7 @@ def test_a_reader_that_keeps_what_it_got_for_a_later_save_gets_all(tmp_path: Pat
         assert pickle.loads(pickle.dumps(found)).planner_data == known.planner_data
 
 
-def test_torch_sees_no_plans_in_an_index_that_is_lent_without_them(tmp_path: Path) -> None:
+def test_torch_sees_no_plans_in_an_index_shared_without_them(tmp_path: Path) -> None:
     data = with_plans([1, 2])
     (tmp_path / ".metadata").write_bytes(data)
     reader = FileSystemReader(tmp_path)

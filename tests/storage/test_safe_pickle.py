@@ -167,7 +167,7 @@ def test_no_file_outside_of_the_folder_is_opened(name: str, tmp_path: Path) -> N
         FolderReader(tmp_path).size(name)
 
 
-def test_a_file_that_is_too_short_is_told_with_its_own_size(tmp_path: Path) -> None:
+def test_a_short_file_is_reported_with_its_size(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     with FolderReader(tmp_path) as reader, pytest.raises(UnreadableCheckpointError, match="5 bytes.*at least 12 bytes"):
         reader.read_into("file", 8, memoryview(bytearray(4)))

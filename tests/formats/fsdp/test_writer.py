@@ -148,7 +148,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert compare(tmp_path / "hf", tmp_path / "again").equal
 
 
-def test_what_rounding_may_change_is_told(tmp_path: Path) -> None:
+def test_possible_rounding_is_reported(tmp_path: Path) -> None:
     """Transformer Engine rounds exact ties otherwise than whoever makes weights of masters."""
     report = convert(fixture_named("p47").run, tmp_path / "out", FsdpDtensor())
     assert any(note.startswith("the weights are not written: ") for note in report.notes)
@@ -196,7 +196,7 @@ def test_a_parameter_that_is_missing_or_twice(fsdp: Fixture) -> None:
         open_checkpoint(fsdp.run)
 
 
-def test_a_key_that_nobody_knows_is_named(fsdp: Fixture) -> None:
+def test_an_unknown_key_is_named(fsdp: Fixture) -> None:
     def rename(metadata: Any) -> None:
         for table in (metadata.state_dict_metadata,):
             table["strange.thing"] = table.pop("rng_state.(0, 0).0.cuda_rng_state")

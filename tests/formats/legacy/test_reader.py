@@ -160,7 +160,7 @@ def test_a_model_of_megatron_before_core_is_refused(tmp_path: Path) -> None:
         open_checkpoint(folder).names("weight")
 
 
-def test_what_no_rule_knows_is_read_where_one_rank_holds_it(tmp_path: Path) -> None:
+def test_parameters_without_a_rule_are_read_if_one_rank_holds_them(tmp_path: Path) -> None:
     arguments = Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
     model = {"module.strange.matrix": torch.arange(6.0).reshape(2, 3)}
     checkpoint = open_checkpoint(written(tmp_path, args=arguments, checkpoint_version=3.0, model=model))
@@ -290,7 +290,7 @@ def test_a_down_projection_is_cut_where_it_is_smaller_than_the_rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["decoder.layers.0.mixer.in_proj.weight", "strange", "router_gate.scale"])
-def test_a_parameter_that_no_rule_knows_is_refused_when_it_may_be_cut(name: str) -> None:
+def test_a_parameter_without_a_rule_is_refused_if_it_may_be_split(name: str) -> None:
     with pytest.raises(UnsupportedCheckpointError, match="tensor-parallel split of a parameter is unknown"):
         bands(name, (4, 4))
     assert regions_of(name, (4, 4), TensorPart(0, 1), JobArguments()) == ((4, 4), (Region.whole(name, (4, 4)),))

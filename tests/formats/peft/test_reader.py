@@ -91,7 +91,7 @@ def test_what_peft_takes_for_the_same_adapters_is_read(
     assert len(open_checkpoint(there, weights=models["llama"]).names("weight")) == 8
 
 
-def test_it_is_shown_with_its_model_and_asks_for_it(models: dict[str, Path], tmp_path: Path) -> None:
+def test_it_is_shown_with_its_model_and_requires_it(models: dict[str, Path], tmp_path: Path) -> None:
     there = peft_folder(tmp_path / "peft", of_queries_and_values())
     with pytest.raises(CheckpointError, match=r"an adapter \(LoRA\), not a model.*--weights FOLDER"):
         convert(there, tmp_path / "run", TorchDist())
@@ -193,7 +193,7 @@ def test_adapters_in_some_layers_only(layer: int, models: dict[str, Path], tmp_p
     convert(there, tmp_path / "merged", HuggingFace(), merge=models["llama"])
 
 
-def test_what_is_not_told_is_as_peft_has_it(models: dict[str, Path], tmp_path: Path) -> None:
+def test_omitted_keys_have_the_defaults_of_peft(models: dict[str, Path], tmp_path: Path) -> None:
     content = of_every_layer("model.layers.{}.self_attn.o_proj", 32, 32)
     there = peft_folder(tmp_path / "peft", content, base_model_name_or_path="someone/other")
     told = json.loads((there / "adapter_config.json").read_text())

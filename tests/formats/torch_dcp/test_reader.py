@@ -101,13 +101,13 @@ def test_masters_that_are_not_those_of_their_weights(fsdp2: Fixture, tmp_path: P
         ("optimizer.optimizer.param_groups.0.wd_mult", "0 groups that fit"),
     ],
 )
-def test_what_cannot_be_told_is_refused(gone: str, reason: str, fsdp2: Fixture) -> None:
+def test_an_undecidable_case_is_refused(gone: str, reason: str, fsdp2: Fixture) -> None:
     edit(fsdp2.iteration, lambda arrays, places: arrays.pop(gone) and None)
     with pytest.raises(UnsupportedCheckpointError, match=reason):
         open_checkpoint(fsdp2.run)
 
 
-def test_what_nobody_knows_is_told(fsdp2: Fixture) -> None:
+def test_unknown_state_is_reported(fsdp2: Fixture) -> None:
     def add(arrays: dict[str, Any], places: dict[Any, Any]) -> None:
         for name, like in (("optimizer.mystery", f"{MASTER}.1.0"), ("mystery", "model.decoder.final_layernorm.bias")):
             arrays[name] = arrays[like]

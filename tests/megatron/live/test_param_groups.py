@@ -41,14 +41,14 @@ def test_a_changed_learning_rate_alone_is_no_obstacle() -> None:
     assert carried_groups([group(max_lr=3.0)], [group(max_lr=1.0, lr=0.5, step=4)])[0]["lr"] == 0.5
 
 
-def test_muon_and_adam_may_share_all_that_tells_groups_apart() -> None:
+def test_muon_and_adam_may_share_all_that_distinguishes_groups() -> None:
     stored = [group(momentum=0.9, lr=0.5), group(betas=(0.9, 0.99), eps=1e-8, lr=0.25, step=4)]
     muon, adam = carried_groups([group(momentum=0.0), group(betas=(0.5, 0.5), eps=0.0)], stored)
     assert (muon["lr"], muon["momentum"], "step" in muon) == (0.5, 0.9, False)
     assert (adam["lr"], adam["betas"], adam["step"]) == (0.25, (0.9, 0.99), 4)
 
 
-def test_what_only_the_live_group_knows_stays() -> None:
+def test_settings_only_of_the_live_group_stay() -> None:
     assert carried_groups([group(fused=True)], [group(lr=0.5)])[0]["fused"] is True
 
 

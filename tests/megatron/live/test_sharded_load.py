@@ -224,7 +224,7 @@ def test_what_is_not_plain_is_left_to_the_standard_library(tmp_path: Any) -> Non
     assert plain_directory(b"", 0) is None
 
 
-def test_only_extra_states_that_nobody_wrote_start_empty() -> None:
+def test_only_missing_extra_states_start_empty() -> None:
     """Those of another stacking are the module's own: to leave them out would forget its history of fp8."""
     layer, other = "decoder.layers.self_attention.linear_qkv._extra_state", "decoder.layers.mlp.linear_fc1._extra_state"
     of_one_layer = "decoder.layers.2.mlp.linear_fc1._extra_state/shard_0_1"

@@ -128,7 +128,7 @@ def test_one_failure_costs_one_save(fault: str, rank: int, asynchronous: bool, i
     assert job.states() == [*expected, State.COMMITTED]
 
 
-def test_a_save_that_is_told_outlives_the_failure_of_the_one_before(tmp_path: Path) -> None:
+def test_a_committed_save_outlives_the_failure_of_the_one_before(tmp_path: Path) -> None:
     """Both end while `save_checkpoint` waits for the second."""
     orders = [Order(2, faults=frozenset({("settle", 0)}), steps=0), Order(4, waits=True), Order(6)]
     job = Job(tmp_path, orders, goes_on=False).train()
@@ -170,7 +170,7 @@ def test_one_failure_stops_every_rank_unless_the_user_says_otherwise(
         ("track", 0, "iteration 2 was not saved: IsADirectoryError"),
     ],
 )
-def test_the_cause_is_told_on_every_rank(fault: str, rank: int, said: str, tmp_path: Path) -> None:
+def test_the_cause_is_reported_on_every_rank(fault: str, rank: int, said: str, tmp_path: Path) -> None:
     job = Job(tmp_path, [Order(2, faults=frozenset({(fault, rank)}))], goes_on=False).train()
     for member in job.members:
         with pytest.raises(SaveFailedError, match=said):

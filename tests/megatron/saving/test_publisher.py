@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def test_what_is_next_waits_for_it_and_knows_that_it_failed(tmp_path: Path, run: Run) -> None:
+def test_the_next_one_waits_for_it_and_learns_that_it_failed(tmp_path: Path, run: Run) -> None:
     run.publisher.prepare(run.save)
     Timer(0.2, run.outcome.set_result, ["no space left"]).start()
     run.publisher.end(wait=True)

@@ -49,7 +49,7 @@ def answers_to(folder: Path, *calls: Call) -> list[tuple[bool, str | None]]:
     return [(is_first, answer) for _, is_first, answer in found]
 
 
-def test_without_problems_nobody_has_one(tmp_path: Path) -> None:
+def test_without_problems_no_rank_reports_one(tmp_path: Path) -> None:
     assert answers_to(tmp_path, (Point.BEGIN, None), (Point.BEGIN, None)) == [(True, None), (False, None)]
 
 
@@ -130,7 +130,7 @@ KILLED = "its writer (pid ...) was killed by SIGKILL"
         ([(True, 1)] * 3, "\n  ".join(f"rank {rank}: {KILLED}" for rank in range(3))),
     ],
 )
-def test_every_rank_knows_whether_all_writers_are_done(
+def test_every_rank_learns_whether_all_writers_are_done(
     ranks: list[tuple[bool, int]], answer: object, tmp_path: Path
 ) -> None:
     assert told_to(tmp_path, *ranks) == [answer] * 3

@@ -136,7 +136,7 @@ def test_a_configuration_alone_is_no_model(model: Path) -> None:
     assert "--load names no Hugging Face folder" in refusal(arguments(model, ckpt_ext_from_hf=True))
 
 
-def test_the_flag_asks_for_a_folder(model: Path, tmp_path: Path) -> None:
+def test_the_flag_requires_a_folder(model: Path, tmp_path: Path) -> None:
     asked = {"ckpt_ext_from_hf": True}
     check_arguments(arguments(model, **asked))
     empty = tmp_path / "empty"

@@ -81,7 +81,7 @@ def test_its_own_format_is_left_to_stock() -> None:
 @pytest.mark.parametrize(
     ("own", "says"), [("torch_dist", True), ("torch_dcp", False)], ids=["another format", "its own format"]
 )
-def test_jobs_of_torch_fsdp_are_told_what_helps(own: str, says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_of_torch_fsdp_get_a_hint(own: str, says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(torch_fsdp, "announce", said.append)
     arguments = Namespace(
