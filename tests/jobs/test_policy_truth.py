@@ -196,7 +196,10 @@ def test_both_decisions_are_among_them(results: Results) -> None:
     assert any(PLUGIN in output for output in outputs)
 
 
-LOADS = [("pp4", 1, 4), ("pp4", 2, 2), ("pp4", 4, 1), ("verl", 2, 2), ("verl", 1, 4), ("root", 2, 2), ("root", 1, 4)]
+LOADS = [
+    ("pp4", 1, 4), ("pp4", 2, 2), ("pp4", 4, 1), ("verl", 2, 2), ("verl", 1, 4), ("root", 2, 2), ("root", 1, 4),
+    ("lr_mult", 4, 1), ("decoupled", 4, 1), ("decoupled", 1, 4),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -204,11 +207,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     """The same of a loop on Megatron Core."""
     found, script = Programs(tmp_path_factory.mktemp("loops")), RANK_SCRIPTS / "sixty_lines.py"
     ways = {"pp4": ("together", 1, 4), "verl": ("verl", 2, 2), "root": ("root", 2, 2)}
+    ways |= {"lr_mult": ("together", 4, 1), "decoupled": ("together", 4, 1)}
     for name, (way, tensor, pipeline) in ways.items():
-        found.add(name, script, tensor, pipeline, "none", found.place(name), way)
+        found.add(name, script, tensor, pipeline, "none", found.place(name), way, name)
     for stock in (False, True):
         for name, tensor, pipeline in LOADS:
-            load = (script, tensor, pipeline, found.place(name), "none", ways[name][0])
+            load = (script, tensor, pipeline, found.place(name), "none", ways[name][0], name)
             found.add(f"{name} {tensor} {pipeline} {stock}", *load, stock=stock)
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in EXPLAIN.items():

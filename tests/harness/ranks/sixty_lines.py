@@ -8,7 +8,8 @@ state is the root of what is stored), `verl-first` (as `verl`, and the optimizer
 (the one way in which it does know of this package: it calls it for the optimizer, and for the sidecar). With `frozen`,
 the embeddings and the first two layers are not trained, so that a stage may have nothing to train; with `stub`, such a
 rank has an optimizer of nothing, as `get_megatron_optimizer` made it up to 0.13, and is passed over as loops do. With
-`buckets`, there are several in a buffer, and what is saved is `fully_reshardable`.
+`buckets`, there are several in a buffer, and what is saved is `fully_reshardable`; with `decoupled`, embeddings have a
+learning rate of their own; with `lr_mult`, groups lose that setting before they are saved.
 """
 
 import sys
@@ -47,7 +48,8 @@ if {"frozen", "stub"} & {*sys.argv}:
 small = {"overlap_grad_reduce": True, "bucket_size": 3000} if "buckets" in sys.argv else {}
 buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, **small)
 wrapped = DistributedDataParallel(config, buffers, Float16Module(config, model))
-settings = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, **dtype)
+rates = {"decoupled_lr": 5e-4, "decoupled_min_lr": 1e-5} if "decoupled" in sys.argv else {}
+settings = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, **rates, **dtype)
 optimizer = get_megatron_optimizer(settings, [wrapped])
 if "stub" in sys.argv and not any(parameter.requires_grad for parameter in model.parameters()):
     optimizer = ChainedOptimizer([])
@@ -97,6 +99,8 @@ if target != "none":
     state = dict(whole)
     if not optimizer.is_stub_optimizer:
         train(wrapped, optimizer)  # noqa: F821 - made by whoever runs this: a step, or what looks like one
+        for group in optimizer.param_groups if "lr_mult" in sys.argv else ():
+            del group["lr_mult"]
         state["optimizer"] = optimizer.sharded_state_dict(whole, metadata=metadata)
     apart = {"model/dist_ckpt": ["model"], "optimizer/dist_ckpt": ["optimizer"]}
     parts = apart if way in ("verl", "root") else {"": [*state]}
