@@ -18,6 +18,7 @@ from mcore_ckpt_ext.cli.output import json_text
 from mcore_ckpt_ext.errors import CheckpointError, io_hint
 from mcore_ckpt_ext.storage.atomic_files import cannot_write
 from mcore_ckpt_ext.storage.json_tree import encode
+from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import without_digests
 from tests.harness.terminal import on_terminal
@@ -84,6 +85,14 @@ class TestPattern:
         assert err.startswith("mcore-ckpt: error: ")
         assert sentence in err
         assert err.endswith(f"hint: mcore-ckpt {help_of}--help\n")
+
+    def test_a_conversion_without_a_format_lists_the_formats(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, out, err = said(capsys, "convert", "a", "b")
+        lines = err.splitlines()
+        assert (code, out) == (2, "")
+        assert lines[0] == "mcore-ckpt: error: --to is missing: the format to write"
+        assert [line.split()[1:3] for line in lines[1:-1]] == [["--to", name] for name in TARGETS]
+        assert lines[-1] == "mcore-ckpt: hint: mcore-ckpt convert --help"
 
 
 @pytest.mark.parametrize("command", ["verify", "diff"])

@@ -50,3 +50,23 @@ def test_every_rank_holds_what_the_genuine_one_held(name: str) -> None:
             (one["canonical"][0], *one["optim"]["param"]) for one in genuine["params"] if one["optim"] is not None
         ]
         assert sorted(simulated) == sorted(held_by_it), genuine["coords"]
+
+
+def test_places_with_context_parallelism() -> None:
+    """Megatron numbers ranks by tensor, context, data and pipeline place, in this order, the first one fastest, and
+    divides the buffers among the context and data ranks of a place (`RankGenerator.get_ranks` and
+    `get_data_parallel_group(with_context_parallel=True)`, core/parallel_state.py, core_v0.19.0).
+    """
+    checkpoint = open_checkpoint(fixture_named("p01").run)
+    sizes = {
+        "world_size": 8,
+        "tensor_model_parallel_size": 2,
+        "context_parallel_size": 2,
+        "pipeline_model_parallel_size": 1,
+        "data_parallel_size": 2,
+    }
+    version = Version(0, 19)
+    job = SimulatedJob(checkpoint, checkpoint.arguments.changed(**sizes), version)
+    ranks = DataParallelRanks(job, checkpoint, version)
+    found = [ranks.places(rank) for rank in range(8)]
+    assert found == [[(ModelRank(0, rank % 2), rank // 2)] for rank in range(8)]
