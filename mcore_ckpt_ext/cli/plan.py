@@ -151,11 +151,20 @@ def _show_layouts(found: LayoutPlan) -> None:
     memory = best.memory
     line(
         f"  memory of the fullest GPU: weights {readable(memory.weights)}, gradients {readable(memory.gradients)}, "
-        f"optimizer {readable(memory.optimizer)}, activations {readable(memory.activations)} (an estimate)"
+        f"optimizer {readable(memory.optimizer)}, activations {_activations(found)}"
     )
     if memory.host:
         line(f"  in the memory of its host: {readable(memory.host)} of the optimizer")
     line(f"  read by all ranks: {readable(best.read_in_all)}; with --ckpt-ext-read-once: {readable(best.read_once)}")
+
+
+def _activations(found: LayoutPlan) -> str:
+    lacking = [name for name in ("seq_length", "hidden_size") if name in found.unknown]
+    return (
+        f"not known without {lacking[0]}"
+        if lacking
+        else f"{readable(found.layouts[0].memory.activations)} (an estimate)"
+    )
 
 
 def _show_what_excludes(found: LayoutPlan) -> None:

@@ -133,6 +133,10 @@ def place_after_layers(name: str, job: JobArguments) -> int:
     return job.num_layers - 1 if is_norm and job.mtp_num_layers and job.num_layers else AFTER_LAYERS
 
 
+ROWS_DIVISOR = 128
+"""Megatron's default of `--make-vocab-size-divisible-by`."""
+
+
 class PaddedRows:
     """Rows of the vocabulary, padded for a tensor-parallel size.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
 from mcore_ckpt_ext.layout_choice.search import FoundLayout, Search, SearchRequest, batch_of, search
+from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.optimizers.model_space_formats import is_layer_wise
 from mcore_ckpt_ext.optimizers.table import stock_can_load
@@ -146,7 +147,7 @@ def plan(
         raise UsageError("the number of GPUs must be 1 or more", found=f"{min(gpus, gpus_per_node)}")
     with reraise_as_unreadable(path):
         checkpoint = open_checkpoint(path, facts=facts)
-        job = checkpoint.arguments.changed(**stated) if stated else checkpoint.arguments
+        job = with_shown_arguments(checkpoint, checkpoint.arguments.changed(**(stated or {})))
         version = version_number(megatron_version)
         old = ParallelLayout.from_arguments(job)
         table = table_of(checkpoint, job)
@@ -176,7 +177,7 @@ def plan(
             gpu_memory_source=source,
             excluded=dict(result.excluded),
             nearest=_nearest(result),
-            unknown=_unknown(job),
+            unknown=unknown_arguments(job),
         )
 
 
@@ -322,6 +323,8 @@ def flags_of(one: FoundLayout) -> list[str]:
             flags.append(f"{flag} '{value}'" if isinstance(value, str) else f"{flag} {value}")
     if choice.has_sequence_parallelism:
         flags.append("--sequence-parallel")
+    if not choice.job.is_known("global_batch_size"):
+        return flags
     flags += [f"--micro-batch-size {choice.micro_batch}", f"--global-batch-size {choice.global_batch}"]
     if choice.global_batch != batch_of(choice.job)[1]:
         flags.append("--override-opt_param-scheduler")
@@ -356,13 +359,3 @@ def _nearest(result: Search) -> tuple[tuple[str, str], ...]:
     """For each rule the excluded layout that is nearest to the old one, nearest first."""
     by_distance = sorted(result.nearest.values(), key=lambda one: one[0])
     return tuple((str(layout), reason) for _, layout, reason in by_distance)
-
-
-_NEEDED: Sequence[str] = (
-    "num_layers", "num_attention_heads", "hidden_size", "seq_length", "global_batch_size", "micro_batch_size",
-)  # fmt: skip
-
-
-def _unknown(job: JobArguments) -> tuple[str, ...]:
-    """Arguments that a plan uses and nothing states."""
-    return tuple(name for name in _NEEDED if not job.is_known(name))

@@ -7,6 +7,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
 from mcore_ckpt_ext.layout_choice.model_table import (
+    ROWS_DIVISOR,
     ModelTable,
     PaddedRows,
     Parameter,
@@ -65,7 +66,7 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
             )
         )  # fmt: skip
     stored_rows = checkpoint.vocabulary_rows or 0
-    padded = PaddedRows(checkpoint.tokens, stored_rows, job.make_vocab_size_divisible_by or 1)
+    padded = PaddedRows(checkpoint.tokens, stored_rows, job.make_vocab_size_divisible_by or ROWS_DIVISOR)
     return ModelTable(parameters, job.num_layers, copies=embedding_copies(job), padded_rows=padded)
 
 

@@ -26,6 +26,7 @@ from mcore_ckpt_ext.megatron.live.planning import LIVE_MODEL, check_job, open_wi
 from mcore_ckpt_ext.megatron.new_tokens import new_tokens, refusal
 from mcore_ckpt_ext.megatron.probe import check_complete, probe_checkpoint
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
 from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank, on_every_rank
@@ -85,7 +86,7 @@ def rehearse(
             folder = iteration_folder(as_path(path))
             plain = replace(plain, path=str(folder))
             checkpoint = on_every_rank(_LOOKING, gpus, lambda: _opened(folder))
-            written = checkpoint.arguments.changed(**stated) if stated else checkpoint.arguments
+            written = with_shown_arguments(checkpoint, checkpoint.arguments.changed(**(stated or {})))
             plain = replace(plain, old_layout=str(ParallelLayout.from_arguments(written)))
             job = on_every_rank(
                 PLANNING, gpus, lambda: target_job(checkpoint, written, gpus, sizes, version, changes or {}),
@@ -193,6 +194,8 @@ class _Rehearsing:
         if self._plain.loaded_by is None:
             yield "who loads the optimizer, stock Megatron or this package, is decided by the job: it is not simulated"
         yield "the job builds the model, and its optimizer, by the same arguments as the job that wrote the checkpoint"
+        if unknown := unknown_arguments(self._written):
+            yield f"Megatron accepts the layout as far as it depends on {', '.join(unknown)}: not stored (--argument)"
         tokens = self._job.arguments.tokens or checkpoint.tokens
         if tokens is None and checkpoint.vocabulary_rows is not None:
             yield "its tokenizer has no tokens beyond the rows of the checkpoint: how many there are is not stored"

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.errors import UsageError, shortened
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout_choice.model_table import PaddedRows
+from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, PaddedRows
 from mcore_ckpt_ext.layout_choice.options import PINS
 from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
 from mcore_ckpt_ext.operations.layout_plan import arguments_of, buffers_of, flags_of
@@ -126,4 +126,4 @@ def _rows(checkpoint: CheckpointView, running: JobArguments, tensor: int) -> int
     stored, tokens = checkpoint.vocabulary_rows, running.tokens or checkpoint.tokens
     if stored is None:
         return running.padded_vocab_size
-    return PaddedRows(tokens, stored, running.make_vocab_size_divisible_by or 1)(tensor)
+    return PaddedRows(tokens, stored, running.make_vocab_size_divisible_by or ROWS_DIVISOR)(tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, layout_string, stage_splits
 from mcore_ckpt_ext.operations.layout_plan import buffers_of, plan
 from mcore_ckpt_ext.operations.parameter_table import table_of
+from mcore_ckpt_ext.rehearsal.rehearse import rehearse
+from mcore_ckpt_ext.rehearsal.target import sizes_in
 from mcore_ckpt_ext.versions import NEWEST, Version
 from tests.harness.checkpoints import INTACT, fixture_named
 
@@ -239,6 +242,34 @@ def test_a_number_of_layers_that_the_weights_contradict() -> None:
     """It is refused, with the number that they have."""
     with pytest.raises(UnsupportedCheckpointError, match="num_layers 5; expected: 4 layers"):
         plan(fixture_named("p01").run, 6, stated={"num_layers": 5})
+
+
+@pytest.fixture(scope="module")
+def without_arguments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of a job that stored no arguments."""
+    copy = fixture_named("p01").copy_to(tmp_path_factory.mktemp("without") / "copy")
+    common = {key: value for key, value in open_checkpoint(copy.run).common.items() if key != "args"}
+    torch.save(common, copy.iteration / "common.pt")
+    return copy.run
+
+
+def test_without_arguments_tensors_show_precision_and_optimizer(without_arguments: Path) -> None:
+    """What is needed and does not follow from the tensors is named, and no batch size is made up."""
+    stated = {"num_attention_heads": 4, "seq_length": 32}
+    found = plan(without_arguments, 4, pins={"tp": 2, "pp": 2}, stated=stated)
+    known = plan(fixture_named("p01").run, 4, pins={"tp": 2, "pp": 2})
+    assert found.unknown == ("global_batch_size", "micro_batch_size", "make_vocab_size_divisible_by")
+    assert found.layouts[0].memory.static == pytest.approx(known.layouts[0].memory.static, rel=0.01)
+    assert "batch-size" in known.layouts[0].flags and "batch-size" not in found.layouts[0].flags
+
+
+def test_without_arguments_a_rehearsal_names_what_stays_unknown(without_arguments: Path) -> None:
+    """It is as certain as what the checkpoint and the user say."""
+    found = rehearse(without_arguments, 4, sizes_in("tp=2"), stated={"seq_length": 32})
+    assert found.will_succeed
+    assert any("num_attention_heads, global_batch_size, micro_batch_size, " in one for one in found.given)
+    refused = rehearse(without_arguments, 3, sizes_in("tp=3"), stated={"num_attention_heads": 4})
+    assert str(refused.refusal).endswith("4 attention heads cannot be divided by TP 3")
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,40 @@
+"""What the stored tensors show of the arguments that a checkpoint does not state, and which stay unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.optimizers.model_space_formats import LAYER_WISE, NOT_DISTRIBUTED
+from mcore_ckpt_ext.optimizers.table import encodings_named
+
+_NEEDED: Sequence[str] = (
+    "num_layers", "num_attention_heads", "hidden_size", "seq_length", "global_batch_size", "micro_batch_size",
+    "make_vocab_size_divisible_by",
+)  # fmt: skip
+
+
+def with_shown_arguments(checkpoint: CheckpointView, job: JobArguments) -> JobArguments:
+    """A job's arguments, and the precision and the kind of optimizer that the stored tensors show if nothing states it.
+
+    Args:
+        checkpoint: which holds the tensors.
+        job: the arguments that it states, and those that a user does.
+    """
+    shown: dict[str, Any] = {}
+    if not (job.is_known("bf16") or job.is_known("fp16")):
+        dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
+        shown = {"bf16": "bfloat16" in dtypes, "fp16": "float16" in dtypes}
+    encodings = encodings_named(checkpoint.optimizer_format)
+    if encodings and not job.is_known("use_distributed_optimizer"):
+        whole = all(encoding.name in (LAYER_WISE, NOT_DISTRIBUTED) for encoding in encodings)
+        shown["use_distributed_optimizer"] = not whole
+    return job.changed(**shown) if shown else job
+
+
+def unknown_arguments(job: JobArguments) -> tuple[str, ...]:
+    """The arguments that a plan uses and nothing states."""
+    return tuple(name for name in _NEEDED if not job.is_known(name))
