@@ -65,8 +65,24 @@ def _world_size(choice: Choice) -> str | None:
     layout = choice.layout
     needed = layout.tensor * layout.pipeline * layout.context
     if layout.world % needed:
-        return f"{layout.world} GPUs are no multiple of TP x PP x CP = {needed}"
+        factors = f"{layout.world} = {_factors(layout.world)}"
+        return f"{layout.world} GPUs are no multiple of TP x PP x CP = {needed} ({factors})"
     return None
+
+
+def _factors(number: int) -> str:
+    """The prime factors of a number: `2^7 x 3`."""
+    found, prime = list[str](), 2
+    while number > 1:
+        power = 0
+        if prime * prime > number:
+            prime = number
+        while number % prime == 0:
+            number, power = number // prime, power + 1
+        if power:
+            found.append(f"{prime}^{power}" if power > 1 else f"{prime}")
+        prime += 1
+    return " x ".join(found) or "1"
 
 
 def _expert_world_size(choice: Choice) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from math import log2, prod
+from math import isqrt, log2, prod
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -208,7 +208,8 @@ class _Sizes:
     def __init__(self, job: JobArguments, old: ParallelLayout, wish: SearchRequest) -> None:
         self._old, self._gpus, self._pins = old, wish.gpus, wish.pins
         self._layers, self._experts = job.num_layers or 1, job.num_experts or 1
-        self._divisors = [size for size in range(1, wish.gpus + 1) if wish.gpus % size == 0]
+        small = [size for size in range(1, isqrt(wish.gpus) + 1) if wish.gpus % size == 0]
+        self._divisors = sorted({*small, *(wish.gpus // size for size in small)})
 
     def dense_layouts(self) -> Iterator[ParallelLayout]:
         """Combinations of TP, PP and CP whose product divides the number of GPUs."""

@@ -11,6 +11,7 @@ from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.arguments.kinds import MOST_RANKS
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, SPLITS_LAYER_WISE
@@ -143,8 +144,7 @@ def plan(
         UsageError: a value makes no sense.
         CheckpointError: the checkpoint cannot be read, or does not say enough of its model.
     """
-    if gpus < 1 or gpus_per_node < 1:
-        raise UsageError("the number of GPUs must be 1 or more", found=f"{min(gpus, gpus_per_node)}")
+    check_gpus(gpus, gpus_per_node)
     with reraise_as_unreadable(path):
         checkpoint = open_checkpoint(path, facts=facts)
         job = with_shown_arguments(checkpoint, checkpoint.arguments.changed(**(stated or {})))
@@ -179,6 +179,17 @@ def plan(
             nearest=_nearest(result),
             unknown=unknown_arguments(job),
         )
+
+
+def check_gpus(*numbers: int) -> None:
+    """Refuse numbers of GPUs that no job has.
+
+    Raises:
+        UsageError: one is not positive, or many times that of the largest jobs.
+    """
+    for number in numbers:
+        if not 1 <= number <= MOST_RANKS:
+            raise UsageError("no job has so many GPUs", found=f"{number}", expected=f"1 to {MOST_RANKS:,}")
 
 
 def _as_before(

@@ -27,6 +27,7 @@ from mcore_ckpt_ext.megatron.new_tokens import new_tokens, refusal
 from mcore_ckpt_ext.megatron.probe import check_complete, probe_checkpoint
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
+from mcore_ckpt_ext.operations.layout_plan import check_gpus
 from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank, on_every_rank
@@ -75,9 +76,30 @@ def rehearse(
         UsageError: a value makes no sense.
         CheckpointError: the checkpoint cannot be read, or a rehearsal cannot simulate such a job.
     """
-    if gpus < 1:
-        raise UsageError("the number of GPUs is not 1 or more", found=f"{gpus}")
     check_changes(changes or {})
+    return rehearse_job(
+        path, gpus, sizes, megatron_version=megatron_version, full=full, stated=stated, changes=changes, team=team
+    )
+
+
+def rehearse_job(
+    path: str | os.PathLike[str],
+    gpus: int,
+    sizes: Mapping[str, int],
+    *,
+    megatron_version: str | None = None,
+    full: bool = False,
+    stated: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] | None = None,
+    team: Team | None = None,
+) -> Rehearsal:
+    """Like `rehearse`, of a job that may differ in any argument, as far as the checkpoint's own model has its shapes.
+
+    Raises:
+        UsageError: a value makes no sense.
+        CheckpointError: the checkpoint cannot be read, or a rehearsal cannot simulate such a job.
+    """
+    check_gpus(gpus)
     version = version_number(megatron_version)
     with reraise_as_unreadable(path), collector_paused(), ExitStack() as sharing:
         plain = Rehearsal(SCHEMA, str(path), gpus, "not known", _in_words(sizes), str(version))

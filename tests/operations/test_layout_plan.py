@@ -216,12 +216,16 @@ def test_what_excludes_the_nearest() -> None:
     """Where nothing is accepted, the rules that exclude the nearest layouts are named."""
     found = plan(fixture_named("p01").run, 8, pins={"tp": 3})
     assert not found.layouts and not found.fits and set(found.excluded) == {"world size"}
-    assert "8 GPUs are no multiple of TP x PP x CP" in found.nearest[0][1]
+    assert found.nearest[0][1] == "8 GPUs are no multiple of TP x PP x CP = 12 (8 = 2^3)"
+    uneven = plan(fixture_named("p01").run, 360, pins={"tp": 7})
+    assert uneven.nearest[0][1].endswith("(360 = 2^3 x 3^2 x 5)")
     heads = plan(fixture_named("p01").run, 24, pins={"tp": 8})
     assert not heads.layouts and heads.nearest[0][1] == "4 attention heads cannot be divided by TP 8"
 
 
-@pytest.mark.parametrize("options", [{"gpus": 0}, {"gpus": 8, "gpus_per_node": -1}, {"gpus": 8, "pins": {"dp": 2}}])
+@pytest.mark.parametrize(
+    "options", [{"gpus": 0}, {"gpus": 10**11}, {"gpus": 8, "gpus_per_node": -1}, {"gpus": 8, "pins": {"dp": 2}}]
+)
 def test_bad_numbers_and_names(options: dict[str, int]) -> None:
     """They are usage errors."""
     with pytest.raises(UsageError):
