@@ -55,9 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _layout(found: Inspection) -> str:
     """The layout, and who says so where Megatron's own arguments do not."""
+    if not found.layout_text:
+        return "none recorded"
     ranks = f", {_ranks(world)}" if (world := found.layout["world"]) is not None else ""
     source = f", by {found.described_by} and the index" if found.described_by else ""
-    return f"{found.layout_text}{ranks}{source}"
+    # Legacy files, and Megatron-FSDP's, are written for a layout; the others for any.
+    of_source = found.writer.converted and found.format in ("torch_dist", "canonical")
+    return f"{found.layout_text}{ranks}{source}{', of the job that saved the source' if of_source else ''}"
 
 
 def _show(found: Inspection, *, show_all: bool) -> None:
@@ -67,7 +71,7 @@ def _show(found: Inspection, *, show_all: bool) -> None:
             ("format", found.format),
             ("optimizer", ": ".join(filter(None, (found.optimizer_format, found.optimizer))) or "none"),
             ("layout", _layout(found)),
-            ("iteration", found.iteration),
+            ("iteration", "none recorded" if found.iteration is None else found.iteration),
             ("written by", _writer(found.writer.version)),
             ("sidecar", _sidecar(found)),
         ]

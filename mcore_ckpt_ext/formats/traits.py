@@ -21,11 +21,15 @@ class FormatTraits:
         is_model_folder: whether it is a folder of transformers', whose layer spec is chosen when it is opened.
         loading: how Megatron's own loader takes the format.
         foreign_writer: who wrote it, where that was not Megatron.
+        is_of_convert: whether only conversions of this package write it.
+        is_of_job: whether a job saves it, which has a layout, and an iteration; a folder of weights alone has neither.
     """
 
     is_model_folder: ClassVar[bool] = False
     loading: ClassVar[Loading] = Loading()
     foreign_writer: ClassVar[str] = ""
+    is_of_convert: ClassVar[bool] = False
+    is_of_job: ClassVar[bool] = True
 
     def unbuildable(self, version: tuple[int, int]) -> str | None:
         """Why a version of Megatron has no such model; None where it has."""
@@ -78,6 +82,16 @@ class FormatTraits:
             The error to raise; None where nothing speaks against it.
         """
         return None
+
+    @property
+    def starts_jobs(self) -> str:
+        """How a job of Megatron starts from the folder as it is; empty where it cannot, or resumes it."""
+        return ""
+
+    @property
+    def conversion(self) -> str:
+        """The command that writes a checkpoint which jobs can load."""
+        return "mcore-ckpt convert SRC DST --to torch_dist"
 
     @property
     def described_by(self) -> str:

@@ -20,13 +20,13 @@ from mcore_ckpt_ext.model_space.slices import numel_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.missing_ranks import why_silent
 from mcore_ckpt_ext.operations.pipeline_map import Stage, stages_of
-from mcore_ckpt_ext.operations.versions import Resumption, Writer, resumptions, writer_of
+from mcore_ckpt_ext.operations.versions import Resumption, Writer, has_job, resumptions, writer_of
 from mcore_ckpt_ext.optimizers.description import described
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata, shows_names
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
-SCHEMA = 5
+SCHEMA = 6
 _LABELS = {
     "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "expert": "EP", "expert_tensor": "ETP",
     "context": "CP", "data": "DP",
@@ -85,14 +85,16 @@ class BufferMap:
 class Inspection:
     """Everything that `inspect` reports; sizes in bytes.
 
-    A dimension of `layout` is None where nothing tells its size. `described_by` names the file that describes the job
+    `iteration` is None of a model to start from. A dimension of `layout`, that of the job that saved it or of the one
+    whose checkpoint was converted, is None where nothing tells its size; `layout_text` is empty without any job.
+    `described_by` names the file that describes the job
     of a checkpoint without Megatron's arguments; `unbelieved` says what such a source says, and is not so.
     """
 
     schema: int
     path: str
     format: str
-    iteration: int
+    iteration: int | None
     layout: Mapping[str, int | None]
     layout_text: str
     writer: Writer
@@ -145,30 +147,33 @@ def inspect(
 
 
 def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
-    layout = checkpoint.layout
+    layout, writer = checkpoint.layout, writer_of(checkpoint)
     grid = RankGrid(layout, bool(checkpoint.arguments.use_tp_pp_dp_mapping))
-    files = _files(checkpoint, grid)
+    with_job = has_job(checkpoint, writer)
+    files = _files(checkpoint, None if writer.converted else grid)
     ranks = {file.rank for file in files if file.rank is not None}
     silent = tuple(rank for rank in range(layout.world) if rank not in ranks) if ranks and grid.is_known else ()
     by_kind: dict[str, int] = {}
     for file in files:
         for kind, size in file.bytes_by_kind.items():
             by_kind[kind] = by_kind.get(kind, 0) + size
-    writer = writer_of(checkpoint)
+    sizes = layout.known_sizes() if with_job else dict.fromkeys(layout.sizes())
     return Inspection(
         schema=SCHEMA,
         path=str(checkpoint.folder),
         format=checkpoint.format,
-        iteration=checkpoint.iteration,
-        layout={_LABELS.get(name, name): size for name, size in layout.known_sizes().items()},
-        layout_text=str(layout),
+        iteration=None if checkpoint.released else checkpoint.iteration,
+        layout={_LABELS.get(name, name): size for name, size in sizes.items()},
+        layout_text=str(layout) if with_job else "",
         writer=writer,
         optimizer_format=checkpoint.optimizer_format,
         optimizer=described(
-            [kind for kind in by_kind if kind not in (WEIGHT, OTHER)], checkpoint.param_groups(), checkpoint.arguments
+            [kind for kind, size in by_kind.items() if size and kind not in (WEIGHT, OTHER)],
+            checkpoint.param_groups(),
+            checkpoint.arguments,
         ),
         model=_model(checkpoint),
-        training=_training(checkpoint),
+        training={} if checkpoint.released else _training(checkpoint),
         bytes_on_disk=sum(file.bytes_on_disk or 0 for file in files) + _other_bytes(checkpoint.folder, files),
         bytes_by_kind=by_kind,
         files=tuple(files),
@@ -179,13 +184,13 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
         sidecar_problem=checkpoint.sidecar_problem,
         tensors=_tensors(checkpoint),
         buffers=_buffers(checkpoint) if buffers else (),
-        stages=stages_of(checkpoint, grid),
+        stages=stages_of(checkpoint, grid) if with_job else (),
         described_by=checkpoint.format_reader.described_by,
         unbelieved=tuple(checkpoint.format_reader.problems),
     )
 
 
-def _files(checkpoint: CheckpointView, grid: RankGrid) -> list[StoredFile]:
+def _files(checkpoint: CheckpointView, grid: RankGrid | None) -> list[StoredFile]:
     files: dict[str, StoredFile] = {}
     for part in checkpoint.format_reader.stored_parts():
         file = files.get(part.file)
@@ -200,14 +205,18 @@ def _files(checkpoint: CheckpointView, grid: RankGrid) -> list[StoredFile]:
     return sorted(files.values(), key=lambda file: (file.rank is None, file.rank or 0, file.writer or 0, file.file))
 
 
-def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid) -> StoredFile:
+def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid | None) -> StoredFile:
+    """A file, and its place in the layout; `grid`: of the ranks that wrote the files, None where no rank did."""
     path = checkpoint.folder / name
     size = path.stat().st_size if path.is_file() else None
-    if (match := _DISTCP.match(name)) and path.is_relative_to(checkpoint.folder):  # else of another job
+    if (
+        grid is not None and (match := _DISTCP.match(name)) and path.is_relative_to(checkpoint.folder)
+    ):  # else of another job
         rank = int(match[1])
         return StoredFile(name, rank, int(match[2]), grid.place(rank), size)
     if (rank_of_file := checkpoint.format_reader.rank_of(name)) is not None:
-        return StoredFile(name, None, None, grid.model_place(*rank_of_file), size)
+        place = RankGrid(checkpoint.layout).model_place(*rank_of_file)
+        return StoredFile(name, None, None, place, size)
     return StoredFile(name, None, None, "", size)
 
 
@@ -218,13 +227,16 @@ def _other_bytes(folder: Path, files: list[StoredFile]) -> int:
 
 
 def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
-    """The model in numbers; what the arguments do not give is left out."""
+    """The model in numbers; what the arguments do not give is left out, and what is a job's where none saved it."""
     names = {
         "layers": "num_layers", "hidden size": "hidden_size", "feed-forward size": "ffn_hidden_size",
         "attention heads": "num_attention_heads", "query groups": "num_query_groups", "experts": "num_experts",
         "experts per token": "moe_router_topk", "sequence length": "seq_length",
         "vocabulary, padded": "padded_vocab_size", "layer spec": "transformer_impl",
     }  # fmt: skip
+    if not checkpoint.format_reader.is_of_job:
+        del names["sequence length"], names["vocabulary, padded"], names["layer spec"]
+        names |= {"positions": "max_position_embeddings", "vocabulary": "vocab_size"}
     arguments = checkpoint.arguments
     tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
     shapes = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor is not None]
@@ -233,7 +245,7 @@ def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
     for label, name in names.items():
         if arguments.value(name) is not None and label not in experts:
             found[label] = arguments.value(name)
-    if checkpoint.vocabulary_contradiction:
+    if checkpoint.vocabulary_contradiction and "vocabulary, padded" in names:
         found["vocabulary, padded"] = checkpoint.vocabulary_contradiction
     if not arguments.group_query_attention:
         found.pop("query groups", None)

@@ -31,11 +31,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Writer:
-    """Who wrote a checkpoint: a version or a range of them, the evidence, and the earliest release that it allows."""
+    """Who wrote a checkpoint: a version or a range of them, the evidence, and the earliest release that it allows.
+
+    `converted`: a conversion of this package did, so that no rank of a job wrote any of its files.
+    """
 
     version: str
     evidence: tuple[Evidence, ...]
     first: Version
+    converted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,9 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
         # Its arguments are those of the job that wrote the source, and its index has no plans of ranks.
         only = Evidence("written by mcore-ckpt convert, as recorded", written_for, written_for)
         whom = f"{'Megatron-Bridge on ' if _is_of_bridge(checkpoint) else ''}Megatron {written_for}"
-        return Writer(f"mcore-ckpt convert, for {whom}", (only,), parse_version(written_for) or OLDEST)
+        return Writer(f"mcore-ckpt convert, for {whom}", (only,), parse_version(written_for) or OLDEST, converted=True)
+    if checkpoint.format_reader.is_of_convert and checkpoint.released:
+        return Writer("mcore-ckpt convert", (), OLDEST, converted=True)
     bounds = list(_bounds(checkpoint))
     first = max((low for _, low, _ in bounds if low), default=OLDEST)
     last = min((high for _, _, high in bounds if high), default=NEWEST)
@@ -68,7 +74,19 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
     possible = releases_between(first, last)
     if not possible:
         return Writer("unknown: the evidence contradicts itself", evidence, OLDEST)
-    return Writer(_by_loop(checkpoint, _span(possible)), evidence, first)
+    version = _by_loop(checkpoint, _span(possible))
+    if checkpoint.format_reader.is_of_convert:
+        return Writer(f"mcore-ckpt convert, of a checkpoint of Megatron {version}", evidence, first, converted=True)
+    return Writer(version, evidence, first)
+
+
+def has_job(checkpoint: CheckpointView, writer: Writer) -> bool:
+    """Whether a job saved the checkpoint, or the one that it was converted from; else its layout is nobody's.
+
+    Legacy files lie by rank, so that theirs is that of the files.
+    """
+    reader = checkpoint.format_reader
+    return reader.is_of_job and (not (writer.converted and checkpoint.released) or reader.loading.by_rank)
 
 
 def _written_for(checkpoint: CheckpointView) -> str:
@@ -105,9 +123,10 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
     """
     loading = checkpoint.format_reader.loading
     if not loading.in_megatron:
-        return [
-            Resumption("not resumable as is", "", "", "convert it first: mcore-ckpt convert SRC DST --to torch_dist")
-        ]
+        reader = checkpoint.format_reader
+        if reader.starts_jobs:
+            return [Resumption("Megatron with mcore_ckpt_ext", "", "any", reader.starts_jobs)]
+        return [Resumption("not resumable as is", "", "", f"convert it first: {reader.conversion}")]
     if loading.stumbles:
         return [*_of_torch_fsdp(writer, loading)]
     if loading.flag:

@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_tensors(any_fixture: Fixture) -> None:
 def test_the_schema_is_stable(any_fixture: Fixture) -> None:
     document = json.loads(json.dumps(asdict(inspect(any_fixture.run, buffers=True))))
     assert set(document) == SCHEMA
-    assert document["schema"] == 5
+    assert document["schema"] == 6
     assert all(set(file) == FILE_SCHEMA for file in document["files"])
     assert {type(value) for value in document["model"].values()} <= {int, float, str}
 
@@ -208,7 +208,7 @@ def test_a_missing_file_is_reported(damaged: Fixture) -> None:
 def test_a_canonical_folder(tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "c", mcore_ckpt_ext.Canonical())
     found = inspect(tmp_path / "c")
-    assert (found.format, found.writer.version) == ("canonical", "0.16")
+    assert (found.format, found.writer.version) == ("canonical", "mcore-ckpt convert, of a checkpoint of Megatron 0.16")
     assert {tensor.kind for tensor in found.tensors} == {"weight", "fp32_param", "exp_avg", "exp_avg_sq"}
 
 

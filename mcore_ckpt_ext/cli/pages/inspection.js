@@ -127,7 +127,8 @@ function files() {
   return list;
 }
 
-const TITLE = `${data.layout_text}, iteration ${data.iteration} - ${data.path}`;
+const LAYOUT = data.layout_text || "no layout", ITERATION = data.iteration === null ? "no iteration" : `iteration ${count(data.iteration)}`;
+const TITLE = `${LAYOUT}, ${ITERATION} - ${data.path}`;
 document.title = TITLE;
 const bound = (item) => (item.first && item.last ? (item.first === item.last ? item.first : `${item.first} to ${item.last}`)
   : item.first ? `${item.first} or later` : `${item.last} or earlier`);
@@ -135,7 +136,7 @@ const sum = Object.values(data.bytes_by_kind).reduce((a, b) => a + b, 0);
 const kinds = [...KINDS.map((kind) => [kind, data.bytes_by_kind[kind], colour(kind)]), ["archives' overhead", Math.max(0, data.bytes_on_disk - sum), COLOURS[5]]];
 const page = document.getElementById("page");
 page.append(
-  ...headed(data.path, `${data.layout_text}${data.layout.world === null ? "" : `, ${count(data.layout.world)} ranks`}, iteration ${count(data.iteration)}, ${size(data.bytes_on_disk)} on disk, written by ${/^\d/.test(data.writer.version) ? "Megatron " : ""}${data.writer.version}`),
+  ...headed(data.path, `${LAYOUT}${data.layout.world === null ? "" : `, ${count(data.layout.world)} ranks`}, ${ITERATION}, ${size(data.bytes_on_disk)} on disk, written by ${/^\d/.test(data.writer.version) ? "Megatron " : ""}${data.writer.version}`),
   element("div", { class: "cards" },
     card("Checkpoint", facts([
       ["format", data.format], ["optimizer", [data.optimizer_format, data.optimizer].filter(Boolean).join(": ") || "none"],

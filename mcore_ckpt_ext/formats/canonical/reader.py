@@ -53,6 +53,7 @@ class CanonicalCheckpoint(FormatReader):
     """A folder in `canonical`."""
 
     format = NAME
+    is_of_convert = True
 
     def __init__(self, folder: Path, order_sources: Sequence[ParameterOrder] = ()) -> None:
         super().__init__(folder, order_sources)
@@ -72,6 +73,12 @@ class CanonicalCheckpoint(FormatReader):
                 hint="this file was edited, or is damaged: convert the source again",
             )  # fmt: skip
         self._arrays = _Arrays(self.reader, folder)
+
+    @property
+    @override
+    def released(self) -> bool:
+        source = self._about.get("source")
+        return isinstance(source, Mapping) and source.get("released") is True
 
     @cached_property
     @override

@@ -86,6 +86,7 @@ def _about(checkpoint: CheckpointView) -> dict[str, Any]:
             "format": checkpoint.format,
             "optimizer_format": checkpoint.optimizer_format,
             "layout": str(checkpoint.layout),
+            "released": checkpoint.released,
         },
         "experts_apart": checkpoint.has_expert_optimizer,
         "sharded_keys": {name: [key, list(index)] for name, (key, index) in checkpoint.sharded_keys().items()},

@@ -131,6 +131,11 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         self._indices = [optimizer_index_of(folder, path) for path in optimizer_indices(folder)]
         self._optimizer_files = {file: keys for index in self._indices for file, keys in index.files.items()}
 
+    @property
+    @override
+    def starts_jobs(self) -> str:
+        return ""
+
     @override
     def stored_parts(self) -> Iterator[StoredPart]:
         yield from super().stored_parts()

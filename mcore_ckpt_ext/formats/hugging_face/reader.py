@@ -301,6 +301,13 @@ class HuggingFaceCheckpoint(WeightsAlone):
             found.append("--rotary-seq-len-interpolation-factor has an effect since pretrain_gpt.py of 0.19")
         return found + self._stale
 
+    @property
+    @override
+    def starts_jobs(self) -> str:
+        if self.family.bridge_only_reason or unsaid(self.model, since_0_19=True):
+            return ""
+        return "starts from its weights: --load FOLDER; tested with 0.19.2"
+
     def unlike_most(self) -> list[str]:
         """A note of parameters in another dtype than most, if there are any."""
         odd = self._weights.unlike_most

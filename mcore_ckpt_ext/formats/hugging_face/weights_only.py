@@ -17,6 +17,7 @@ from mcore_ckpt_ext.planning.array_location import RawArray, ScaleCodec
 class WeightsAlone(FormatReader):
     """Such a folder."""
 
+    is_of_job = False
     kind: ClassVar[str]
     """What it is called in messages."""
     _weights: ModelSpaceWeights

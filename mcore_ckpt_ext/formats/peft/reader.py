@@ -57,6 +57,7 @@ class PeftCheckpoint(WeightsAlone):
     """A folder that `peft` loads onto a model."""
 
     format = NAME
+    foreign_writer = "no Megatron: it is a PEFT folder"
     kind: ClassVar[str] = "a PEFT folder"
 
     def __init__(self, folder: Path, base: CheckpointView, family: Family | None = None) -> None:
@@ -192,6 +193,11 @@ class PeftCheckpoint(WeightsAlone):
         kinds = {_LAYER.sub("layers.", name) for name in have}
         linears = (name for name in linears_of(self._of_model) if not name.startswith("mtp."))
         return sorted(name for name in linears if _LAYER.sub("layers.", name) in kinds and name not in have)
+
+    @property
+    @override
+    def conversion(self) -> str:
+        return "mcore-ckpt convert SRC DST --to torch_dist --for bridge --weights MODEL"
 
     @override
     def auxiliary_files(self) -> dict[str, bytes]:
