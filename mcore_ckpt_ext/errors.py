@@ -12,16 +12,16 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 DETAILS = ("found", "expected", "where", "hint")
-"""What may follow the sentence of an error, in this order."""
+"""The labels of an error's details, in the order in which they are shown."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class CheckpointError(RuntimeError):
-    """Base of every refusal; a user can read it without reading the code, on any terminal.
+    """Base class of the errors that this package raises for users.
 
-    It is a RuntimeError, because Megatron, ColossalAI and PyTorch raise one where they refuse a checkpoint: programs
-    that catch theirs catch this one. What a framework's function raises besides, `patching.replaced_errors` adds.
+    It is a RuntimeError, because Megatron, ColossalAI and PyTorch raise one when they refuse a checkpoint: programs
+    that catch theirs also catch this one. `patching.replaced_errors` adds the other errors of a patched function.
 
     Args:
         message: one sentence, what is wrong.
@@ -72,7 +72,7 @@ class UnreadableCheckpointError(CheckpointError):
 
 
 class UnsafePickleError(CheckpointError):
-    """A pickle asks for something that reading a checkpoint never needs."""
+    """A pickle requests a class or function that no checkpoint needs."""
 
     _default_hint = "do not load it with other software, which may execute its code; ask its author"
 
@@ -82,7 +82,7 @@ class UnsupportedCheckpointError(CheckpointError):
 
 
 class PackingError(CheckpointError):
-    """No packing of the gradient buffers could be found that the proof confirms."""
+    """No packing of the gradient buffers could be verified."""
 
 
 class ProofError(CheckpointError):
@@ -94,35 +94,35 @@ class ModelMismatchError(CheckpointError):
 
 
 class ResumeRefusedError(CheckpointError):
-    """Some rank refused to resume; raised on every rank with the reasons of all."""
+    """A rank refused to resume; raised on every rank with the reasons of all ranks."""
 
 
 class SaveFailedError(CheckpointError):
-    """A running job's checkpoint could not be saved; raised on every rank with the reasons of all."""
+    """A running job could not save a checkpoint; raised on every rank with the reasons of all ranks."""
 
 
 class UsageError(CheckpointError):
-    """An option makes no sense: alone, beside the others, or for this checkpoint."""
+    """An option is invalid: by itself, combined with the others, or for this checkpoint."""
 
 
 class DestinationError(CheckpointError):
-    """What is to be written exists already, or the disk refuses it; nothing was published."""
+    """The destination exists already, or cannot be written; nothing was published."""
 
 
 def escaped(text: str, keeps: str = "") -> str:
-    """The text with control characters, and what turns writing around, shown as escapes; but for those to keep."""
+    """Escape control characters and characters that reverse the direction of text, except those in `keeps`."""
     return "".join(
         c if c.isprintable() or c in keeps else c.encode("unicode_escape", "surrogatepass").decode() for c in text
     )
 
 
 def in_words(error: BaseException) -> str:
-    """An error of this package as it is, any other with its class."""
+    """Return the text of an error; that of other packages begins with its class."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def with_indefinite_article(noun: str) -> str:
-    """The noun after "a" or "an", as it is spoken: a name that begins with a letter read by itself counts, too."""
+    """Return the noun with "a" or "an", by its pronunciation: "an MTP layer"."""
     alone = noun.startswith(("lm_", "mtp")) or (noun[:2].isupper() and noun[0] in "AEFHILMNORSX")
     return f"{'an' if alone or noun[:1] in 'aeioAEIO' else 'a'} {noun}"
 
@@ -131,7 +131,7 @@ _MOST_TEXT = 300
 
 
 def shortened(text: str, most: int = _MOST_TEXT) -> str:
-    """A text that a stranger may have made long and strange, as a message can show it."""
+    """Escape and shorten an untrusted text for a message."""
     return escaped(text if len(text) <= most else f"{text[:most]}...")
 
 
@@ -141,7 +141,7 @@ _MOST_ITEMS, _DEEPEST = 8, 3
 
 
 def shown(value: object, depth: int = 0) -> str:
-    """A value in a message, whatever a stranger made of it: the `repr` of lists that refer to lists can be endless."""
+    """Format an untrusted value for a message; unlike `repr`, the result is always short."""
     if isinstance(value, str):
         return shortened(repr(value[:_MOST_TEXT]) if depth else value)
     if isinstance(value, int) and value.bit_length() > 64:
@@ -167,10 +167,10 @@ def _items(value: Any, depth: int) -> str:
 
 @contextmanager
 def reraise_as_unreadable(where: object) -> Iterator[None]:
-    """Metadata of a stranger can be anything: what fails on the way through it becomes one clear refusal.
+    """Turn any error that untrusted metadata causes into an UnreadableCheckpointError.
 
     Raises:
-        UnreadableCheckpointError: in place of whatever a value of the wrong type, range or name leads to.
+        UnreadableCheckpointError: instead of the error that a value of a wrong type, range or name causes.
     """
     try:
         yield

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.layout_plan import LayoutPlan, PlannedLayout
 
 _HEADER = ("layout", "layers", "memory", "fits", "bubble", "batch", "read/rank", "all read", "stock resumes")
-# What the whole table needs of a terminal, and how many columns a narrower one shows.
+# The width that the whole table needs, and the number of columns on a narrower terminal.
 _WIDTH, _NARROW = 120, 6
 
 
@@ -136,7 +136,7 @@ def _show_layouts(found: LayoutPlan) -> None:
     shown = len(found.layouts)
     heading(f"layouts that Megatron accepts: {shown} of {found.accepted}, best first" if shown < found.accepted else
             f"layouts that Megatron accepts: {shown}, best first")  # fmt: skip
-    # On a narrow terminal the last columns are left out: they say the same of most layouts, and --json has them.
+    # A narrow terminal omits the last columns, which are the same for most layouts; --json has them.
     shown_columns = len(_HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
     table(
         (_cells(one)[:shown_columns] for one in found.layouts),

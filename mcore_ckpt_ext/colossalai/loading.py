@@ -1,8 +1,8 @@
 """Strict loading of an ordinary state dict into a ZeRO wrapper: checked as a whole, then written into the fp32 masters.
 
-PyTorch itself does the checking: the module, with tensors that have shapes only in the places of its own, takes the
-dict with ``assign=True``. So missing and unexpected keys, shapes, hooks and upgrades of older dicts are PyTorch's own
-doing, and nothing of the live module is touched before all ranks have accepted.
+PyTorch itself checks the dict: the module, with tensors without data in place of its own, loads it with
+``assign=True``. So PyTorch decides about missing and unexpected keys, shapes, hooks and upgrades of older dicts, and
+the live module is not changed before all ranks have accepted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StateDictMismatchError(ModelMismatchError):
 
 @dataclass
 class _Accepted:
-    """A state dict that fits: what is to be written where."""
+    """The values of a state dict that was accepted, and where each is to be written."""
 
     zero: Wrapped
     tensors: list[tuple[torch.Tensor, torch.Tensor]]
@@ -88,8 +88,8 @@ def write_master(
         zero: the wrapper.
         parameter: one in chunks.
         value: of the whole parameter.
-        keeps_exact: leave a master alone that rounds to the value.
-        rows: of padding; without them those that are there stay, for a model's file says nothing about them.
+        keeps_exact: keep a master that rounds to the value.
+        rows: the rows of padding; None keeps the present ones, since a model's file has none.
     """
     local = tensor_parallel.slice_of(parameter, value.detach(), rows).reshape(-1)
     written = _not_padding(parameter) if rows is None else None
@@ -100,7 +100,7 @@ def write_master(
 
 
 def write_padding(zero: Wrapped, parameter: nn.Parameter, rows: torch.Tensor) -> None:
-    """Write this rank's part of a parameter's rows of padding, and nothing else of it, into master and weight."""
+    """Write only this rank's rows of padding of a parameter into its master and weight."""
     local = tensor_parallel.slice_of(parameter, torch.zeros(zero.shape_of(parameter)), rows).reshape(-1)
     others = _not_padding(parameter)
     for place in (zero.masters.get(parameter), zero.working[parameter]):
@@ -109,7 +109,7 @@ def write_padding(zero: Wrapped, parameter: nn.Parameter, rows: torch.Tensor) ->
 
 
 def _not_padding(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Which elements of this rank's slice, flat, are no padding; None where all are none."""
+    """Mask of the elements of this rank's flat slice that are not padding; None if the slice has no padding."""
     found = tensor_parallel.is_padding(parameter)
     return None if found is None else ~found.reshape(-1)
 
@@ -132,7 +132,7 @@ def _write_place(place: Place, local: torch.Tensor, through: torch.dtype, where:
     else:
         held.copy_(torch.where(where[first:last].to(held.device), given.to(held), held))
     if getattr(place.chunk, "cuda_shard", None) is not None:
-        # Else a pinned copy from before would be taken for current (0.5.0, Chunk.shard_move).
+        # Otherwise an older pinned copy would be used as the current one (0.5.0, Chunk.shard_move).
         place.chunk.cpu_vis_flag = False
 
 
@@ -172,7 +172,7 @@ def _accepted(zero: Wrapped, state_dict: Mapping[str, Any], strict: bool) -> _Ac
 
 
 def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with plain tensors, in which a tied parameter that is there under one name is there under all of them."""
+    """Copy a state dict with plain tensors; a tied parameter is stored under each of its names."""
     offered = _Offered(state_dict)
     for key, value in state_dict.items():
         if isinstance(value, nn.Parameter):
@@ -187,7 +187,7 @@ def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, A
 
 
 def _of_each_rank(zero: Wrapped, state_dict: Mapping[str, Any]) -> set[str]:
-    """The entries of which each rank may have values of its own: ZeRO cuts and averages parameters only."""
+    """The entries that may differ between ranks: ZeRO shards and averages parameters only."""
     buffers = {name for names in _persistent_buffers(zero.module).values() for name in names}
     return buffers | {name for name in state_dict if str(name).endswith("_extra_state")}
 
@@ -214,7 +214,7 @@ def _live_names(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _refuse_different(zero: Wrapped, live: torch.Tensor, value: torch.Tensor, other: torch.Tensor) -> None:
-    """Names of one tensor must bring one value; PyTorch would keep the last that it meets, without a word."""
+    """Check that all names of a tensor have the same value; PyTorch would silently keep the last one."""
     if value is other or value.data_ptr() == other.data_ptr():
         return
     if not torch.allclose(value, other.to(value), rtol=0, atol=0, equal_nan=True):

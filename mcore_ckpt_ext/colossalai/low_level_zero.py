@@ -1,9 +1,9 @@
 """LowLevelZeroPlugin, ZeRO stages 1 and 2: masters and loss scale in the optimizer's files, for exact resumes.
 
-ColossalAI (0.5.0, zero/low_level/low_level_optim.py) saves the moments whole and cuts them again under any number of
-ranks, but neither the fp32 masters nor the loss scale: after a resume the masters are the rounded weights. Here they
-travel as one more state of each parameter, gathered and cut by ColossalAI's own code. Stock loads such files, too: an
-entry that its optimizer never reads.
+ColossalAI (0.5.0, zero/low_level/low_level_optim.py) gathers the moments to save them and shards them again under any
+number of ranks, but saves neither the fp32 masters nor the loss scale: after a resume the masters are the rounded
+weights. Here they are one more state of each parameter, gathered and sharded by ColossalAI's own code. Stock ColossalAI
+loads such files, too: its optimizer ignores the entry.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mcore_ckpt_ext.colossalai.master_state import beside_the_state, take
 
 
 class LowLevelZeroMethods:
-    """For LowLevelZeroOptimizer."""
+    """Methods that replace those of LowLevelZeroOptimizer."""
 
     _non_strict_state_dict: Any
     _non_strict_state_dict_shard: Any
@@ -41,7 +41,7 @@ class LowLevelZeroMethods:
 
 
 class LowLevelZeroCheckpointIOMethods:
-    """For LowLevelZeroCheckpointIO, whose sharded files bypass the optimizer's own methods."""
+    """Methods that replace those of LowLevelZeroCheckpointIO, whose sharded files bypass the optimizer's methods."""
 
     _non_strict_save_sharded_optimizer: Any
     _non_strict_load_sharded_optimizer: Any

@@ -1,8 +1,8 @@
-"""One parameter under tensor parallelism: from the slice of this rank to the whole, and back.
+"""Gathers a tensor-parallel parameter from the slices of all ranks, and slices it again.
 
 ColossalAI (0.3.4 to 0.5.1) marks a sharded parameter in two ways: a ``dist_layout`` (tensor/d_tensor/api.py), or a
-pair of functions ``shard_fn`` and ``gather_fn`` where the slice is no plain cut (GPT-2's fused QKV). A vocabulary that
-cannot be divided is padded first (tensor/padded_tensor/api.py); the layout then counts the padding.
+pair of functions ``shard_fn`` and ``gather_fn`` if the slice is not contiguous (GPT-2's fused QKV). A vocabulary that
+cannot be divided evenly is padded first (tensor/padded_tensor/api.py); the layout then counts the padding.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def whole_shape(parameter: Any) -> torch.Size:
 
 
 class Room(NamedTuple):
-    """Memory for what the tensor-parallel ranks send each other of one parameter; nothing more is needed then.
+    """Buffers to gather one parameter among tensor-parallel ranks; gathering allocates nothing else.
 
     Args:
         group: these ranks.
         dimension: the one along which the parameter is cut.
-        held: which of its elements along that this rank holds, int64.
-        held_by: the same of each rank, to be received.
-        slices: of each rank, to be received, in the parameter's local shape.
-        padded: the whole value, with its padding.
+        held: the indices along that dimension that this rank holds, int64.
+        held_by: receives the indices of each rank.
+        slices: receives the slice of each rank, in the parameter's local shape.
+        padded: receives the whole value, with its padding.
     """
 
     group: Any
@@ -67,9 +67,11 @@ class Room(NamedTuple):
 
 
 def room_for(parameter: Any, dtype: torch.dtype, device: torch.device) -> Room | None:
-    """Memory to gather a parameter in, or state that is cut like it; None where each rank holds all of it.
+    """Allocate the buffers to gather a parameter, or state that is sharded like it.
 
-    Which elements a rank holds is found out by cutting their numbers as the parameter is cut.
+    The elements that a rank holds are found by sharding their indices like the parameter.
+
+    Returns None if each rank holds the whole parameter.
 
     Args:
         parameter: says how it is sharded and padded.
@@ -112,7 +114,7 @@ def whole(parameter: Any, local: torch.Tensor, room: Room | None) -> torch.Tenso
     """
     if room is not None:
         dist.all_gather(room.held_by, room.held, group=room.group)
-        # As bytes: values travel untouched, and in dtypes that a backend may not know.
+        # As bytes, because a backend may not support the dtype.
         dist.all_gather([_as_bytes(piece) for piece in room.slices], _as_bytes(local.detach()), group=room.group)
         for held, piece in zip(room.held_by, room.slices, strict=True):
             room.padded.index_copy_(room.dimension, held, piece)
@@ -127,7 +129,7 @@ def _as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def padding_of(parameter: Any, room: Room | None, local: torch.Tensor) -> torch.Tensor | None:
-    """The rows of padding beside a value that `whole` has just given; None where the parameter has none.
+    """The rows of padding of the value that `whole` has just gathered; None if the parameter has none.
 
     Args:
         parameter: as there.
@@ -144,7 +146,7 @@ def padding_of(parameter: Any, room: Room | None, local: torch.Tensor) -> torch.
 def padding_shape(parameter: Any) -> torch.Size | None:
     """The shape of the rows that fill a vocabulary up; None where there are none.
 
-    The optimizer changes them as any other row, and the loss depends on them, but they are no part of a model's file.
+    The optimizer updates them like other rows, and the loss depends on them, but model files omit them.
     """
     if not hasattr(parameter, "_padding_dim"):
         return None
@@ -211,9 +213,7 @@ def _padded_shape(parameter: Any) -> torch.Size:
 
 
 def _shape_before(parameter: Any) -> torch.Size:
-    """The shape that ``shard_fn`` turns into the local one; it is written down nowhere, so shapes without data are
-    tried.
-    """
+    """The shape that ``shard_fn`` turns into the local one; found by trying shapes on tensors without data."""
     for size in range(1, dist.get_world_size() + 1):
         for dimension in range(parameter.dim()):
             shape = list(parameter.shape)

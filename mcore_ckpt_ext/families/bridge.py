@@ -1,4 +1,4 @@
-"""`run_config.yaml`, from which Megatron-Bridge knows the model of a checkpoint.
+"""Writes `run_config.yaml`, from which Megatron-Bridge reads the model of a checkpoint.
 
 Source: `load_model_config` (training/model_load_save.py) and the providers below models/ of megatron-bridge 0.3.1. JSON
 is YAML, too.
@@ -31,7 +31,7 @@ def run_config(
 ) -> str:
     """The file's text for a model that nobody has trained yet.
 
-    `whole`: what `model` says of a model with other parts; `sections`: further ones.
+    `whole`: the section `model` of a model with further parts; `sections`: other sections.
     """
     content = {
         "model": {**bridge_model(family, arguments), **(whole or {})},
@@ -43,7 +43,7 @@ def run_config(
 
 
 def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
-    """The section `model`: its class, and the fields of that; the layout is one rank's."""
+    """The section `model`: its class and fields, for a layout of one rank."""
     of_all = "mla_provider.MLAModelProvider" if arguments.multi_latent_attention else "gpt_provider.GPTModelProvider"
     model = {
         **model_fields(arguments),
@@ -57,7 +57,7 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
 
 
 def model_fields(arguments: ModelArguments) -> dict[str, Any]:
-    """The fields of a model, of whatever class it may be; the layout is one rank's."""
+    """The fields that models of every class have, for a layout of one rank."""
     model = {
         name: arguments.value(argument)
         for name, argument, field in BRIDGE_FIELDS

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 def _pattern(config: Config) -> list[int]:
-    """All but the first, or as a list says, beside which releases count the dense ones."""
+    """The layers with experts: all but the first, or by a list; some releases also state the number of dense layers."""
     layers = config["num_hidden_layers"]
     found = config.get(KINDS_OF_LAYERS) or [DENSE, *[SPARSE] * (layers - 1)]
     pattern = [int(kind == SPARSE) for kind in found]
@@ -45,5 +45,5 @@ class Glm4MoELite(DeepSeekV3):
     )  # fmt: skip
 
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        """All that DeepSeek-V3 is."""
+        """Every setting of DeepSeek-V3."""
         return ["all that DeepSeek-V3 is"]

@@ -16,10 +16,10 @@ class Rows:
     """Spans of rows, one after the other.
 
     Attributes:
-        spans: told the number of rows and the job's arguments.
+        spans: called with the number of rows and the job's arguments.
         transposed: Hugging Face stores the matrix transposed.
-        shift: what Hugging Face's numbers are more than Megatron's.
-        interleaved: Hugging Face's rows are by turns of so many parts of equal height of the span, which is one.
+        shift: added to Megatron's values in Hugging Face's tensor.
+        interleaved: number of equally sized parts of the only span whose rows alternate in Hugging Face's tensor.
     """
 
     spans: Callable[[int, ModelArguments], Sequence[Span]]
@@ -66,7 +66,7 @@ GATE_AND_UP_BY_TURNS = Rows(_whole, interleaved=2)
 
 
 def joined(*parts: Rows) -> Rows:
-    """One after the other."""
+    """Concatenate the rows."""
     return Rows(lambda rows, arguments: [span for part in parts for span in part.spans(rows, arguments)])
 
 
@@ -76,5 +76,5 @@ def transposed(rows: Rows) -> Rows:
 
 
 def shifted(by: float) -> Rows:
-    """All rows, whose numbers are more by so much in Hugging Face's tensor; rounded once."""
+    """All rows, with `shift` added in Hugging Face's tensor; rounded once."""
     return Rows(_whole, shift=by)

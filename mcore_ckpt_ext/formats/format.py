@@ -1,4 +1,4 @@
-"""What the package has to know of a format: how its folders are recognized, and what opens them.
+"""Declares a checkpoint format: how its folders are recognized, and which classes open and write them.
 
 Each format declares one object, in `formats/<format>/format.py`; `registry.py` lists them. The command line lists what
 it can write before torch is imported, so these modules import the reader and the writer only when they are used.
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """What the user states of a folder that is to be opened.
+    """Options for opening a folder.
 
     Attributes:
         order_sources: parameter orders to try when the packing of the gradient buffers is recovered.
         family: the family of a Hugging Face folder whose `config.json` names no known one.
         transformer_impl: the layer spec under whose names a Hugging Face folder is read.
-        facts: what is known of the job that wrote a checkpoint without Megatron's arguments.
-        model: the model that adapters are for, where the folder holds adapters alone.
+        facts: properties of the job that wrote a checkpoint without Megatron's arguments.
+        model: the model of the adapters, if the folder contains only adapters.
     """
 
     order_sources: Sequence[ParameterOrder] = ()
@@ -51,11 +51,11 @@ class Format(ABC, Generic[Options]):
     """A format of checkpoints.
 
     Attributes:
-        target: the options of what is written in the format; None where it is only read.
+        target: the class of its write options; None if the format is read only.
         name: how messages name it.
-        takes_facts: whether a checkpoint may lack the arguments of its job, so that the user can state them.
-        is_adapter_folder: whether its folders hold adapters alone, whose model lies elsewhere.
-        is_iteration: whether its folders are iterations of a run, beside which a tracker file lies.
+        takes_facts: whether a checkpoint may lack the arguments of its job, so that the user can pass them.
+        is_adapter_folder: whether its folders contain adapters without their model.
+        is_iteration: whether its folders are iterations of a run, with a tracker file in the run folder.
         required_files: files without which a save was not finished.
     """
 
@@ -68,7 +68,7 @@ class Format(ABC, Generic[Options]):
 
     @abstractmethod
     def recognizes(self, folder: Path) -> bool:
-        """Whether a folder is in this format, by its marks; damaged ones are reported when it is opened."""
+        """Whether a folder has the marker files of this format; damage is reported when it is opened."""
 
     @abstractmethod
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
@@ -96,7 +96,7 @@ class Format(ABC, Generic[Options]):
         """Regular expressions of the files that a folder in the format consists of.
 
         Returns:
-            None of them where nothing shows that this package or Megatron wrote the folder, so that it is not replaced.
+            Empty if nothing shows that this package or Megatron wrote the folder, so that it is not replaced.
 
         Raises:
             CheckpointError: its marks are damaged.
@@ -104,9 +104,9 @@ class Format(ABC, Generic[Options]):
         return ()
 
     def list_tensors(self, folder: Path) -> Listing | None:
-        """List the stored tensors of a folder of weights, and what is wrong with its files, without its model.
+        """List the tensors and damaged files of a folder of weights, without its model.
 
         Returns:
-            None where opening a folder checks its files.
+            None if opening a folder already checks its files.
         """
         return None

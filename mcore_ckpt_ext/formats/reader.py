@@ -1,4 +1,4 @@
-"""What every format answers of a checkpoint that it has opened; a `CheckpointView` is made of these answers."""
+"""Base class of the readers of all formats; `CheckpointView` is built from its members."""
 
 from __future__ import annotations
 
@@ -172,14 +172,14 @@ class FormatReader(FormatTraits, ABC):
 
     @abstractmethod
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        """Every archive of the checkpoint: (file, offset, length)."""
+        """All torch archives of the checkpoint: (file, offset, length)."""
 
     def checked_arrays(self) -> Iterator[RawArray]:
-        """Every array that lies bare in a file and whose checksum is known; only some formats have them."""
+        """Arrays stored without an archive whose checksum is known; only some formats have them."""
         return iter(())
 
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
-        """Every stored key that nothing here reads, from metadata; with `objects` also from small pickled objects."""
+        """Stored keys that this package does not read; with `objects`, also those inside small pickled objects."""
         return []
 
     @property
@@ -228,7 +228,7 @@ class FormatReader(FormatTraits, ABC):
         return None
 
     def notices_of(self, view: CheckpointView) -> list[str]:
-        """What a user should know who converts a view of it: itself, or itself with some parts replaced."""
+        """Notes for a user who converts a view of this checkpoint."""
         return general_notices(view)
 
     def auxiliary_files(self) -> dict[str, bytes]:
@@ -266,7 +266,7 @@ class FormatReader(FormatTraits, ABC):
         return parts_by_name(self.view)
 
     def for_legacy_files(self) -> FormatReader:
-        """The same without what legacy files have no place for."""
+        """The reader without the state that legacy files cannot contain."""
         return self
 
     def with_weights_of(self, lender: CheckpointView) -> FormatReader:
@@ -285,7 +285,7 @@ class FormatReader(FormatTraits, ABC):
         )  # fmt: skip
 
     def with_weights_of_a_job(self, weights: Mapping[str, WeightSpec]) -> FormatReader:
-        """The same for an optimizer that is stored without its weights, which a live job has.
+        """The reader of an optimizer that is stored without weights, with the weights of a live job.
 
         Args:
             weights: what each weight is, by model-space name.
@@ -299,7 +299,7 @@ class FormatReader(FormatTraits, ABC):
 
     @cached_property
     def found_sidecar(self) -> FoundSidecar:
-        """What was found in the place of a sidecar."""
+        """The sidecar, or the problem that was found with it."""
         stated, iteration = None, None
         with suppress(CheckpointError):  # whoever uses the common state reports what is wrong with it
             iteration = self.common.get("iteration")
@@ -309,5 +309,5 @@ class FormatReader(FormatTraits, ABC):
 
     @property
     def stored_index(self) -> DcpIndex | None:
-        """What the index says, under the keys that stand in it; None where the format has none."""
+        """The index by its stored keys; None if the format has none."""
         return self.index

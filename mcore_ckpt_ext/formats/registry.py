@@ -1,6 +1,6 @@
-"""The list of formats, each a line: there is no other one.
+"""The only list of formats, one line each.
 
-The first that recognizes a folder opens it: what can be taken for another format stands before that.
+The first format that recognizes a folder opens it, so a format that could be mistaken for another precedes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A weight that is not in a checkpoint, as far as its optimizer's packing depends on it: its shape, and its cuts."""
+"""Shape and sharding of a weight that is not in the checkpoint, on which its optimizer's packing depends."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """What a live model, or another checkpoint, tells of a weight.
+    """Shape and sharding of a weight of a live model or of another checkpoint.
 
     Attributes:
         tensor: name, global shape and dtype.
-        axis: along which tensor-parallel ranks share it; None where each has all of it.
-        parts: how many bands of it each rank has: two of a gate and an up projection.
+        axis: the axis that tensor parallelism shards; None if every rank has the whole weight.
+        parts: number of row blocks on each rank: two for a fused gate and up projection.
     """
 
     tensor: LogicalTensor

@@ -1,4 +1,4 @@
-"""How much memory a GPU of a layout needs: weights, gradients and optimizer exactly, activations as an estimate."""
+"""Computes the memory of a GPU under a layout: weights, gradients and optimizer exactly, activations as an estimate."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Memory:
 
     @property
     def static(self) -> int:
-        """What does not depend on the batch."""
+        """Weights, gradients and optimizer, which do not depend on the batch."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
-        """Everything on the GPU."""
+        """All memory on the GPU."""
         return self.static + self.activations
 
 

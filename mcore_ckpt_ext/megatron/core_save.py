@@ -1,6 +1,6 @@
-"""Sidecars beside what any loop on Megatron Core saves: what runs around `dist_checkpointing.save`.
+"""Wraps `dist_checkpointing.save`, to write sidecars for training loops other than Megatron's.
 
-Megatron's own loop is left to the coordinator of its saves. Source: `save`, and `AsyncRequest.add_finalize_fn`
+The coordinator does this in Megatron's own loop. Source: `save`, and `AsyncRequest.add_finalize_fn`
 (megatron/core/dist_checkpointing/serialization.py, strategies/async_utils.py, core_v0.12.1 to 0.19.2).
 """
 
@@ -27,9 +27,9 @@ Function = Callable[..., Any]
 
 
 class PendingSave:
-    """The optimizer that was last asked for what is to be saved, and which answer it gave.
+    """The optimizer whose sharded state dict was requested last, and the identity of that dict.
 
-    The answer itself is saved as it is, so it bears no mark, and is not kept alive either.
+    The dict is saved unchanged, so it cannot be marked, and it is not kept alive.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class PendingSave:
         self._answer = 0
 
     def note(self, optimizer: Any, answer: object) -> None:
-        """An optimizer has answered."""
+        """Record the sharded state dict of an optimizer."""
         self._optimizer, self._answer = weakref.ref(optimizer), id(answer)
 
     def found_in(self, tree: Any) -> Any:
-        """The optimizer whose answer is in a state dict; None where there is none."""
+        """The optimizer whose sharded state dict is part of a state dict; None if there is none."""
         return self._optimizer() if self._is_in(tree) else None
 
     def _is_in(self, tree: Any) -> bool:
@@ -51,7 +51,7 @@ class PendingSave:
 
 
 def wrap_save(original: Function) -> Function:
-    """Around `dist_checkpointing.save`: the packing of the gradient buffers is written beside what was saved."""
+    """Wrap `dist_checkpointing.save`: also write the packing of the gradient buffers into the folder."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -63,7 +63,7 @@ def wrap_save(original: Function) -> Function:
         if is_partial or PROCESS.one(ReentrancyGuard).is_busy or "://" in folder or not _all_save(optimizer, folder):
             return original(*positional, **keywords)
         text = _text(optimizer, tree.get("iteration", 0))
-        if is_first_rank():  # of what lay there before, whose buffers are written over
+        if is_first_rank():  # the sidecar of the previous save, which is overwritten
             Disk().remove(Path(folder) / FILE_NAME)
         request = original(*positional, **keywords)
         publish = functools.partial(_publish, Path(folder), text)
@@ -96,7 +96,7 @@ def _text(optimizer: Any, iteration: object) -> str:
 
 
 def _publish(folder: Path, text: str) -> None:
-    """Write it; a checkpoint without one is as good as before."""
+    """Write the sidecar; a failure is only logged, since the checkpoint is complete without it."""
     if not text or not is_first_rank():
         return
     try:

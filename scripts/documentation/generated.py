@@ -43,7 +43,7 @@ def command_line() -> str:
     parts = []
     for name, what in COMMANDS.items():
         parser = _subparser(parser_of([name]), name)
-        parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100)
+        parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=76)
         parts += [f"## {name}", f"{what[0].upper()}{what[1:]}.", f"```text\n{parser.format_usage().strip()}\n```"]
         for group in parser._action_groups:
             rows = [_option_row(action) for action in group._group_actions if action.help != argparse.SUPPRESS]

@@ -2,8 +2,8 @@
 
 Sources: `save_checkpoint`, `get_rng_state` and `preprocess_fsdp_dtensor_state_dict` (megatron/training/
 checkpointing.py), `sharded_param_state_fsdp_dtensor` (megatron/core/optimizer/distrib_optimizer.py), core_v0.14.0 to
-0.19.2. A parameter is one array, which is the optimizer's fp32 master; the weight that the model computes with is its
-rounding, and stored nowhere. A parameter's group is one object for each setting.
+0.19.2. A parameter is one array, the optimizer's fp32 master; the weight that the model computes with is the rounded
+master, and is not stored. A parameter's group is one object for each setting.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         return DcpIndex(arrays, {}, {}, has_plans=True)
 
     def _check_layers(self, keys: Iterable[str]) -> None:
-        """Refuse what several pipeline stages wrote, each with its own first layer.
+        """Refuse a checkpoint of several pipeline stages, each of which counts its layers from 0.
 
         Raises:
             UnsupportedCheckpointError: there are fewer layers than the job had.
@@ -101,11 +101,11 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     @staticmethod
     def _prefix(key: str) -> str:
-        """What Megatron's `torch_dist` puts before a parameter's name."""
+        """The prefix of a parameter's name in Megatron's `torch_dist`."""
         return f"{_STATE}{key.rpartition('.')[2]}." if key.startswith(_STATE) else ""
 
     def _weight_and_master(self, array: StoredArray) -> dict[str, StoredArray]:
-        """The two that an fp32 array is; another one, or a module's buffer, is a weight and no more."""
+        """The weight and the master in an fp32 array; empty for other arrays, which are weights only."""
         known = self.stated_arguments
         computes_in = "bfloat16" if known.bf16 else "float16" if known.fp16 else "float32"
         if array.dtype != "float32" or is_module_buffer(array.key):
@@ -118,7 +118,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         return any(key.startswith(_STATE) for key in self.stored_index.arrays)
 
     def _check_order(self, key: str) -> None:
-        """Refuse what several tensor-parallel ranks have in an order that nothing else has.
+        """Refuse parameters whose parts alternate between tensor-parallel ranks.
 
         Raises:
             UnsupportedCheckpointError: their parts take turns in it.
@@ -138,7 +138,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     @cached_property
     def _groups(self) -> list[dict[str, Any]]:
-        """Each distinct parameter group; every parameter has a copy of its own."""
+        """The distinct parameter groups; every parameter stores a copy of its group."""
         settings: dict[str, dict[str, Any]] = {}
         for key in self.stored_index.objects:
             if match := _GROUP.match(key):
@@ -180,7 +180,7 @@ def _add(arrays: dict[str, StoredArray], array: StoredArray) -> None:
 
 
 def _one_above_the_other(key: str, halves: list[StoredArray | None], where: str) -> StoredArray:
-    """A gated projection of its two halves.
+    """Join the two halves of a gated projection.
 
     Raises:
         UnreadableCheckpointError: one of them is missing, or they do not fit.

@@ -1,4 +1,4 @@
-"""Writing distributed optimizers into legacy files: whole gradient buffers, as `--use-distributed-optimizer` has them.
+"""Writes distributed optimizers into legacy files, as whole gradient buffers.
 
 Sources: `DistributedOptimizer.get_parameter_state_dp_zero` and `ChainedOptimizer.save_parameter_state`,
 megatron/core/optimizer, core_v0.9.0 to 0.19.2.
@@ -45,7 +45,7 @@ class FlatStates:
     def buffers(self, rank: LegacyRank) -> Any:
         """What the rank's `distrib_optim.pt` holds; None where it has no such file.
 
-        The state of the dense parameters lies beside the first expert rank.
+        The first expert rank stores the state of the dense parameters.
         """
         found = [
             None if child == 0 and rank.expert > 0 else self._buffer_states(rank, child) for child in self._children
@@ -124,10 +124,10 @@ class FlatStates:
 
 
 def _alone_or_all(states: list[Any]) -> Any:
-    """Megatron stores the state of one optimizer as it is, and that of several as a list."""
+    """Return one state as it is, several as a list, as Megatron stores them."""
     return states if len(states) > 1 else states[0]
 
 
 def _dtypes(buffer: PackedBuffer) -> tuple[torch.dtype, ...]:
-    """The (parameter, gradient) dtypes that Megatron files a buffer under."""
+    """The (parameter, gradient) dtypes that are the key of a buffer in Megatron."""
     return tuple(getattr(torch, name.strip().removeprefix("torch.")) for name in buffer.dtypes.strip("()").split(","))

@@ -1,4 +1,4 @@
-"""What `fsdp_dtensor` and `torch_dcp` share: torch's own distributed checkpoint, its keys flattened as torch does.
+"""Base of `fsdp_dtensor` and `torch_dcp`: torch.distributed.checkpoint with flattened keys.
 
 Every entry of a dict is an object or an array of its own, under the path to it. Here the index is read as that of a
 `torch_dist` checkpoint would be.
@@ -100,7 +100,7 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
 
     @abstractmethod
     def _is_taken(self, key: str) -> bool:
-        """Whether what stands under a stored key is read, or says nothing."""
+        """Whether a stored key is read, or carries no information."""
 
     @abstractmethod
     def kind_of(self, key: str) -> str:
@@ -108,4 +108,4 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
 
     @override
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        return FormatReader.sharded_keys(self)  # as Megatron would have them: here no key stacks layers
+        return FormatReader.sharded_keys(self)  # as in Megatron, since no key stacks layers in these formats

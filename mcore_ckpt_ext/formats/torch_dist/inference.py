@@ -1,6 +1,6 @@
-"""What the index of a `torch_dist` checkpoint itself shows of the job that wrote it, under Megatron's names.
+"""Infers the job that wrote a `torch_dist` checkpoint from its index, under the names of Megatron's arguments.
 
-Only what somebody saw is here: sizes of ranks come from ranks that have left something (the grid of random states, the
+Parallel sizes are inferred only from traces of ranks (the grid of random states, the
 groups of gradient buffers, the files of writers), sizes of the model from its arrays.
 """
 
@@ -108,9 +108,9 @@ def _experts(index: DcpIndex, groups: int, pipeline: int) -> dict[str, int]:
 
 
 def _bands(arrays: Mapping[str, StoredArray]) -> int | None:
-    """In how many bands of rows a table of the vocabulary is stored; None where there is none.
+    """Number of row blocks in which an embedding is stored; None if there is no embedding.
 
-    Of these every tensor-parallel rank has one (core_v0.7.0 to 0.19.2).
+    Every tensor-parallel rank has one (core_v0.7.0 to 0.19.2).
     """
     for is_table in (is_word_embeddings, is_output_layer):
         for key in filter(is_table, arrays):

@@ -31,7 +31,7 @@ class LiveParameter:
 
 
 def quantisation(parameter: torch.Tensor) -> Proof | None:
-    """How the masters of a live parameter are proven that is kept in fp8 or fp4; None where it is a plain tensor.
+    """How the masters of an fp8 or fp4 live parameter are verified; None if the parameter is a plain tensor.
 
     Transformer Engine's quantised tensors show a high-precision dtype, and dequantise themselves (`QuantizedTensor`,
     transformer_engine/pytorch/quantized_tensor.py, 2.1 to 2.20.2; `NVFP4Tensor` since 2.8). One with a single scale
@@ -46,14 +46,14 @@ def quantisation(parameter: torch.Tensor) -> Proof | None:
 
 
 NameFunction = Callable[[str], str]
-"""Gives a model-space name as a checkpoint has it."""
+"""Maps a model-space name to the name in a checkpoint."""
 
 NEW = "new."
-"""What then stands before the name of a parameter that the checkpoint's model does not have, and that starts anew."""
+"""Prefix of a parameter that the checkpoint's model does not have, and that keeps its initialization."""
 
 
 def model_tensors(chunks: Sequence[Any], spell: NameFunction = str) -> list[LiveParameter]:
-    """Every tensor, parameters and buffers, that the model chunks would store, as their sharded state dicts say."""
+    """All parameters and buffers in the sharded state dicts of the model chunks."""
     return [_described(entry, spell) for entry in _stored(chunks) if isinstance(entry.data, torch.Tensor)]
 
 
@@ -70,7 +70,7 @@ def held_among(stored: Iterable[LiveParameter], chunks: Sequence[Any]) -> dict[i
 
 
 def _stored(chunks: Sequence[Any]) -> Iterator[Any]:
-    """What the chunks' sharded state dicts say of the tensors that they have."""
+    """The descriptions of tensors in the sharded state dicts of the chunks."""
     entries = (entry for chunk in chunks for entry in _entries(_sharded(chunk)))
     return (entry for entry in entries if getattr(entry, "data", None) is not None)
 
