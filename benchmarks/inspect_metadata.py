@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from mcore_ckpt_ext.layout.grad_buffer import BufferParameter, pack
 
-GOAL_SECONDS = 3.0
+GOAL_SECONDS, GOAL_MEBIBYTES = 1.0, 300
 TENSOR, PIPELINE, VIRTUAL, DATA = 4, 8, 10, 100
 LAYERS, HIDDEN, FEED_FORWARD, QUERY_GROUPS, HEADS, VOCABULARY = 80, 8192, 28672, 8, 64, 128_256
 ARCHIVE_OVERHEAD = 1500
@@ -215,11 +215,12 @@ def main() -> int:
             seconds.append(time.monotonic() - begun)
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
     median, work = statistics.median(seconds), (used.ru_utime + used.ru_stime) / options.rounds
+    peak = used.ru_maxrss / 2**10
     print(
         f"inspect: {median:.2f} s (median of {options.rounds}, goal {GOAL_SECONDS} s), {work:.2f} s of processor time"
     )
-    print(f"peak memory {used.ru_maxrss / 2**20:.2f} GiB")
-    return 0 if median <= GOAL_SECONDS else 1
+    print(f"peak memory {peak:.0f} MiB (goal {GOAL_MEBIBYTES} MiB)")
+    return 0 if median <= GOAL_SECONDS and peak <= GOAL_MEBIBYTES else 1
 
 
 if __name__ == "__main__":

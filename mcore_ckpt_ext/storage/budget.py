@@ -58,9 +58,11 @@ def check_keys(keys: Collection[object]) -> None:
     Raises:
         ValueError: they were made to have the same.
     """
-    alike = Counter(map(hash, keys))
-    if len(alike) < len(keys) and max(alike.values()) > _MOST_ALIKE:
-        raise ValueError(f"{max(alike.values()):,} keys that have one hash")
+    if len(set(map(hash, keys))) == len(keys):
+        return
+    most = max(Counter(map(hash, keys)).values())
+    if most > _MOST_ALIKE:
+        raise ValueError(f"{most:,} keys that have one hash")
 
 
 def whole_number(value: object, what: str, most: int = MOST_ELEMENTS) -> int:

@@ -168,7 +168,15 @@ def read_index(folder: Path) -> DcpIndex:
     """
     if (found := lent_of(folder)) is not None:
         return found.index
-    return _parsed(_file(folder), folder / METADATA_FILE)
+    path = folder / METADATA_FILE
+    with _damage_reported(path):
+        data = _file(folder)
+        short = without_last(data, PLANS, _PARTS)
+        if short is None:
+            return _index(_metadata(data, str(path)))
+        del data  # before objects are made of it: the file and they are most of the memory of an `inspect`
+        metadata = _without_plans(short, str(path))
+        return _index(_metadata(_file(folder), str(path)) if metadata is None else metadata)
 
 
 def index_digest(data: bytes) -> str:
@@ -212,26 +220,43 @@ def _file(folder: Path) -> bytes:
 
 
 def _parsed(data: bytes, path: Path) -> DcpIndex:
-    if not data:
-        raise UnreadableCheckpointError(
-            "the checkpoint's index is empty", found="0 bytes", where=str(path), hint=INTERRUPTED
-        )
+    with _damage_reported(path):
+        metadata = _without_plans(without_last(data, PLANS, _PARTS), str(path))
+        return _index(_metadata(data, str(path)) if metadata is None else metadata)
+
+
+@contextmanager
+def _damage_reported(path: Path) -> Iterator[None]:
+    """Report what cannot be made an index of as damage; the collector pauses, for there are millions of objects."""
     try:
         with collector_paused():
-            return _index(_metadata(data, str(path)))
+            yield
     except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:  # the last of an infinite float
         raise UnreadableCheckpointError(
             "the checkpoint's index is damaged", found=shortened(f"{type(error).__name__}: {error}"), where=str(path)
         ) from error
 
 
-def _metadata(data: bytes, where: str) -> Any:
-    """What an index says, but for the ranks' plans: they are more than half of it, come last, and nobody reads them."""
-    if (short := without_last(data, PLANS, _PARTS)) is not None:
-        with suppress(CheckpointError):  # which shows again below
+def _without_plans(short: bytes | None, where: str) -> Any:
+    """What an index holds but for the ranks' plans: they are more than half of it, come last, and nobody reads them.
+
+    Returns:
+        None where `short`, the index without them, is none, or only looked like one.
+    """
+    if short is not None:
+        with suppress(CheckpointError):  # which shows again where all of it is loaded
             found = safe_loads(short, where)
             if isinstance(found, Record) and getattr(found, PLANS, None) is True and hasattr(found, _PARTS[0]):
                 return found
+    return None
+
+
+def _metadata(data: bytes, where: str) -> Any:
+    """What an index holds, plans included."""
+    if not data:
+        raise UnreadableCheckpointError(
+            "the checkpoint's index is empty", found="0 bytes", where=where, hint=INTERRUPTED
+        )
     return safe_loads(data, where)
 
 
@@ -319,7 +344,7 @@ def _array(
         if not _fits(offsets, sizes, shape):
             place = f"at {shown(offsets)} with sizes {shown(sizes)}"
             raise ValueError(f"a chunk of {key} lies {place}, in an array of shape {shown(shape)}")
-        info, numel = places[key, offsets], prod(sizes)
+        info, numel = places[key, offsets], sizes[0] if axes == 1 else prod(sizes)
         file, length = info.relative_path, whole_number(info.length, "a length")
         if type(file) is not str:
             raise TypeError(f"the name of a file is {shown(file)}")

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from math import prod
 from typing import NamedTuple, overload
 
 from typing_extensions import override
@@ -36,6 +37,12 @@ class StoredArray:
     shape: tuple[int, ...]
     dtype: str
     chunks: Sequence[StoredChunk]
+
+    def places(self) -> Iterator[tuple[str, int]]:
+        """The file of each chunk, and the number of its elements."""
+        if isinstance(self.chunks, _TableRows):
+            return self.chunks.places()
+        return ((chunk.extent.file, chunk.extent.numel) for chunk in self.chunks)
 
 
 class StoredObject(NamedTuple):
@@ -79,14 +86,24 @@ class ChunkTable:
         """The rows from `begin` to the end as chunks of an array of so many axes."""
         return _TableRows(self, range(begin, self.end, 3 + 2 * axes), axes, dtype)
 
+    def places(self, rows: range, axes: int) -> Iterator[tuple[str, int]]:
+        """Of the chunks of rows, the file of each, and the number of its elements."""
+        columns = self._columns(rows)
+        numels = columns[-1] if axes == 1 else map(prod, self._by_row(columns[3 + axes :], rows))
+        return zip(map(self._files.__getitem__, columns[0]), numels, strict=True)
+
+    def _columns(self, rows: range) -> list[array[int]]:
+        return [self._rows[rows.start + column : rows.stop : rows.step] for column in range(rows.step)]
+
+    @staticmethod
+    def _by_row(columns: list[array[int]], rows: range) -> list[tuple[int, ...]]:
+        return list(zip(*columns, strict=True)) if columns else [()] * len(rows)
+
     def made_of(self, rows: range, axes: int, dtype: str) -> Iterator[StoredChunk]:
         """The chunks of rows that begin at some places."""
-        columns = [self._rows[rows.start + column : rows.stop : rows.step] for column in range(rows.step)]
+        columns = self._columns(rows)
         numbers, begins, lengths = columns[:3]
-        offsets, sizes = (
-            list(zip(*of_axes, strict=True)) if axes else [()] * len(rows)
-            for of_axes in (columns[3 : 3 + axes], columns[3 + axes :])
-        )
+        offsets, sizes = self._by_row(columns[3 : 3 + axes], rows), self._by_row(columns[3 + axes :], rows)
         files = map(self._files.__getitem__, numbers)
         extents = map(ArchivedTensor, files, begins, lengths, repeat(dtype), sizes)
         return map(StoredChunk, offsets, sizes, extents)
@@ -102,6 +119,10 @@ class _TableRows(Sequence[StoredChunk]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def places(self) -> Iterator[tuple[str, int]]:
+        """The file of each chunk, and the number of its elements."""
+        return self._table.places(self._rows, self._axes)
 
     @overload
     def __getitem__(self, index: int) -> StoredChunk: ...

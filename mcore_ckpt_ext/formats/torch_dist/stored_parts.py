@@ -30,8 +30,8 @@ def parts_of_torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]
         kind, size = kind_of(key), ITEM_SIZE[array.dtype]
         if kind == FP32_PARAM and array.dtype == "int16":
             kind = PARAM_REMAINDER
-        for chunk in array.chunks:
-            yield StoredPart(chunk.extent.file, kind, key, chunk.extent.numel * size)
+        for file, numel in array.places():
+            yield StoredPart(file, kind, key, numel * size)
     gathered = [key for key in checkpoint.index.objects if _GATHERED in key]
     for key, stored in checkpoint.index.objects.items():
         if key not in gathered:
