@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.folding import alike, without_numbers
+from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message
 from mcore_ckpt_ext.cli.progress import Progress
@@ -170,10 +171,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drop", nargs="+", default=[], metavar="KIND", help="leave out optimizer state that cannot be converted"
     )
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
-    parser.add_argument(
-        "--join", action="store_true",
-        help="split the work across the processes of the current torch.distributed job (default under torchrun)",
-    )  # fmt: skip
+    add_join(parser)
     parser.add_argument(
         "--memory-limit", type=parse_size, default=DEFAULT_MEMORY, metavar="SIZE",
         help="buffer memory of all threads together (default: 1GiB)",

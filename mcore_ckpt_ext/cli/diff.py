@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
+from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, message, table
 from mcore_ckpt_ext.cli.page import check_place, comparison_page, write_page
@@ -40,28 +41,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Equal means bit by bit: NaNs with the same bits are equal, 0.0 and -0.0 are not; and that a resume takes up "
         "the same settings, unless --kinds or --tensors-only is given, or one of the two has no optimizer."
     )
+    add_join(parser)
     add_weights(parser)
     add_facts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, and report what differs."""
+    from mcore_ckpt_ext.cli.processes import the_team
     from mcore_ckpt_ext.operations.comparison import compare
 
     if arguments.html is not None:
         check_place(arguments.html)
-    found = compare(
-        arguments.a,
-        arguments.b,
-        kinds=arguments.kinds,
-        family=arguments.family,
-        facts=facts_of(arguments),
-        weights=arguments.weights,
-        workers=arguments.workers,
-        progress=Progress(),
-        pictures=arguments.html is not None,
-        tensors_only=arguments.tensors_only,
-    )
+    with the_team(join=arguments.join) as team:
+        found = compare(
+            arguments.a,
+            arguments.b,
+            kinds=arguments.kinds,
+            family=arguments.family,
+            facts=facts_of(arguments),
+            weights=arguments.weights,
+            workers=arguments.workers,
+            progress=Progress() if team.rank == 0 else lambda done, total: None,
+            pictures=arguments.html is not None,
+            tensors_only=arguments.tensors_only,
+            team=team,
+        )
+    if team.rank > 0:
+        return 0 if found.equal else 1
     if arguments.html is not None:
         write_page(arguments.html, comparison_page(found))
         message(f"wrote {arguments.html}")

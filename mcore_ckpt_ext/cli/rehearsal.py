@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, Painted, heading, line, message, table
 from mcore_ckpt_ext.cli.page import plan_page, write_page
@@ -31,10 +32,7 @@ def add_rehearsal(parser: argparse.ArgumentParser) -> None:
         "--change", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
         help="argument other than the layout that will differ from the job that wrote the checkpoint",
     )  # fmt: skip
-    group.add_argument(
-        "--join", action="store_true",
-        help="split the work across the processes of the current torch.distributed job (default under torchrun)",
-    )  # fmt: skip
+    add_join(group)
 
 
 def check_rehearsal(arguments: argparse.Namespace) -> None:

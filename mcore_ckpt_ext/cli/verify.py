@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.folding import alike, without_numbers
+from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.progress import Progress
@@ -18,6 +19,7 @@ from mcore_ckpt_ext.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.findings import Finding, Verification
+    from mcore_ckpt_ext.operations.workers import Team
 
 
 _SHOWN = 4
@@ -43,13 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prometheus", metavar="FILE", type=Path, help="also write the result as metrics for node_exporter"
     )
+    add_join(parser)
     add_weights(parser, "an optimizer-only checkpoint")
     add_facts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and report what was found."""
-    found = _verify(arguments) if arguments.prometheus is None else _measured(arguments)
+    from mcore_ckpt_ext.cli.processes import the_team
+
+    with the_team(join=arguments.join) as team:
+        is_measured = arguments.prometheus is not None and team.rank == 0
+        found = _measured(arguments, team) if is_measured else _verify(arguments, team)
+    if team.rank > 0:
+        return _exit_code(found)
     if arguments.json:
         from mcore_ckpt_ext.operations.check_results import verification_result
 
@@ -59,23 +68,24 @@ def run(arguments: argparse.Namespace) -> int:
     return _exit_code(found)
 
 
-def _verify(arguments: argparse.Namespace) -> Verification:
+def _verify(arguments: argparse.Namespace, team: Team) -> Verification:
     from mcore_ckpt_ext.operations.verification import verify
 
     return verify(
         arguments.path,
         quick=arguments.quick,
         workers=arguments.workers,
-        progress=Progress(),
+        progress=Progress() if team.rank == 0 else lambda done, total: None,
         facts=facts_of(arguments),
         weights=arguments.weights,
         record=arguments.record,
         against=arguments.against,
         tensors_only=arguments.tensors_only,
+        team=team,
     )
 
 
-def _measured(arguments: argparse.Namespace) -> Verification:
+def _measured(arguments: argparse.Namespace, team: Team) -> Verification:
     """Verify, and write metrics, also where the checkpoint cannot be verified.
 
     Raises:
@@ -88,7 +98,7 @@ def _measured(arguments: argparse.Namespace) -> Verification:
     prometheus.check_metrics_file(arguments.prometheus)
     begin = time.monotonic()
     try:
-        found = _verify(arguments)
+        found = _verify(arguments, team)
     except CheckpointError:
         text = prometheus.metrics(arguments.path, _UNREADABLE, time.monotonic() - begin)
         prometheus.write_metrics(arguments.prometheus, text)

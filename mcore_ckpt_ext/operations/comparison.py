@@ -35,9 +35,10 @@ from mcore_ckpt_ext.operations.difference_map import MapBuilder, Tally
 from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference, facts_beside
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
 from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, threads, without_shifts
-from mcore_ckpt_ext.operations.replicas import differing_copies
+from mcore_ckpt_ext.operations.replicas import differing_copies_of, shifted_names
 from mcore_ckpt_ext.operations.resumed_settings import settings_compared
 from mcore_ckpt_ext.operations.sources import open_both
+from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team, map_shares
 from mcore_ckpt_ext.planning.array_location import TransposeCodec
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
@@ -56,6 +57,7 @@ def compare(
     progress: Progress = lambda done, total: None,
     pictures: bool = False,
     tensors_only: bool = False,
+    team: Team = ONE_PROCESS,
 ) -> Comparison:
     """Compare two checkpoints.
 
@@ -72,6 +74,7 @@ def compare(
         progress: told the bytes compared so far and the bytes to compare.
         pictures: also say where in each tensor the differences are, and how large.
         tensors_only: whether settings (learning rates, decay, scheduler, counters, random states) do not count.
+        team: the processes that share the tensors, each with the same arguments; all return the same.
 
     Raises:
         CheckpointError: one of them cannot be read, or has none of the asked kinds.
@@ -84,7 +87,7 @@ def compare(
     """
     with reraise_as_unreadable(f"{a} or {b}"):
         sides = _sides(a, b, family, facts, weights)
-        compared = _comparison(sides, kinds, workers, progress, pictures)
+        compared = _comparison(sides, kinds, workers, progress, pictures, team)
         settings = settings_compared(sides[0].checkpoint, sides[1].checkpoint)
         if tensors_only or kinds is not None or not settings:
             return replace(compared, settings=settings)
@@ -93,7 +96,12 @@ def compare(
 
 
 def _comparison(
-    sides: tuple[_Side, _Side], kinds: Sequence[str] | None, workers: int, progress: Progress, pictures: bool
+    sides: tuple[_Side, _Side],
+    kinds: Sequence[str] | None,
+    workers: int,
+    progress: Progress,
+    pictures: bool,
+    team: Team,
 ) -> Comparison:
     known = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
     if any(side.checkpoint.format_reader.is_model_folder for side in sides):
@@ -108,15 +116,15 @@ def _comparison(
         raise_first_contradiction(side.checkpoint, check_stored_once(side.checkpoint, held))
     of_b = {kind: set(sides[1].names(kind)) for kind in chosen}
     shared = [(kind, name) for kind in chosen for name in sides[0].names(kind) if name in of_b[kind]]
-    counter = ByteCounter(sum(sides[0].nbytes(kind, name) for kind, name in shared), progress)
+    counter = ByteCounter(sum(sides[0].nbytes(kind, name) for kind, name in shared) // team.size, progress)
 
     def one(pair: tuple[str, str]) -> TensorDifference:
         return _compare_tensor(sides, *pair, counter, pictures)
 
     with threads(workers) as pool:
-        results = list(pool.map(one, shared))
+        results = map_shares(team, lambda share: pool.map(one, share), shared, lambda pair: sides[0].nbytes(*pair))
     unread = [_unread(side, kinds, sides) for side in sides]
-    differing = [_differing_copies(side, chosen) for side in sides]
+    differing = [_differing_copies(side, chosen, team) for side in sides]
     compared = tuple(_kind_comparison(sides, kind, [r for r in results if r.kind == kind]) for kind in chosen)
     equal = all(comparison.equal for comparison in compared) and not any([*unread, *differing])
     return Comparison(
@@ -147,8 +155,15 @@ def _facts(sides: tuple[_Side, _Side]) -> Iterator[MetadataDifference]:
     yield from facts_beside(a.checkpoint, b.checkpoint)
 
 
-def _differing_copies(side: _Side, kinds: Sequence[str]) -> tuple[str, ...]:
-    return tuple(differing_copies(side.checkpoint, [kind for kind in kinds if kind in side.kinds]))
+def _differing_copies(side: _Side, kinds: Sequence[str], team: Team) -> tuple[str, ...]:
+    held = [(kind, name) for kind in kinds for name in side.names(kind)]
+    shifted = {kind: shifted_names(side.checkpoint, kind) for kind in kinds if kind in side.kinds}
+
+    def look(share: Sequence[tuple[str, str]]) -> Iterator[list[str]]:
+        return (differing_copies_of(side.checkpoint, kind, name, shifted[kind], side.transfer) for kind, name in share)
+
+    found = map_shares(team, look, held, lambda pair: side.nbytes(*pair))
+    return tuple(text for of_one in found for text in of_one)
 
 
 def _unread(side: _Side, kinds: Sequence[str] | None, sides: tuple[_Side, _Side]) -> tuple[UnreadState, ...]:

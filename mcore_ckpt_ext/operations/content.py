@@ -15,6 +15,7 @@ from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, L
 from mcore_ckpt_ext.operations.findings import COPIES, PROOF, VALUES, Check, Finding, Results, error, warning
 from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, threads
 from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
+from mcore_ckpt_ext.operations.workers import Team, map_shares
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 from mcore_ckpt_ext.optimizers.tied_copies import bits_of
@@ -165,6 +166,7 @@ def check_parameters(
     workers: int,
     advance: Callable[[int], None],
     results: Results,
+    team: Team,
 ) -> None:
     """Check the elements of all parameters.
 
@@ -176,6 +178,7 @@ def check_parameters(
         workers: threads.
         advance: called with the number of bytes that were read.
         results: where findings and checks are added.
+        team: the processes that share the parameters.
     """
     content = ContentCheck(checkpoint, state, unreadable, checksums)
 
@@ -187,9 +190,13 @@ def check_parameters(
         advance(report.bytes_read)
         return report
 
+    def size(name: str) -> int:
+        tensor = checkpoint.logical_tensor(WEIGHT, name)
+        return 1 if tensor is None else prod(tensor.shape)
+
     names = dict.fromkeys([*checkpoint.names(WEIGHT), *(checkpoint.optimizer.names() if state else ())])
     with threads(workers) as pool:
-        reports = list(pool.map(check, names))
+        reports = map_shares(team, lambda share: pool.map(check, share), list(names), size)
     results.findings.extend(finding for report in reports for finding in report.findings)
     proven, joined = (sum(getattr(report, field) for report in reports) for field in ("proven", "joined"))
     if proven or not joined:

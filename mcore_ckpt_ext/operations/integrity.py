@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +23,7 @@ from mcore_ckpt_ext.operations.findings import (
     error,
     warning,
 )
+from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team, map_shares
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.checked_files import open_file, read_file
 from mcore_ckpt_ext.storage.checksums import Confirmed, verify_array
@@ -86,16 +87,20 @@ class StoredChecksums:
         """About how many bytes have to be read."""
         return self._guarded + self._manifest_bytes
 
-    def check(self, confirmed: Confirmed, workers: int, advance: Advance, results: Results) -> None:
-        """Compare all of them but those of `confirmed`, which are known to be right."""
-        read_rest(confirmed, workers)
+    def check(
+        self, confirmed: Confirmed, workers: int, advance: Advance, results: Results, team: Team = ONE_PROCESS
+    ) -> None:
+        """Compare all of them but those of `confirmed`, which are known to be right; a team shares them."""
+        team.all(lambda: read_rest(confirmed, workers))
+        for right, right_records in team.gather((confirmed.right, confirmed.right_records)):
+            confirmed.add(right, right_records)
         if self._manifest_bytes:
-            results.findings.extend(check_manifest(self._checkpoint.folder, workers, advance))
+            results.findings.extend(check_manifest(self._checkpoint.folder, workers, advance, team))
             results.checks.append(Check(MANIFEST, f"SHA-256 of {self._manifest_bytes:,} bytes"))
         left = [archive for archive in self._archives if archive not in confirmed.right]
-        results.findings.extend(check_archives(self._checkpoint, left, workers, advance, confirmed))
+        results.findings.extend(check_archives(self._checkpoint, left, workers, advance, confirmed, team))
         bare = [array for array in self._arrays if (array.file, array.offset, array.length) not in confirmed.right]
-        results.findings.extend(check_bare_arrays(self._checkpoint, bare, workers, advance))
+        results.findings.extend(check_bare_arrays(self._checkpoint, bare, workers, advance, team))
         if self._guarded:
             results.checks.append(Check(CHECKSUMS, f"CRC-32 of {self._guarded:,} bytes"))
         if not self._manifest_bytes and _has_bare_numbers(self._checkpoint):
@@ -123,7 +128,12 @@ def labels(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
 
 
 def check_archives(
-    checkpoint: CheckpointView, archives: Iterable[Archive], workers: int, advance: Advance, confirmed: Confirmed
+    checkpoint: CheckpointView,
+    archives: Sequence[Archive],
+    workers: int,
+    advance: Advance,
+    confirmed: Confirmed,
+    team: Team = ONE_PROCESS,
 ) -> list[Finding]:
     """Compare the CRC-32 of every record of every archive, but those that are known to be right."""
     known = labels(checkpoint)
@@ -142,7 +152,7 @@ def check_archives(
             advance(length)
         return None
 
-    return list(_in_threads(check, archives, workers))
+    return _shared(team, check, archives, workers, lambda archive: archive[2])
 
 
 def read_rest(confirmed: Confirmed, workers: int) -> None:
@@ -154,7 +164,7 @@ def read_rest(confirmed: Confirmed, workers: int) -> None:
 
 
 def check_bare_arrays(
-    checkpoint: CheckpointView, arrays: Iterable[RawArray], workers: int, advance: Advance
+    checkpoint: CheckpointView, arrays: Sequence[RawArray], workers: int, advance: Advance, team: Team = ONE_PROCESS
 ) -> list[Finding]:
     """Compare the CRC-32 of every array that lies bare in a file and has one."""
 
@@ -167,10 +177,10 @@ def check_bare_arrays(
             advance(array.length)
         return None
 
-    return list(_in_threads(check, arrays, workers))
+    return _shared(team, check, arrays, workers, lambda array: array.length)
 
 
-def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding]:
+def check_manifest(folder: Path, workers: int, advance: Advance, team: Team = ONE_PROCESS) -> list[Finding]:
     """Compare the SHA-256 of every file with `integrity.json`, which `--verify-integrity` leaves since core_v0.18.0.
 
     Source: `save_integrity_manifest` and `_verify_integrity_manifest_impl`,
@@ -199,7 +209,12 @@ def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding
             return error(MANIFEST, str(folder / name), what, name)
         return None
 
-    return list(_in_threads(check, files.items(), workers))
+    def size(entry: tuple[str, object]) -> int:
+        with suppress(OSError):
+            return (folder / Path(entry[0]).name).stat().st_size
+        return 0
+
+    return _shared(team, check, list(files.items()), workers, size)
 
 
 def manifest_bytes(folder: Path) -> int:
@@ -223,6 +238,13 @@ def digest_of_file(folder: Path, name: str, advance: Advance = lambda count: Non
     return digest.hexdigest()
 
 
-def _in_threads(check: Callable[[Item], Finding | None], items: Iterable[Item], workers: int) -> Iterator[Finding]:
+def _shared(
+    team: Team,
+    check: Callable[[Item], Finding | None],
+    items: Sequence[Item],
+    workers: int,
+    size: Callable[[Item], int],
+) -> list[Finding]:
     with ThreadPoolExecutor(workers) as pool:
-        yield from (finding for finding in pool.map(check, items) if finding is not None)
+        found = map_shares(team, lambda share: pool.map(check, share), items, size)
+    return [finding for finding in found if finding is not None]

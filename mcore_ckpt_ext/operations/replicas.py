@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.errors import some
@@ -60,13 +60,25 @@ def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tu
     """
     transfer, found = Transfer(checkpoint.reader, workers=1), []
     for kind in kinds:
-        shifted = set(checkpoint.optimizer.shifted) if kind != WEIGHT else set()
+        shifted = shifted_names(checkpoint, kind)
         for name in checkpoint.names(kind)[share[0] :: share[1]]:
-            if name in shifted or is_left_by_offload(checkpoint, kind, name):
-                continue
-            places = [copy.places for copy in compared_copies(checkpoint, kind, name, transfer) if copy.different]
-            found += [f"{kind} {name} ({places[0]})"] if places else []
+            found += differing_copies_of(checkpoint, kind, name, shifted, transfer)
     return found
+
+
+def shifted_names(checkpoint: CheckpointView, kind: str) -> frozenset[str]:
+    """The parameters of which a kind is stored shifted (`optimizers/workarounds/fully_reshardable_padding.py`)."""
+    return frozenset(checkpoint.optimizer.shifted if kind != WEIGHT else ())
+
+
+def differing_copies_of(
+    checkpoint: CheckpointView, kind: str, name: str, shifted: Set[str], transfer: Transfer
+) -> list[str]:
+    """Like `differing_copies`, of one tensor: itself and where its copies lie; nothing where they are all the same."""
+    if name in shifted or is_left_by_offload(checkpoint, kind, name):
+        return []
+    places = [copy.places for copy in compared_copies(checkpoint, kind, name, transfer) if copy.different]
+    return [f"{kind} {name} ({places[0]})"] if places else []
 
 
 def in_words(found: Sequence[str], count: int) -> str:

@@ -23,6 +23,7 @@ from mcore_ckpt_ext.operations.findings import (
     warning,
 )
 from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, threads
+from mcore_ckpt_ext.operations.workers import Team, map_shares
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.crc32 import crc32
@@ -52,7 +53,9 @@ def listed_bytes(listing: Listing) -> int:
     return sum(map(_bytes_of, listing)) + sum(map(listing.reader.size, listing.archives))
 
 
-def check_stored_tensors(listing: Listing, workers: int, advance: Callable[[int], None], results: Results) -> None:
+def check_stored_tensors(
+    listing: Listing, workers: int, advance: Callable[[int], None], results: Results, team: Team
+) -> None:
     """Check every element of a folder of weights, and the checksums that it has.
 
     Args:
@@ -60,10 +63,12 @@ def check_stored_tensors(listing: Listing, workers: int, advance: Callable[[int]
         workers: threads.
         advance: called with the number of bytes that were read.
         results: where findings and checks are added.
+        team: the processes that share archives and tensors.
     """
     check = _ElementCheck(listing, advance)
     with threads(workers) as pool:
-        findings = [*pool.map(check.archive, listing.archives), *pool.map(check.tensor, listing)]
+        findings = map_shares(team, lambda share: pool.map(check.archive, share), listing.archives, listing.reader.size)
+        findings += map_shares(team, lambda share: pool.map(check.tensor, share), list(listing), _bytes_of)
     results.findings.extend(finding for of_one in findings for finding in of_one)
     results.checks.append(Check(VALUES, f"{sum(prod(tensor.shape) for tensor in listing):,} elements"))
     checked = sum(_bytes_of(tensor) for tensor in listing if _checksum_of(tensor) is not None)

@@ -49,6 +49,7 @@ from mcore_ckpt_ext.operations.recording import Content, check_destination, comp
 from mcore_ckpt_ext.operations.recording import record as write_manifest
 from mcore_ckpt_ext.operations.state_check import StateCheck
 from mcore_ckpt_ext.operations.stored_tensors import check_listing, check_stored_tensors, listed_bytes
+from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checksums import Confirmed
 from mcore_ckpt_ext.storage.manifest import read_manifest
@@ -66,6 +67,7 @@ def verify(
     record: str | os.PathLike[str] | None = None,
     against: str | os.PathLike[str] | None = None,
     tensors_only: bool = False,
+    team: Team = ONE_PROCESS,
 ) -> Verification:
     """Verify a checkpoint.
 
@@ -81,6 +83,8 @@ def verify(
         record: a manifest to write, with the SHA-256 of each file and each tensor, if nothing is wrong.
         against: a manifest to compare with.
         tensors_only: compare tensors with the manifest, and not files: after a conversion, all files are others.
+        team: the processes that share the reading, each with the same arguments; all return the same. The first alone
+            writes a manifest, or compares with one.
 
     Raises:
         UsageError: options contradict each other, or facts are given of a checkpoint that describes its job itself, or
@@ -105,23 +109,27 @@ def verify(
         check_destination(Path(record))
     located = locate(as_path(path))
     folder = located.folder or as_path(path)
-    run = _Run(folder, quick, workers, progress, partial(open_checkpoint, folder, facts=facts, weights=weights))
+    opens = partial(open_checkpoint, folder, facts=facts, weights=weights)
+    run = _Run(folder, quick, workers, progress, opens, team)
     run.results.findings.extend(located.findings)
     if located.folder is not None:
         problems = check_folder(located.folder)
         run.results.findings.extend(problems)
         if not problems:
             run.verify_or_note()
+        compared = Results()
         if manifest is not None and tensors_only:
-            compare_tensors(manifest, run.content, workers, run.results)
+            team.first(partial(compare_tensors, manifest, run.content, workers, compared))
         elif manifest is not None and against is not None:
+            paths = Path(against), folder
             whole = weights is None
-            compare(manifest, Path(against), folder, run.content, workers, run.results, files_suffice=whole)
+            team.first(partial(compare, manifest, *paths, run.content, workers, compared, files_suffice=whole))
+        run.results.extend(team.gather(compared)[0])
     checks, findings = tuple(run.results.checks), tuple(run.results.findings)
     found = Verification(str(run.folder), quick, checks, findings, iteration=_iteration(run.content))
     if record is None or run.content is None or not found.sound:
         return found
-    write_manifest(Path(record), folder, run.content, workers)
+    team.first(partial(write_manifest, Path(record), folder, run.content, workers))
     return replace(found, recorded=str(record))
 
 
@@ -129,9 +137,15 @@ class _Run:
     """One verification, step by step; each step adds its findings and says what it looked at."""
 
     def __init__(
-        self, folder: Path, quick: bool, workers: int, progress: Progress, opens: Callable[[], CheckpointView]
+        self,
+        folder: Path,
+        quick: bool,
+        workers: int,
+        progress: Progress,
+        opens: Callable[[], CheckpointView],
+        team: Team,
     ) -> None:
-        self.folder, self._opens = folder, opens
+        self.folder, self._opens, self._team = folder, opens, team
         self.results = Results()
         self.content: Content | None = None
         self._quick, self._workers, self._progress = quick, workers, progress
@@ -182,7 +196,7 @@ class _Run:
                 self._error(COVERED, problem)
         if not self._quick:
             counter = ByteCounter(listed_bytes(listing), self._progress)
-            check_stored_tensors(listing, self._workers, counter.add, self.results)
+            check_stored_tensors(listing, self._workers, counter.add, self.results, self._team)
             counter.finish()
 
     def _check_weights(self, checkpoint: CheckpointView) -> None:
@@ -215,10 +229,13 @@ class _Run:
         confirmed, content = Confirmed(checkpoint.reader), Results()
         try:
             if not _has_optimizer_alone(checkpoint):  # else all that could be said of its state hangs on the weights
-                state = StateCheck(checkpoint, content, failed).recover()
-                check_parameters(checkpoint, state, failed, confirmed, self._workers, counter.add, content)
+                state: list[bool] = []
+                self._team.all(lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
+                check_parameters(
+                    checkpoint, state[0], failed, confirmed, self._workers, counter.add, content, self._team
+                )
         finally:
-            checksums.check(confirmed, self._workers, counter.add, self.results)
+            checksums.check(confirmed, self._workers, counter.add, self.results, self._team)
             self.results.extend(content)
         counter.finish()
 

@@ -5,7 +5,7 @@ the one that it goes to.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -133,6 +133,13 @@ class Checksums:
         else:
             verify_array(self._reader, array)
             self._note_right(place if array.crc is not None else None)
+
+    def add(self, right: Iterable[Place], right_records: Mapping[Place, Iterable[str]]) -> None:
+        """Take what another process has found right."""
+        with self._lock:
+            self.right.update(right)
+            for place, names in right_records.items():
+                self.right_records.setdefault(place, set()).update(names)
 
     def _note_right(self, place: Place | None, record: tuple[Place, str] | None = None) -> None:
         with self._lock:

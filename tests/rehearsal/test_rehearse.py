@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from mcore_ckpt_ext.rehearsal.result import Rehearsal
 from mcore_ckpt_ext.rehearsal.target import sizes_in
 from tests.harness.checkpoints import APART, CORRUPTED, INTACT, fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position
+from tests.harness.teams import in_team
 
 LAYOUTS = {"tp=2": 4, "pp=2": 2}
 
@@ -106,30 +104,6 @@ def test_damage_between_the_samples_shows_when_all_is_compared(tmp_path: Path) -
     assert f"{MATRIX}, element 2048 of this rank's part" in found.refusal
 
 
-class Crew:
-    """One of several processes that share a rehearsal, which are threads here."""
-
-    def __init__(self, rank: int, size: int, meeting: threading.Barrier, items: list[Any]) -> None:
-        self.rank, self.size, self._meeting, self._items = rank, size, meeting, items
-
-    def all(self, work: Callable[[], None]) -> None:
-        work()
-        self._meeting.wait(60)
-
-    def first(self, work: Callable[[], None]) -> None:
-        self.all(work if self.rank == 0 else lambda: None)
-
-    def gather(self, item: Any) -> list[Any]:
-        self._items[self.rank] = item
-        self._meeting.wait(60)
-        found = list(self._items)
-        self._meeting.wait(60)
-        return found
-
-    def total(self, count: int) -> int:
-        return sum(self.gather(count))
-
-
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_processes_that_share_a_rehearsal_end_with_its_result(is_damaged: bool, tmp_path: Path) -> None:
     """Each of them proves a part of the masters, and all refuse in the words of a single process."""
@@ -139,10 +113,7 @@ def test_processes_that_share_a_rehearsal_end_with_its_result(is_damaged: bool, 
         flip(path, position + 3)
     alone = rehearsed(copy.run, "tp=2 pp=2", 4)
     assert alone.will_succeed != is_damaged
-    meeting, items = threading.Barrier(3), [None] * 3
-    with ThreadPoolExecutor(3) as threads:
-        crews = [Crew(rank, 3, meeting, items) for rank in range(3)]
-        found = list(threads.map(lambda crew: rehearsed(copy.run, "tp=2 pp=2", 4, team=crew), crews))
+    found = in_team(3, lambda team: rehearsed(copy.run, "tp=2 pp=2", 4, team=team))
     assert found == [alone] * 3
 
 

@@ -1,0 +1,13 @@
+"""The option by which processes that somebody else started share a command."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_join(parser: argparse._ActionsContainer) -> None:
+    """Add `--join`."""
+    parser.add_argument(
+        "--join", action="store_true",
+        help="split the work across the processes of the current torch.distributed job (default under torchrun)",
+    )  # fmt: skip
