@@ -22,7 +22,7 @@ from mcore_ckpt_ext.errors import UsageError, readable
 from mcore_ckpt_ext.families.checked import checked
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import FAMILIES, registered_here
-from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
+from mcore_ckpt_ext.families.unsupported import NOT_CONVERTED, NOT_IN_MEGATRON
 from mcore_ckpt_ext.formats.hugging_face.options import DTYPES, EXPORTED_KINDS, QUANTIZATIONS
 from mcore_ckpt_ext.formats.target import LAYER_SPECS
 from mcore_ckpt_ext.formats.torch_dist.options import LOOPS
@@ -132,6 +132,7 @@ class _ListFamilies(argparse.Action):
         line("since: the first release of Megatron Core with the arguments of such a model")
         line("directions: from Hugging Face to Megatron (import), and back (export)")
         line(f"not in Megatron Core up to 0.19.2: {', '.join(sorted(NOT_IN_MEGATRON))}")
+        line(f"not converted: {', '.join(sorted(NOT_CONVERTED))}")
         parser.exit()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -127,11 +127,12 @@ def _layers() -> Setting:
     )  # fmt: skip
 
 
-def _mixer_heads() -> Setting:
+def mixer_heads(key: str, default: int) -> Setting:
+    """The number of heads of a mixer; `default` is that of the class."""
     return Custom(
-        ("mamba_num_heads",),
-        lambda arguments: {"mamba_num_heads": rows_of_mixer(arguments)["dt"]},
-        lambda config: {"mamba_num_heads": config.get("mamba_num_heads", 128)},
+        (key,),
+        lambda arguments: {key: rows_of_mixer(arguments)["dt"]},
+        lambda config: {"mamba_num_heads": config.get(key, default)},
         expressed=("mamba_num_heads",),
     )
 
@@ -222,7 +223,7 @@ class NemotronH(Family):
     left_out = (r"^mtp\.",)
     # How weights begin, how fast it is computed, and what neither transformers nor the released code looks at: its
     # attention has no positions, whatever the keys of RoPE are.
-    without_effect = (
+    without_effect: ClassVar[Sequence[str]] = (
         "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "expand", "chunk_size", "time_step_floor",
         "time_step_limit", "time_step_max", "time_step_min", "time_step_rank", "moe_shared_expert_overlap",
         "residual_in_fp32", "rescale_prenorm_residual", "rms_norm_eps", "norm_eps", "num_nextn_predict_layers",
@@ -236,7 +237,8 @@ class NemotronH(Family):
         _older_head_size(),
         Size("max_position_embeddings", "max_position_embeddings", 4096), Size("vocab_size", "vocab_size", 131072),
         tied(by_default=False), *TRAINING, Mapped("hidden_dropout", "hidden_dropout", 0.0), RMS_NORM, _epsilon(),
-        _mixer_heads(), Size("mamba_head_dim", "mamba_head_dim", 64), Size("n_groups", "mamba_num_groups", 8),
+        mixer_heads("mamba_num_heads", 128), Size("mamba_head_dim", "mamba_head_dim", 64),
+        Size("n_groups", "mamba_num_groups", 8),
         Size("ssm_state_size", "mamba_state_dim", 128), Constant("conv_kernel", 4, {}),
         Constant("use_conv_bias", True, {}), Constant("mamba_hidden_act", "silu", {}),
         Constant("mamba_proj_bias", False, {}),

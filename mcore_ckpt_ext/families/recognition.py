@@ -35,6 +35,7 @@ from mcore_ckpt_ext.families.indexed_attention import DeepSeekV32, GlmMoEDsa
 from mcore_ckpt_ext.families.internlm2 import InternLM2
 from mcore_ckpt_ext.families.internlm3 import InternLM3
 from mcore_ckpt_ext.families.llama import Llama
+from mcore_ckpt_ext.families.mamba2 import Mamba2
 from mcore_ckpt_ext.families.minimax_m2 import MiniMaxM2
 from mcore_ckpt_ext.families.ministral3 import Ministral3
 from mcore_ckpt_ext.families.mistral import Mistral
@@ -56,7 +57,7 @@ from mcore_ckpt_ext.families.seed_oss import SeedOss
 from mcore_ckpt_ext.families.smollm3 import SmolLM3
 from mcore_ckpt_ext.families.stablelm import StableLM
 from mcore_ckpt_ext.families.starcoder2 import StarCoder2
-from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
+from mcore_ckpt_ext.families.unsupported import NOT_CONVERTED, NOT_IN_MEGATRON
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 FAMILIES: tuple[Family, ...] = (
@@ -65,7 +66,7 @@ FAMILIES: tuple[Family, ...] = (
     GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
     DeepSeekV32(), GlmMoEDsa(), NemotronH(), StableLM(), GPTBigCode(), Nemotron(), Glm(), Ministral3(), Gemma(),
     GPTNeoX(), HyV3(), ExaoneMoE(), InternLM2(), ChatGLM(), Qwen(), DeepSeekMoE(),
-    Exaone(), Orion(), BailingMoeV2(), BailingMoE(),
+    Exaone(), Orion(), BailingMoeV2(), BailingMoE(), Mamba2(),
 )  # fmt: skip
 _SHOWN = 4
 
@@ -158,12 +159,14 @@ def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], 
     for registered in registered_here():
         if config.get("model_type") == registered.model_type:
             return registered.load()
-    if why := NOT_IN_MEGATRON.get(str(config.get("model_type"))):
-        raise UnsupportedCheckpointError(
-            "Megatron Core has no such model, up to 0.19.2", found=f"model_type {config['model_type']}: {why}",
-            where=where, hint="to map it to layers of your own, write its family (docs/how-to/own-format.md): --family "
-            "path.py:Name",
-        )  # fmt: skip
+    kind = str(config.get("model_type"))
+    for table, what in ((NOT_IN_MEGATRON, "Megatron Core has no such model, up to 0.19.2"),
+                        (NOT_CONVERTED, "no family here converts such a model")):  # fmt: skip
+        if why := table.get(kind):
+            raise UnsupportedCheckpointError(
+                what, found=f"model_type {kind}: {why}", where=where,
+                hint="to map it to layers of your own: mcore-ckpt convert --family path.py:Name",
+            )  # fmt: skip
     raise unknown_family(config, names(), FAMILIES, where)
 
 

@@ -44,6 +44,7 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
     "step3p5": _LAYERS_DIFFER, "step3p7": _LAYERS_DIFFER,
     "deepseek_v4": _COMPRESSED, "deepseek_ref": _COMPRESSED, "kimi_linear": _KDA, "kimi_k3": _KDA,
     "minimax": _LIGHTNING, "minimax_text_01": _LIGHTNING, "bailing_hybrid": _LIGHTNING,
+    "bailing_moe_linear": _LIGHTNING,
     "minimax_m3": _SELECTED, "minimax_m3_vl": _SELECTED, "minimax_m3_vl_text": _SELECTED,
     "falcon_h1": "attention and a Mamba mixer of a layer read the same input, and in Megatron a layer has one of them",
     "t5": ENCODER, "mt5": ENCODER, "mllama": CROSS_ATTENTION, "mllama_text_model": CROSS_ATTENTION,
@@ -60,3 +61,10 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
     "ernie4_5_moe": "a bias chooses its experts by softmax, and Megatron's routers have one for sigmoids only",
 }  # fmt: skip
 """By `model_type`: neither a release of Megatron Core up to 0.19.2 nor the development head has such a model."""
+NOT_CONVERTED: Mapping[str, str] = {
+    "nemotron-nas": "its layers differ in size (Llama-Nemotron); Megatron builds them by "
+    "--heterogeneous-layers-config-path, and no family here reads such a configuration",
+    "sarvam_moe": "no code of its class was found to compare with; names and shapes are close to those of BailingMoeV2",
+    "sarvam_mla": "queries of its latent attention are not compressed, which Megatron since 0.19 does not build",
+}  # fmt: skip
+"""By `model_type`: models that Megatron Core, or a release of it, may build, and that no family here converts."""

@@ -198,11 +198,11 @@ _FAMILY_GROUPS: tuple[tuple[str, Callable[[Family], bool]], ...] = (
 
 
 def unsupported() -> str:
-    """A row for each reason why Megatron Core has no model of a family."""
-    from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
+    """A row for each reason why Megatron Core has no model of a family, or no family here converts it."""
+    from mcore_ckpt_ext.families.unsupported import NOT_CONVERTED, NOT_IN_MEGATRON
 
     by_reason: dict[str, list[str]] = defaultdict(list)
-    for model_type, why in NOT_IN_MEGATRON.items():
+    for model_type, why in (*NOT_IN_MEGATRON.items(), *NOT_CONVERTED.items()):
         by_reason[why].append(f"`{model_type}`")
     return _table(("`model_type`", "why not"), [(", ".join(types), why) for why, types in by_reason.items()])
 

@@ -130,6 +130,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         "Gemma3TextConfig", **{**_SIZES, "num_hidden_layers": 6}, head_dim=8, sliding_window=16,
         query_pre_attn_scalar=24,
     ),
+    "mamba2": _configured(
+        "Mamba2Config", hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=2,
+        chunk_size=8, vocab_size=VOCABULARY, tie_word_embeddings=False,
+    ),
     "nemotron_h": _configured(
         "NemotronHConfig", **{key: value for key, value in _SIZES.items() if key != "num_hidden_layers"}, head_dim=8,
         layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],

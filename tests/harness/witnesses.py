@@ -72,6 +72,7 @@ SHOWN: dict[str, Shown] = {
     "hy_v3": Shown("hy_v3", ("TP2", "EP2")),
     "exaone_moe": Shown("exaone_moe", ("TP2", "EP2")),
     "ministral3": Shown("ministral3", ("TP2",)),
+    "mamba2": Shown("mamba2", why="the kernels of Megatron's Mamba mixers run on GPUs only"),
     "nemotron_h": Shown("nemotron_h", why="the kernels of Megatron's Mamba mixers run on GPUs only"),
 }
 COMPUTES_AS = {

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_indefinite_article
 from mcore_ckpt_ext.families.checked import TABLE
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_of_config
-from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
+from mcore_ckpt_ext.families.unsupported import NOT_CONVERTED, NOT_IN_MEGATRON
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from scripts import checked_models
 from tests.harness.huggingface import make
@@ -121,7 +121,14 @@ def test_a_family_that_megatron_core_cannot_build_is_refused_with_the_reason(kin
 
 
 def test_no_family_is_served_and_refused() -> None:
-    assert NOT_IN_MEGATRON.keys() & {family.model_type for family in FAMILIES} == set()
+    refused = {*NOT_IN_MEGATRON, *NOT_CONVERTED}
+    assert refused & {family.model_type for family in FAMILIES} == set()
+    assert len(refused) == len(NOT_IN_MEGATRON) + len(NOT_CONVERTED)
+
+
+def test_a_family_that_is_not_converted_is_refused_with_the_reason() -> None:
+    with pytest.raises(UnsupportedCheckpointError, match="no family here.*nemotron-nas: its layers differ in size"):
+        family_of_config({"model_type": "nemotron-nas"}, "here")
 
 
 def test_the_table_of_checked_models_is_as_generated() -> None:
@@ -137,4 +144,4 @@ def test_the_list_of_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(re.search(rf"^{family.model_type} +{family.name} ", shown, re.MULTILINE) for family in FAMILIES)
     mixtral = next(line for line in shown.splitlines() if line.startswith("mixtral "))
     assert re.search(r"  Megatron +0.10 +import, export +Mixtral \(mixtral-8x7b-v0.1, .*mixtral-8x22b\)", mixtral)
-    assert "falcon" in shown
+    assert "falcon" in shown and "nemotron-nas" in shown

@@ -1,0 +1,114 @@
+"""Mamba 2."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, tied
+from mcore_ckpt_ext.families.nemotron_h import MIXER, NemotronH, mixer_heads, pattern_of
+from mcore_ckpt_ext.families.settings import (
+    Config,
+    Constant,
+    Custom,
+    Implies,
+    Mapped,
+    Requires,
+    Setting,
+    Size,
+    checked_size,
+    contradictory,
+    unrepresentable,
+)
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
+from mcore_ckpt_ext.layout.parameter_parts import rows_of_mixer
+
+_POSITIONS = 2048
+_HEADS, _HEAD, _HIDDEN = 128, 64, 4096
+
+
+def _layers() -> Setting:
+    def to_arguments(config: Config) -> dict[str, Any]:
+        count = checked_size("num_hidden_layers", config.get("num_hidden_layers", 64))
+        return {"hybrid_layer_pattern": MIXER * count, "num_layers": count}
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        pattern = pattern_of(arguments)
+        is_pure = len(pattern) == arguments.num_layers and {*pattern} == {MIXER}
+        return [] if is_pure else [f"no hybrid_layer_pattern of M alone, but {pattern!r}"]
+
+    return Custom(
+        ("num_hidden_layers",), lambda arguments: {"num_hidden_layers": arguments.num_layers}, to_arguments, why_not,
+        expressed=("hybrid_layer_pattern", "hybrid_override_pattern"),
+    )  # fmt: skip
+
+
+def _expand() -> Setting:
+    """How much wider a mixer is than the model; heads say so, too."""
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        return {"expand": rows_of_mixer(arguments)["z"] // arguments.hidden_size}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        width = config.get("num_heads", _HEADS) * config.get("head_dim", _HEAD)
+        hidden, factor = config.get("hidden_size", _HIDDEN), config.get("expand", 2)
+        if width != hidden * factor:
+            raise contradictory("expand", factor, f"heads of {width} elements for {hidden}")
+        return {}
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        is_of_mixers = MIXER in pattern_of(arguments)
+        width = rows_of_mixer(arguments)["z"] if is_of_mixers else 0
+        return [] if width % arguments.hidden_size == 0 else ["mixers that are no multiple of the hidden size wide"]
+
+    return Custom(("expand",), to_config, to_arguments, why_not)
+
+
+def _no_limit() -> Setting:
+    """Time steps are not bounded; transformers 5 writes infinity as `{"__float__": "Infinity"}`."""
+    key = "time_step_limit"
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        low, high = config.get(key) or (0.0, inf)
+        if low != 0 or high not in (inf, {"__float__": "Infinity"}):
+            raise unrepresentable(key, config[key], "from 0 to infinity")
+        return {}
+
+    return Custom((key,), lambda arguments: {}, to_arguments)
+
+
+class Mamba2(NemotronH):
+    """Nemotron-H's mixers alone.
+
+    Source: transformers/models/mamba2 (5.23), whose norms behind a mixer are, since 5, of each group as Megatron's.
+    """
+
+    model_type = "mamba2"
+    architecture = "Mamba2ForCausalLM"
+    bridge_provider = "mamba.mamba_provider.MambaModelProvider"
+    without_effect = (
+        "time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual",
+        "residual_in_fp32", "chunk_size", "rms_norm", "norm_before_gate",
+    )  # fmt: skip
+    settings = (
+        _layers(), Size("hidden_size", "hidden_size", _HIDDEN), Size("vocab_size", "vocab_size", 32768),
+        tied(by_default=False), RMS_NORM, Mapped("initializer_range", "init_method_std", 0.1),
+        Constant("layer_norm_epsilon", 1e-5, {"layernorm_epsilon": 1e-5}), mixer_heads("num_heads", _HEADS),
+        Size("head_dim", "mamba_head_dim", _HEAD), Size("state_size", "mamba_state_dim", 128),
+        Size("n_groups", "mamba_num_groups", 8), _expand(), Constant("conv_kernel", 4, {}),
+        Constant("use_conv_bias", True, {}), Constant("hidden_act", "silu", {}),
+        Constant("use_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        _no_limit(), Requires({"position_embedding_type": "none"}),
+        # What Megatron's parser needs, and no layer of the model has.
+        Implies({
+            "is_hybrid_model": True, "num_attention_heads": 1, "num_query_groups": 1, "ffn_hidden_size": _POSITIONS,
+            "kv_channels": 1, "max_position_embeddings": _POSITIONS, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+            "swiglu": False,
+        }),
+    )  # fmt: skip
+
+    @override
+    def notices(self, arguments: ModelArguments) -> list[str]:
+        return super().notices(arguments)[:1]
