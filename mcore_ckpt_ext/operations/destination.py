@@ -18,12 +18,15 @@ from mcore_ckpt_ext.errors import CheckpointError, DestinationError
 from mcore_ckpt_ext.formats.auxiliary_files import COMPANION_PATTERN
 from mcore_ckpt_ext.formats.backend import sharded_backend
 from mcore_ckpt_ext.formats.registry import format_of
+from mcore_ckpt_ext.job.loops.bridge import LATEST_TRAIN_STATE
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, TRACKER_FILE, iteration_number
 from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE
 from mcore_ckpt_ext.storage.paths import as_path, file_system, is_remote
 
 # Megatron's own files beside the iterations (megatron/training: checkpointing.py, training.py, utils.py, 0.7 to 0.19).
-_OF_RUNS = (re.escape(TRACKER_FILE), r"latest_wandb_artifact_path\.txt", r"progress\.txt")
+_OF_RUNS = (
+    re.escape(TRACKER_FILE), re.escape(LATEST_TRAIN_STATE), r"latest_wandb_artifact_path\.txt", r"progress\.txt",
+)  # fmt: skip
 # What Megatron-Bridge and this tool keep in an iteration, whatever its format is.
 _OF_ITERATIONS = (
     rf"mcore_ckpt_ext\.json|{re.escape(DIGESTS_FILE)}|integrity\.json|run_config\.yaml|train_state\.pt",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from mcore_ckpt_ext.cli.main import COMMANDS, main
 from mcore_ckpt_ext.operations.check_results import IDS
 from scripts.documentation.json_schemas import FOLDERS, texts
 from tests.harness.checkpoints import Fixture, fixture_named
+from tests.harness.colossalai_folders import colossalai_checkpoint
 from tests.harness.damage import MATRIX, flip, payload_position
+from tests.harness.huggingface import make
 from tests.harness.json_schema import violations
+from tests.harness.peft import adapter, peft_folder
 
 FIXTURES = sorted(path.name.partition("_")[0] for path in Path(__file__).parents[1].joinpath("data").glob("*.tar.xz"))
 
@@ -43,6 +47,13 @@ def of(document: dict[str, Any], identifier: str) -> dict[str, Any]:
     (check,) = (check for check in document["checks"] if check["id"] == identifier)
     assert isinstance(check, dict)
     return check
+
+
+def test_ids_are_unique_and_those_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "json.md").read_text()
+    listed = re.findall(r"^\| `([a-z-]+)` \| ", page[page.index("| id | checks |") :], re.MULTILINE)
+    assert listed == list(IDS.values())
+    assert len(set(listed)) == len(listed)
 
 
 def test_every_command_has_a_schema() -> None:
@@ -77,6 +88,35 @@ def test_what_we_write(target: str, capsys: pytest.CaptureFixture[str], tmp_path
     printed(capsys, "inspect", tmp_path / "out")
     printed(capsys, "diff", run, tmp_path / "out")
     printed(capsys, "verify", tmp_path / "out")
+
+
+def test_folders_of_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    make("llama", tmp_path / "model")
+    adapters = peft_folder(tmp_path / "adapters", adapter("model.layers.0.self_attn.q_proj", 32, 32))
+    base, saved = ["--weights", tmp_path / "model"], colossalai_checkpoint(tmp_path / "colossalai")
+    for words in ([tmp_path / "model"], [adapters, *base], [saved]):
+        assert printed(capsys, "inspect", *words)["iteration"] is None
+        found = printed(capsys, "verify", *words)
+        assert (found["ok"], found["iteration"]) == (True, None)
+        assert of(found, "masters")["status"] == "not applicable"
+    assert of(printed(capsys, "verify", adapters), "every-element-once")["status"] == "skipped"
+    assert of(printed(capsys, "verify", tmp_path / "model"), "checksums")["status"] == "skipped"
+    assert printed(capsys, "inspect", adapters)["error"]["kind"] == "UnsupportedCheckpointError"
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (problem,) = printed(capsys, "verify", tmp_path / "model")["problems"]
+    assert (problem["severity"], problem["check"]) == ("error", "complete")
+
+
+def test_manifests(damaged: Fixture, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest"
+    assert printed(capsys, "verify", damaged.run, "--record", manifest)["recorded"] == str(manifest)
+    found = printed(capsys, "verify", damaged.run, "--against", manifest)
+    assert {of(found, name)["status"] for name in ("recorded-files", "recorded-tensors")} == {"passed"}
+    (damaged.iteration / "surplus").write_text("")
+    found = printed(capsys, "verify", damaged.run, "--against", manifest)
+    assert (found["exit_code"], of(found, "recorded-files")["status"]) == (1, "failed")
+    assert [(problem["check"], problem["file"]) for problem in found["problems"]] == [("recorded-files", "surplus")]
+    assert printed(capsys, "verify", damaged.run, "--against", tmp_path / "nothing")["exit_code"] == 2
 
 
 def test_plan_and_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def test_force_replaces_nothing_but_checkpoints(what: Callable[[Path], None], tm
     ("first", "options"),
     [
         ("torch_dist", {}),
+        ("torch_dist", {"loop": "bridge"}),
         ("legacy", {}),
         ("canonical", {}),
         ("fsdp_dtensor", {}),
@@ -130,7 +131,7 @@ def test_force_replaces_nothing_but_checkpoints(what: Callable[[Path], None], tm
     ],
     ids=str,
 )
-def test_force_replaces_what_this_tool_wrote(first: str, options: dict[str, bool], tmp_path: Path) -> None:
+def test_force_replaces_what_this_tool_wrote(first: str, options: dict[str, bool | str], tmp_path: Path) -> None:
     run = fixture_named("p02").run
     mcore_ckpt_ext.convert(run, tmp_path / "out", TARGETS[first](**options))
     then = "torch_dist" if first == "legacy" else first
