@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 
-from mcore_ckpt_ext.collectives import is_first_rank, reasons_of_all
+from mcore_ckpt_ext.collectives import highest_of_all, is_first_rank, reasons_of_all
 from mcore_ckpt_ext.errors import SaveFailedError
-from mcore_ckpt_ext.group_device import control_device
 from mcore_ckpt_ext.megatron.saving.save import Point
 
 
@@ -28,9 +26,7 @@ class JobRanks:
         if not dist.is_initialized():
             return problem
         own = [int(problem is not None), point.value, -point.value]
-        highest = torch.tensor(own, dtype=torch.int, device=control_device())
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        is_problem, last, first = highest.tolist()
+        is_problem, last, first = highest_of_all(own)
         if last != -first:
             names = f"{Point(-first).name} and {Point(last).name}"
             raise SaveFailedError("the ranks of the job are at different points of saving", found=names)

@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from mcore_ckpt_ext.collectives import reasons_of_all
-from mcore_ckpt_ext.group_device import control_device
+from mcore_ckpt_ext.collectives import highest_of_all, reasons_of_all
 from mcore_ckpt_ext.megatron.saving.background_writer import ProcessWatch
 from mcore_ckpt_ext.megatron.saving.coordinator import WriterLostError
 from mcore_ckpt_ext.megatron.saving.save import Finalise, Save, Step
@@ -102,9 +100,7 @@ class MegatronWriters:
             watch = self._watch_of(caller)
             problem = None if watch is None else watch.problem(bool(is_alive))
             own = [int(problem is not None), int(is_alive)]
-            highest = torch.tensor(own, dtype=torch.int, device=control_device())
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-            is_lost, is_any_alive = highest.tolist()
+            is_lost, is_any_alive = highest_of_all(own)
             if is_lost:
                 raise WriterLostError(reasons_of_all(completed(problem) if problem is not None else None))
             return not is_any_alive
