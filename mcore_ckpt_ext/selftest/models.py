@@ -9,6 +9,7 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.selftest.jobs import LAST, SAVED, Machine
 
 EXPERTS = 4
+_LEAST_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Model:
         sequence: length of a sample.
         vocabulary: rows of the padded vocabulary.
         layers: number of layers; 0 means the machine's.
-        samples: global batch size; 0 means some for each rank.
+        samples: global batch size; 0 means some for each rank, so many that every data-parallel size divides it.
+        at_once: micro batch size.
     """
 
     hidden: int = 128
@@ -30,6 +32,7 @@ class Model:
     vocabulary: int = 128
     layers: int = 0
     samples: int = 0
+    at_once: int = 2
 
 
 MODELS = {
@@ -39,7 +42,7 @@ MODELS = {
     "gpt in blockwise fp8": Model(hidden=256, sequence=128),
     "experts": Model(),
     # That of the checkpoint in this package; a resume under another batch size would need a decision of the user.
-    "tiny gpt": Model(hidden=16, heads=2, sequence=16, vocabulary=64, layers=2, samples=16),
+    "tiny gpt": Model(hidden=16, heads=2, sequence=16, vocabulary=64, layers=2, samples=16, at_once=1),
 }
 
 
@@ -71,8 +74,8 @@ def _named(machine: Machine, sizes: Model, layout: ParallelLayout) -> Mapping[st
     return {
         "num-layers": sizes.layers or machine.layers, "hidden-size": sizes.hidden,
         "num-attention-heads": sizes.heads, "seq-length": sizes.sequence,
-        "max-position-embeddings": sizes.sequence, "micro-batch-size": 1,
-        "global-batch-size": sizes.samples or 2 * max(4, machine.ranks),
+        "max-position-embeddings": sizes.sequence, "micro-batch-size": sizes.at_once,
+        "global-batch-size": sizes.samples or sizes.at_once * machine.ranks * -(-_LEAST_BATCHES // machine.ranks),
         "lr": 3e-3, "min-lr": 3e-4, "lr-decay-iters": 100, "lr-warmup-iters": 1, "train-iters": LAST,
         "save-interval": SAVED, "eval-iters": 0, "eval-interval": 1000, "num-workers": 0, "log-interval": 1,
         "attention-dropout": 0, "hidden-dropout": 0, "tokenizer-type": "NullTokenizer",

@@ -99,6 +99,17 @@ def test_the_batch_of_a_resume_is_that_of_its_save() -> None:
     assert job.skipped == "16 samples cannot be divided among 6 ranks"
 
 
+@pytest.mark.parametrize("ranks", SIZES)
+def test_each_batch_can_be_divided(ranks: int) -> None:
+    """Among the data-parallel ranks, and then into at least one micro batch for each stage, by turns."""
+    for job in plan(Machine(ranks)):
+        if not job.skipped:
+            at_once = number(job, "--micro-batch-size") * job.layout.data
+            batches, rest = divmod(number(job, "--global-batch-size"), at_once)
+            assert (rest, batches % job.layout.pipeline) == (0, 0), job.name
+            assert batches >= job.layout.pipeline
+
+
 def test_orders_are_read_as_written(tmp_path: Path) -> None:
     order = Order(tmp_path, plan(Machine(4)))
     assert Order.read(order.write()) == order
