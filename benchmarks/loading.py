@@ -1,7 +1,7 @@
 """Whole loads of a genuine job, stock's and this package's, against the bound: the same bytes by plain `preadv`.
 
     python benchmarks/loading.py FOLDER [--runs 5] [--layers 24 --hidden 1024] [--ranks 8] [--ways fast moved ...]
-        [--megatron CHECKOUT]
+        [--megatron CHECKOUT] [--device cuda]
 
 Genuine Megatron (the installed one, or a checkout of Megatron-LM) on CPU ranks saves TP1 x PP4 once (by default 4 GB;
 the twin as `fully_reshardable`, which takes several times the memory). Then jobs run in turn, each of which loads once:
@@ -13,7 +13,10 @@ the twin as `fully_reshardable`, which takes several times the memory). Then job
     twin       TP2 x PP2 from the `fully_reshardable` twin: Megatron's only way
     cold stock, cold fast, cold moved    the same, after the page cache has forgotten the checkpoint, as for the bound
 
-and between them the bound of each: as many processes read into fresh memory as many bytes of the same files as the
+With `--device cuda` one rank runs on each GPU, as TP1 and as many stages as there are ranks: `stock` and `fast` load
+what they saved themselves, `moved` what CPU ranks saved as above, as TP1 x PP1.
+
+Between them runs the bound of each: as many processes read into fresh memory as many bytes of the same files as the
 ranks hold afterwards, or asked for, where that is less. Before each load, and each bound, the checkpoint is read, and
 the processes use half as much memory again as they will read bytes, and give it back; before cold ones the page cache
 then forgets the checkpoint: see `memory.py`. Beside cold ones stands the disk, too: `dd` of the same files to nowhere,
@@ -39,11 +42,16 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-from megatron_on_cpu import launch, toy_jobs  # noqa: E402 - the path is set above
+import megatron_on_devices  # noqa: E402 - the path is set above
+import torch  # noqa: E402
+from megatron_on_cpu import launch, toy_jobs  # noqa: E402
 from memory import forget, fresh, remember, touch  # noqa: E402 - beside this file
+
+from mcore_ckpt_ext.selftest.machine import device_name, versions  # noqa: E402
 
 PLUGIN = Path(__file__).with_name("loading_rank.py")
 BLOCK = 16 << 20
+CPU, CPU_RANKS = "cpu", 8
 # Before a load, by bytes of the checkpoint: it needs memory to read into, and some to work with.
 TOUCHED = 1.5
 FULLY_RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
@@ -75,17 +83,35 @@ WAYS = {
 }
 
 
-def job(options: argparse.Namespace, way: Way, name: str, *, saves: list[str] | None = None) -> list[dict[str, float]]:
-    """Run one job; what each of its ranks measured."""
+def ways_on(device: str, ranks: int) -> dict[str, Way]:
+    """The ways of loading on a kind of device."""
+    if device == CPU:
+        return WAYS
+    return {
+        "stock": Way("saved on devices", 1, ranks, WAYS["stock"].environment),
+        "fast": Way("saved on devices", 1, ranks, WAYS["fast"].environment),
+        "moved": Way("saved", 1, 1, WAYS["moved"].environment),
+    }
+
+
+def job(
+    options: argparse.Namespace, way: Way, name: str, *, saves: list[str] | None = None, device: str = ""
+) -> list[dict[str, float]]:
+    """Run one job on a device, by default that of the options; what each of its ranks measured."""
+    on_cpu = (device or options.device) == CPU
+    ranks = options.ranks if on_cpu == (options.device == CPU) else CPU_RANKS
     run_folder, report = options.folder / way.folder, options.folder / "reports" / name
     report.mkdir(parents=True, exist_ok=True)
     size = ["--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
+    if options.device != CPU:  # samples of mock data hold whole numbers up to 4096
+        size += ["--vocab-size", "8191"]
     arguments = toy_jobs.tiny_gpt(
         way.tensor, way.pipeline, iterations=2, save=None if saves is None else run_folder, save_interval=1,
-        load=run_folder if saves is None else None, more=[*size, "--exit-interval", "1", *(saves or [])],
+        load=run_folder if saves is None else None, devices=toy_jobs.CPU if on_cpu else toy_jobs.GPU,
+        more=[*size, "--exit-interval", "1", *(saves or [])],
     )  # fmt: skip
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts"), str(PLUGIN.parent)])
-    share = str(int(TOUCHED * folder_bytes(run_folder) / options.ranks))
+    share = str(int(TOUCHED * folder_bytes(run_folder) / ranks))
     own = {"LOADING_REPORT": str(report), "LOADING_BYTES": share, "PYTHONPATH": paths}
     environment = {**way.environment, **own}
     plugins = [PLUGIN] if saves is None else []
@@ -94,11 +120,16 @@ def job(options: argparse.Namespace, way: Way, name: str, *, saves: list[str] | 
     environment["LOADING_FOLDER"] = str(run_folder)
     if way.cold:
         environment["LOADING_COLD"] = "1"
-    result = launch.run(
-        options.ranks, script, arguments, timeout=900, megatron=megatron, environment=environment, plugin_files=plugins
-    )
+    if on_cpu:
+        result = launch.run(
+            ranks, script, arguments, timeout=900, megatron=megatron, environment=environment, plugin_files=plugins
+        )
+    else:
+        result = megatron_on_devices.run(
+            ranks, script, arguments, timeout=300, environment=environment, plugin_files=plugins
+        )
     found = [json.loads(path.read_text()) for path in sorted(report.glob("*.json"))]
-    if result.returncode or (saves is None and len(found) != options.ranks):
+    if result.returncode or (saves is None and len(found) != ranks):
         raise SystemExit(result.output[-4000:])
     return found
 
@@ -178,16 +209,20 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--ranks", type=int, help=f"default: {CPU_RANKS}, or one for each device")
+    parser.add_argument("--device", default=CPU, help="kind of device of the ranks, such as cuda (default: cpu)")
     parser.add_argument("--megatron", type=Path)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["stock", "fast", "moved"])
     options = parser.parse_args()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every rank compiles what Megatron imports within a load
-    ways = {name: WAYS[name] for name in options.ways}
+    options.ranks = options.ranks or (CPU_RANKS if options.device == CPU else torch.accelerator.device_count())
+    known = ways_on(options.device, options.ranks)
+    ways = {name: known[name] for name in options.ways}
     for name in {way.folder for way in ways.values()}:
         if not (options.folder / name).exists():
             more = FULLY_RESHARDABLE if name == "twin" else []
-            job(options, Way(name, 1, 4, {"MCORE_CKPT_EXT": "0"}), f"saving {name}", saves=more)
+            stages, device = (options.ranks, options.device) if name == "saved on devices" else (4, CPU)
+            job(options, Way(name, 1, stages, {"MCORE_CKPT_EXT": "0"}), f"saving {name}", saves=more, device=device)
         print(f"{name}: {folder_bytes(options.folder / name) / 1e9:.2f} GB", flush=True)
     for number in range(options.runs):
         for name, way in ways.items():
@@ -197,7 +232,7 @@ def main() -> None:
             way.bounds.append(bound(options.folder / way.folder, counts, way.cold))
             if way.cold:
                 way.disk.append(disk(options.folder / way.folder))
-    print("| way | seconds | bound | x bound | processor s/GB | bound | GB | GB asked | peak MiB | dd |")
+    print("| way | seconds | bound | x bound | processor s/GB | bound | GB | GB asked | peak MiB | device MiB | dd |")
     for name, way in ways.items():
         seconds = statistics.median(run[0]["seconds"] for run in way.runs)
         least = statistics.median(seconds for seconds, _ in way.bounds)
@@ -207,12 +242,15 @@ def main() -> None:
         )
         least_busy = statistics.median(busy for _, busy in way.bounds)
         peak = max(rank["peak"] - max(rank["before"], rank["after"]) for run in way.runs for rank in run)
+        on_device = max(rank["on_device"] for run in way.runs for rank in run)
         print(
             f"| {name} | {seconds:.2f} | {least:.2f} | {seconds / least:.2f} "
             f"| {1e9 * busy / held:.2f} | {1e9 * least_busy / held:.2f} "
-            f"| {held / 1e9:.2f} | {asked / 1e9:.2f} | {peak >> 20} "
+            f"| {held / 1e9:.2f} | {asked / 1e9:.2f} | {int(peak) >> 20} | {int(on_device) >> 20} "
             f"| {f'{statistics.median(way.disk):.2f}' if way.disk else ''} |"
         )
+    if options.device != CPU:
+        print(f"{options.ranks} x {device_name()}; {', '.join(map(' '.join, versions().items()))}")
     print(f"load of the machine: {os.getloadavg()[0]:.1f}")
 
 

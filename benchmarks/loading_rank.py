@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from memory import forget, remember, touch
 
-# torch's optimizers move loaded state to the device of its parameter. On a GPU it is there already; the laboratory
-# takes a move to the processor for a copy from a GPU.
-torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(  # type: ignore[method-assign]
-    lambda param, value, *_, **__: value.to(param.dtype)
-)
+HAS_DEVICE = torch.accelerator.is_available()  # which the laboratory denies
+if not HAS_DEVICE:
+    # torch's optimizers move loaded state to the device of its parameter. On a GPU it is there already; the laboratory
+    # takes a move to the processor for a copy from a GPU.
+    torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(  # type: ignore[method-assign]
+        lambda param, value, *_, **__: value.to(param.dtype)
+    )
 training: Any = importlib.import_module("megatron.training.training")
 load_checkpoint = training.load_checkpoint
 
@@ -58,17 +60,22 @@ def measured(*positional: Any, **keywords: Any) -> None:
         forget(folder)
     torch.distributed.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # Linux starts the peak anew
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     before, asked, begun, busy = status("VmRSS"), bytes_asked(), time.perf_counter(), time.process_time()
     if profile:
         profile.enable()
     load_checkpoint(*positional, **keywords)
     if profile:
         profile.disable()
+    if HAS_DEVICE:
+        torch.accelerator.synchronize()
     processor, asked = time.process_time() - busy, bytes_asked() - asked
     torch.distributed.barrier()
     seconds = time.perf_counter() - begun
     found = {"seconds": seconds, "processor": processor, "asked": asked, "held": bytes_held(*positional[:2])}
-    memory = {"before": before, "peak": status("VmHWM"), "after": status("VmRSS")}
+    on_device = torch.cuda.max_memory_allocated() - held
+    memory = {"on_device": on_device, "before": before, "peak": status("VmHWM"), "after": status("VmRSS")}
     report = Path(os.environ["LOADING_REPORT"]) / f"{os.environ['RANK']}"
     report.with_suffix(".json").write_text(json.dumps(found | memory))
     if profile:

@@ -158,7 +158,7 @@ def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool
             tensor_rank=tensor_rank,
             partition_dim=parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
             sections=_sections(local_name, parameter, _config_of(chunk, local_name)),
-            weight=(parameter.dequantize() if hasattr(parameter, "_scale_inv") else parameter).detach().clone(),
+            weight=(parameter.dequantize() if hasattr(parameter, "_scale_inv") else parameter).detach().cpu().clone(),
             start=start,
             state=state,
             settings=settings,

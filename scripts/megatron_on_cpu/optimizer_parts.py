@@ -29,7 +29,7 @@ def optimizer_part(parameter: torch.nn.Parameter, optimizers: list[Any]) -> Part
         part = _distributed(parameter, optimizer) if is_distributed else _undistributed(parameter, optimizer)
         if part is not None:
             start, tensors, settings = part
-            flat = {name: tensor.detach().clone().view(-1) for name, tensor in tensors.items()}
+            flat = {name: tensor.detach().cpu().clone().view(-1) for name, tensor in tensors.items()}
             return start, flat, {name: value for name, value in settings.items() if name not in _OWN}
     return 0, {}, {}
 

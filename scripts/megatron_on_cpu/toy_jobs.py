@@ -17,6 +17,9 @@ CPU = _words(
 )
 """What every job on CPU ranks needs: no NCCL, no Transformer Engine, no fused kernels."""
 
+GPU = ("--distributed-backend", "nccl", *CPU[2:])
+"""The same on GPUs: the local spec, whose parameters may be as small as those of the tests' checkpoints."""
+
 TINY_GPT = _words(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
     " --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 100 --lr-warmup-iters 2"
@@ -46,9 +49,10 @@ def tiny_gpt(
     precision: Sequence[str] = ("--bf16",),
     optimizer: Sequence[str] = ("--use-distributed-optimizer",),
     more: Sequence[str] = (),
+    devices: Sequence[str] = CPU,
 ) -> list[str]:
-    """Return the arguments of a job that saves and loads torch_dist checkpoints."""
-    arguments = [*CPU, *TINY_GPT, *precision, *optimizer, "--ckpt-format", "torch_dist"]
+    """Return the arguments of a job that saves and loads torch_dist checkpoints; `devices`: `CPU` or `GPU`."""
+    arguments = [*devices, *TINY_GPT, *precision, *optimizer, "--ckpt-format", "torch_dist"]
     arguments += ["--tensor-model-parallel-size", str(tensor_parallel)]
     arguments += ["--pipeline-model-parallel-size", str(pipeline_parallel)]
     arguments += ["--train-iters", str(iterations)]

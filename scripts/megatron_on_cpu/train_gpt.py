@@ -71,7 +71,7 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     """Run the model chunk on its next microbatch."""
     batch: dict[str, Any] = {}
     if takes_samples(get_attr_wrapped_model(model, "vp_stage")):
-        batch = next(data_iterator)
+        batch = {name: values.cuda() for name, values in next(data_iterator).items()}
     if batch and get_args().context_parallel_size > 1:
         batch = part_of_this_rank(batch, get_context_parallel_group())
     loss_mask = batch.get("loss_mask")

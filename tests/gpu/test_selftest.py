@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mcore_ckpt_ext.cli.json_schema import schema_of
+from mcore_ckpt_ext.cli.selftest import start_ranks
+from mcore_ckpt_ext.selftest.machine import this_machine
+from mcore_ckpt_ext.selftest.plan import plan
+from mcore_ckpt_ext.selftest.run import run
 from tests.harness.json_schema import violations
 
 TIME_LIMIT = 400
+AWARE = ("--use-precision-aware-optimizer",)
+OPTIMIZERS = {
+    "masters in the fused optimizer": AWARE,
+    "half of it on the CPU, overlapping": (
+        *AWARE, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5", "--overlap-cpu-optimizer-d2h-h2d",
+    ),
+}  # fmt: skip
 
 
 def selftest(folder: Path, *words: str) -> dict[str, Any]:
@@ -35,3 +47,14 @@ def test_all_jobs_pass(words: tuple[str, ...], tmp_path: Path) -> None:
     skipped = [(row["model"], row["details"]) for row in found["rows"] if row["outcome"] == "skipped"]
     print("skipped:", skipped)
     assert {path.name for path in tmp_path.iterdir()} == {"report.json"}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_other_optimizers_go_on_as_if_they_had_not_stopped(name: str, tmp_path: Path) -> None:
+    """A job that saves, and one that resumes it, with real streams between the device and the CPU."""
+    machine = this_machine(None)
+    if machine.no_engine:
+        pytest.skip(machine.no_engine)
+    jobs = [replace(job, arguments=(*job.arguments, *OPTIMIZERS[name]), expects="") for job in plan(machine)[:2]]
+    rows, _ = run(jobs, start_ranks, tmp_path)
+    assert [row.outcome for row in rows] == ["passed", "passed"], [row.details for row in rows]

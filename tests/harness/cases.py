@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.harness.jobs import RANK_SCRIPTS, run_job
 from tests.harness.layouts import Layout
 
@@ -34,12 +36,13 @@ class Case:
 
     def order(self) -> dict[str, Any]:
         """The case as the ranks read it."""
+        model = self.model.items()
         dump = {"dump": str(self.dump)} if self.dump else {}
         return {
             "name": self.name,
             "arguments": {"load": str(self.load), **self.arguments},
             "environment": dict(self.environment),
-            "model": dict(self.model),
+            "model": {name: str(value) if isinstance(value, torch.dtype) else value for name, value in model},
             **dump,
         }
 
@@ -48,14 +51,16 @@ Outcomes = dict[str, list[dict[str, Any]]]
 """For each case, by name, what every rank reports of it."""
 
 
-def load_all(folder: Path, layout: Layout, cases: Sequence[Case], *, more: Sequence[str] = ()) -> Outcomes:
-    """Build the model once and load each case into it, in one launch."""
+def load_all(
+    folder: Path, layout: Layout, cases: Sequence[Case], *, script: str = "load_cases.py", **options: Any
+) -> Outcomes:
+    """Build each model once and load the cases into it, in one launch; `options` are those of `run_job`."""
     folder.mkdir(parents=True, exist_ok=True)
     order, report = folder / "order.json", folder / "report"
     report.mkdir()
     order.write_text(json.dumps([case.order() for case in cases]))
     environment = {"TEST_ORDER": str(order), "TEST_REPORT": str(report)}
-    result = run_job(folder, layout, script=RANK_SCRIPTS / "load_cases.py", more=more, environment=environment)
+    result = run_job(folder, layout, script=RANK_SCRIPTS / script, environment=environment, **options)
     assert result.returncode == 0, result.output[-6000:]
     ranks = [json.loads((report / f"rank_{rank}.json").read_text()) for rank in range(layout.ranks)]
     return {case.name: [rank[case.name] for rank in ranks] for case in cases}

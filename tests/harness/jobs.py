@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megatron_on_devices
 import torch
 from megatron_on_cpu import launch, toy_jobs
 from megatron_on_cpu.dump_optimizer import (
@@ -104,15 +105,22 @@ def run_job(
     megatron: Path | None = None,
     plugins: Sequence[Path] = (),
     distributed: bool = True,
+    on_gpus: bool = False,
     **job: Any,
 ) -> launch.RunResult:
     """Run a job; the result as it is.
 
-    `distributed`: whether it has the distributed optimizer. `job`: see `described`.
+    `distributed`: whether it has the distributed optimizer. `on_gpus`: it runs on the GPUs of this machine.
+    `job`: see `described`.
     """
     arguments, recording = described(folder, layout, **job)
     if not distributed:
         arguments.remove("--use-distributed-optimizer")
+    if on_gpus:
+        return megatron_on_devices.run(
+            layout.ranks, script, arguments, timeout=TIME_LIMIT, environment={**recording, **(environment or {})},
+            plugin_files=plugins, log_file=folder / "log",
+        )  # fmt: skip
     return launch.run(
         layout.ranks,
         script,
@@ -135,6 +143,7 @@ def described(
     precision: Sequence[str] = ("--bf16",),
     optimizer: Sequence[str] = ("--use-distributed-optimizer",),
     more: Sequence[str] = (),
+    devices: Sequence[str] = toy_jobs.CPU,
 ) -> tuple[list[str], dict[str, str]]:
     """A job of eight planned iterations up to `until`, saving every fourth.
 
@@ -150,6 +159,7 @@ def described(
         load=load,
         precision=precision,
         optimizer=optimizer,
+        devices=devices,
         more=[*layout.flags, *more, *([] if until == LAST else ["--exit-interval", str(until)])],
     )
     return arguments, {

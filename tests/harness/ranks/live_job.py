@@ -22,6 +22,7 @@ from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import get_args
 from megatron.training.initialize import initialize_megatron
+from megatron_on_cpu.optimizer_parts import optimizers_of
 from megatron_on_cpu.release_api import build_chunk, parse_arguments
 from names import names_of
 
@@ -37,13 +38,13 @@ class Live:
     optimizer: Any
 
     @property
-    def distributed_optimizers(self) -> list[Any]:
-        """Megatron's DistributedOptimizers, without a chain around them."""
-        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+    def optimizers(self) -> list[Any]:
+        """Megatron's optimizers, without a chain around them."""
+        return optimizers_of(self.optimizer)
 
     def masters(self) -> Iterator[tuple[Any, dict[str, Any], torch.Tensor]]:
         """Every fp32 master shard, with the optimizer and the parameter group that it belongs to."""
-        for outer in self.distributed_optimizers:
+        for outer in self.optimizers:
             for group in outer.optimizer.param_groups:
                 for master in group["params"]:
                     yield outer.optimizer, group, master
@@ -55,10 +56,13 @@ class Live:
     def fill_with_noise(self, seed: int) -> None:
         """Give every master and moment a value of its own, and every group a step: nothing may stay by chance.
 
+        An optimizer that is not distributed, or has its masters elsewhere, keeps what it has.
         Copies of a parameter get the same values, on whatever rank they are.
         """
         names = names_of(self.model)
-        for outer in self.distributed_optimizers:
+        for outer in self.optimizers:
+            if not hasattr(outer, "gbuf_ranges") or getattr(outer.config, "use_precision_aware_optimizer", False):
+                continue
             for group in outer.optimizer.param_groups:
                 group["step"] = 4
             for parameter, (group, order) in outer.model_param_group_index_map.items():
@@ -71,7 +75,8 @@ class Live:
                 with torch.no_grad():
                     master.copy_(0.02 * noise[0].view(master.shape))
                 state = {"exp_avg": noise[1].view(master.shape), "exp_avg_sq": noise[2].abs().view(master.shape)}
-                outer.optimizer.state[master].update({kind: values.clone() for kind, values in state.items()})
+                own = {kind: values.to(master.device, copy=True) for kind, values in state.items()}
+                outer.optimizer.state[master].update(own)
 
     def fingerprint(self) -> str:
         """A hash of all that the optimizer holds: masters, moments, parameter groups, gradient scaler."""
@@ -80,9 +85,10 @@ class Live:
             settings = {name: value for name, value in group.items() if name != "params"}
             digest.update(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
             for tensor in (master, *(inner.state[master][kind] for kind in sorted(inner.state[master]))):
-                digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        for outer in self.distributed_optimizers:
-            digest.update(repr(outer.grad_scaler.state_dict() if outer.grad_scaler else None).encode())
+                digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for outer in self.optimizers:
+            scaler = getattr(outer, "grad_scaler", None)
+            digest.update(repr(scaler.state_dict() if scaler else None).encode())
         return digest.hexdigest()
 
 

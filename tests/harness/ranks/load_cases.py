@@ -120,8 +120,10 @@ class WriteDetector:
             # What was freed before must not serve for what is allocated now; then Linux starts the peak anew.
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
-            before = _kibibytes("VmRSS")
+            before, held = _kibibytes("VmRSS"), torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
             result = original(*positional, **keywords)
+            self.memory[f"{phase}, device"] = torch.cuda.max_memory_allocated() - held
             if phase == "prepare":
                 self.resumes.append(result)
             self.memory[phase] = 1024 * (_kibibytes("VmHWM") - before)
@@ -191,6 +193,7 @@ def load(case: dict[str, Any], live: Live, witness: WriteDetector) -> dict[str, 
         "index reads": witness.index_reads,
         "reads": witness.reads.copy(),
         "elements": live.elements(),
+        "largest": max(master.numel() for _, _, master in live.masters()),
         "memory": witness.memory.copy(),
         **(_counters(witness.resumes[0]) if witness.resumes and error is None else {}),
     }
@@ -214,6 +217,12 @@ def _counters(prepared: Prepared) -> dict[str, Any]:
     }
 
 
+def _value(text: Any) -> Any:
+    """Return an argument as Megatron has it: dtypes are written by name."""
+    is_dtype = isinstance(text, str) and text.startswith("torch.")
+    return getattr(torch, text.removeprefix("torch.")) if is_dtype else text
+
+
 def main() -> None:
     """All the cases, one after the other; ranks stay in step because each case ends on all of them."""
     live_job.start()
@@ -223,7 +232,7 @@ def main() -> None:
     outcomes = {}
     for case in live_job.order():
         key = json.dumps(case.get("model", {}))
-        with changed(vars(live_job.get_args()), case.get("model", {})):
+        with changed(vars(live_job.get_args()), {name: _value(text) for name, text in case.get("model", {}).items()}):
             if key not in models:
                 models[key] = live_job.built()
             outcomes[case["name"]] = load(case, models[key], witness)

@@ -14,7 +14,7 @@ def main() -> None:
     arguments = live_job.start()
     live = live_job.built()
     live.fill_with_noise(seed=7)
-    for optimizer in live.distributed_optimizers:
+    for optimizer in live.optimizers:
         optimizer._copy_main_params_to_model_params()
     scheduler = training.get_optimizer_param_scheduler(live.optimizer)
     arguments.iteration, arguments.consumed_train_samples = 4, 4 * arguments.global_batch_size
