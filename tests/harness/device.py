@@ -41,6 +41,7 @@ _WAITING = {
 _MOVING = {_T.to, _T.cpu, _T.cuda}
 _OWN_PROPERTIES = ("device", "is_cuda", "is_cpu", "requires_grad", "is_leaf", "grad", "grad_fn", "layout")
 _OWN = {getattr(_T, name).__get__ for name in _OWN_PROPERTIES} | {_T.grad.__set__, _T.get_device, _T.requires_grad_}
+_SET_DATA: Any = _T.data.__set__  # type: ignore[attr-defined]
 _INDEXING = {_T.__getitem__, _T.__setitem__}
 
 
@@ -138,6 +139,9 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":  # gloo carries what NCCL would
+            STREAM.flush()
+            return func(*tree_map(_hidden_of, args), **tree_map(_hidden_of, kwargs or {}))
         raise DeviceMemoryError(f"{func} of a device tensor is not known to the test device")
 
     @classmethod
@@ -155,9 +159,14 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return Address(args[0]._hidden.data_ptr())
     if func is _T.untyped_storage:
         return Storage(args[0]._hidden.untyped_storage())
-    if func is _T.data.__set__:
-        args[0]._hidden = _on_device(args[1])._hidden
-        return None
+    if func == _SET_DATA:
+        return _moved_to(*args)
+    if func is torch._has_compatible_shallow_copy_type:
+        return True
+    if func is _T.expand_as and args[0].requires_grad and args[0] is args[1]:
+        # Megatron gets hold of where gradients are accumulated, of which there are none here.
+        with torch.enable_grad():
+            return args[0]._hidden.detach().requires_grad_().expand_as(args[0]._hidden)
     STREAM.flush()
     if func is _T.copy_:
         return _copied(*args, **kwargs)
@@ -194,11 +203,21 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return wrappers[id(item)]
         return DeviceTensor(item if item.untyped_storage()._cdata in memory else _allocated(item))
 
-    return tree_map(wrapped, result)
+    return result if isinstance(result, torch.Size) else tree_map(wrapped, result)
 
 
 def _hidden_of(item: Any) -> Any:
     return item._hidden if isinstance(item, DeviceTensor) else item
+
+
+def _moved_to(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """`tensor.data = values`: a parameter of the CPU may move to the device, as `Module.cuda` has it."""
+    if isinstance(tensor, DeviceTensor):
+        tensor._hidden = _on_device(values)._hidden
+        return
+    there = DeviceTensor(_on_device(values)._hidden.detach().requires_grad_(tensor.requires_grad))
+    there.__dict__.update({**tensor.__dict__, "_is_param": isinstance(tensor, torch.nn.Parameter)})
+    torch.utils.swap_tensors(tensor, there)  # type: ignore[no-untyped-call]
 
 
 def _on_device(tensor: torch.Tensor) -> DeviceTensor:
@@ -292,7 +311,8 @@ def _is_device(item: object) -> bool:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Within this scope, attributes have other values."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -309,9 +329,9 @@ def device() -> Iterator[Counts]:
     global COUNTS
     COUNTS = Counts()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_replaced(devices, accelerator_type=lambda: KIND))
+        stack.enter_context(replaced(devices, accelerator_type=lambda: KIND))
         stand_ins = {"Event": Event, "device": lambda *_: contextlib.nullcontext(), "current_device": lambda: INDEX}
-        stack.enter_context(_replaced(torch.cuda, **stand_ins))
+        stack.enter_context(replaced(torch.cuda, **stand_ins))
         stack.enter_context(_Factories())
         yield COUNTS
         STREAM.flush()
