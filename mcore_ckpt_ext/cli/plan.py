@@ -156,6 +156,14 @@ def _show_layouts(found: LayoutPlan) -> None:
     if memory.host:
         line(f"  in the memory of its host: {readable(memory.host)} of the optimizer")
     line(f"  read by all ranks: {readable(best.read_in_all)}; with --ckpt-ext-read-once: {readable(best.read_once)}")
+    line(f"  to rehearse it: --gpus {found.gpus} --rehearse '{_in_pins(best)}'")
+
+
+def _in_pins(one: PlannedLayout) -> str:
+    """The sizes of a layout as `--rehearse` takes them: what it takes for granted is left out."""
+    assumed = dict.fromkeys(PINS, 1) | {"etp": one.sizes["tp"]}
+    named = [f"{name}={one.sizes[name]}" for name in PINS if one.sizes[name] != assumed[name]]
+    return " ".join(named) or "tp=1"
 
 
 def _activations(found: LayoutPlan) -> str:

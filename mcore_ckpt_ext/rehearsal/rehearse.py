@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, reraise_as_unreadable, some
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -36,6 +37,7 @@ from mcore_ckpt_ext.rehearsal.groups import simulated_groups
 from mcore_ckpt_ext.rehearsal.optimizers import simulated_chain
 from mcore_ckpt_ext.rehearsal.ranks import SimulatedJob, dtype_of
 from mcore_ckpt_ext.rehearsal.result import SCHEMA, Rehearsal
+from mcore_ckpt_ext.rehearsal.scheduler import scheduler_refusal
 from mcore_ckpt_ext.rehearsal.shares import PLANNING, Shares
 from mcore_ckpt_ext.rehearsal.target import TargetJob, check_changes, target_job
 from mcore_ckpt_ext.settings import VERIFY_ALL
@@ -45,6 +47,8 @@ from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.versions import Version
 
+# Modes of Megatron with optimizers of their own.
+_WITHOUT_DISTRIBUTED = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
 _LOOKING = "looking at the checkpoint"
 STOCK, PACKAGE = "stock Megatron", "mcore_ckpt_ext"
 
@@ -175,6 +179,9 @@ class _Rehearsing:
         shares.find_weights()
         shares.prove(full=full)
         figures = shares.figures
+        schedule = scheduler_in(checkpoint.common)
+        if isinstance(schedule, Mapping) and (reason := scheduler_refusal(schedule, running)) is not None:
+            return replace(self._plain, refusal=reason)
         return replace(
             self._plain, will_succeed=True, parameters=len(figures.names), parts=figures.parts,
             elements=figures.elements, weights=figures.weights, bytes_read=figures.bytes_read,
@@ -216,6 +223,10 @@ class _Rehearsing:
         if self._plain.loaded_by is None:
             yield "who loads the optimizer, stock Megatron or this package, is decided by the job: it is not simulated"
         yield "the job builds the model, and its optimizer, by the same arguments as the job that wrote the checkpoint"
+        yield "not rehearsed: random states, extra states of modules, warm-up and decay, tokenizer, data, and memory"
+        for name in _WITHOUT_DISTRIBUTED:
+            if self._job.arguments.stated.get(name):
+                yield f"the job runs without --{name.replace('_', '-')}: that optimizer is not simulated"
         if unknown := unknown_arguments(self._written):
             yield f"Megatron accepts the layout as far as it depends on {', '.join(unknown)}: not stored (--argument)"
         tokens = self._job.arguments.tokens or checkpoint.tokens

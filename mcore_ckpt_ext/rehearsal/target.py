@@ -21,7 +21,9 @@ _NAMES = {**PINS, "vp": PINS["vpp"]}
 _MOST = 1 << 20
 CHANGEABLE = frozenset({
     "bf16", "fp16", "padded_vocab_size", "vocab_size", "make_vocab_size_divisible_by", "overlap_grad_reduce",
-    "ddp_bucket_size", "ddp_num_buckets",
+    "ddp_bucket_size", "ddp_num_buckets", "lr", "min_lr", "lr_decay_style", "override_opt_param_scheduler",
+    "use_checkpoint_opt_param_scheduler", "use_distributed_optimizer", "use_precision_aware_optimizer",
+    "optimizer_cpu_offload",
 })  # fmt: skip
 """Arguments in which the job may differ from the one that wrote the checkpoint, beside its layout: none of the model's,
 whose other parameters would have shapes that no checkpoint shows."""

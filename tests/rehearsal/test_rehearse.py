@@ -74,6 +74,23 @@ def test_who_loads_the_optimizer(name: str, layout: str, gpus: int, loader: str 
     assert (found.why or "").partition(":")[0] == (check or "")
 
 
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"lr": 5e-4}, "another learning rate, 0.0005 instead of 0.001, without --override-opt_param-scheduler"),
+        ({"lr": 5e-4, "override_opt_param_scheduler": True}, None),
+        ({"min_lr": 1e-6, "use_checkpoint_opt_param_scheduler": True}, None),
+        ({"use_distributed_optimizer": False}, None),
+        ({"optimizer_cpu_offload": True}, None),
+    ],
+)
+def test_options_that_differ(changes: dict[str, Any], refused: str | None) -> None:
+    """Megatron's scheduler refuses other learning rates; kinds of Adam are taken from each other."""
+    found = rehearsed("p10", "pp=2", 4, changes=changes)
+    assert found.will_succeed == (refused is None), found.refusal
+    assert refused is None or refused in str(found.refusal)
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     copy = fixture_named("p10").copy_to(tmp_path / "copy")
     (copy.iteration / "__2_0.distcp").unlink()

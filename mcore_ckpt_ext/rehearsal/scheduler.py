@@ -1,0 +1,36 @@
+"""What Megatron's learning-rate scheduler refuses of the options of a job that resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+
+_COMPARED = {
+    "lr": ("max_lr", "learning rate"),
+    "min_lr": ("min_lr", "minimum learning rate"),
+    "lr_decay_style": ("lr_decay_style", "learning rate decay style"),
+}
+
+
+def scheduler_refusal(stored: Mapping[str, Any], running: JobArguments) -> str | None:
+    """Why the scheduler refuses its stored state; None where it takes it.
+
+    Source: `OptimizerParamScheduler._check_and_set` (megatron/core/optimizer_param_scheduler.py, core_v0.7.0 to 0.19.2
+    and the development head of August 2026).
+
+    Args:
+        stored: its state in the checkpoint.
+        running: the arguments of the job.
+    """
+    if running.stated.get("override_opt_param_scheduler") or running.stated.get("use_checkpoint_opt_param_scheduler"):
+        return None
+    for name, (key, label) in _COMPARED.items():
+        own = running.stated.get(name)
+        if own is not None and key in stored and own != stored[key]:
+            return (
+                f"Megatron's scheduler refuses another {label}, {own} instead of {stored[key]}, without "
+                "--override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
+            )
+    return None
