@@ -94,9 +94,9 @@ def prepared_with_megatron(base: Path, folder: Path, release: str, log: Path) ->
     if not python.exists():
         subprocess.run([str(base), "-m", "venv", "--upgrade-deps", str(folder)], check=True)
     # `megatron` is a namespace package: what only the other release has would be found as well, were the folder whole.
-    links = folder / "packages"
+    links = folder / "beside" / "site-packages"
     shutil.rmtree(links, ignore_errors=True)
-    links.mkdir()
+    links.mkdir(parents=True)
     for entry in _packages_folder(base).iterdir():
         if not entry.name.startswith("megatron"):
             (links / entry.name).symlink_to(entry)
