@@ -50,15 +50,24 @@ class Record(metaclass=PickleStub):
         return f"<{type(self).__name__}>"
 
 
-_MOST_PROPERTIES = 8
+_MOST_PROPERTIES, _STRIDES, _MOST_STRIDES = 8, 5, 64
 _NO_PROPERTIES = {tuple, int, float}  # of which a stranger can choose the hash
 
 
 class TensorProperties(Record):
-    """`torch.distributed.checkpoint.metadata.TensorProperties`, whose state is a tuple that begins with the dtype."""
+    """`torch.distributed.checkpoint.metadata.TensorProperties`, whose state is a tuple that begins with the dtype.
+
+    Its `__getstate__` writes five properties in torch up to 2.13; 2.15 writes the strides as a sixth. They may be a
+    tuple of numbers: any that reaches this class is small, or was found to have a hash of its own (`plain_pickle`).
+    """
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        if len(state) > _MOST_PROPERTIES or not _NO_PROPERTIES.isdisjoint(map(type, state)):  # see `plain_pickle`
+        others = state
+        if len(state) > _STRIDES and type(state[_STRIDES]) is tuple:
+            strides, others = state[_STRIDES], (*state[:_STRIDES], *state[_STRIDES + 1 :])
+            if len(strides) > _MOST_STRIDES or not {int}.issuperset(map(type, strides)):
+                raise TypeError("strides of a tensor with something else among them")
+        if len(state) > _MOST_PROPERTIES or not _NO_PROPERTIES.isdisjoint(map(type, others)):  # see `plain_pickle`
             raise TypeError("properties of a tensor with something else among them")
         self.dtype = state[0]
 

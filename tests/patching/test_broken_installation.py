@@ -15,6 +15,8 @@ from zipfile import ZipFile
 
 import pytest
 
+from tests.harness.checkpoints import fixture_named
+
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = ("mcore_ckpt_ext", "mcore_ckpt_ext_autoload.py", "pyproject.toml", "setup.py", "LICENSE", "README.md")
 NOBODY = 65534
@@ -294,7 +296,8 @@ def test_a_command_explains_an_entry_point_without_its_module(whole: Path, libra
     site = tmp_path / "site"
     shutil.copytree(whole, site)
     (site / "mcore_ckpt_ext_autoload.py").unlink()
-    for command in (["doctor"], ["verify", "run"]):
+    checkpoint = fixture_named("p02").run
+    for command in (["doctor"], ["verify", str(checkpoint)]):
         code, out, err = python(
             libraries, "from mcore_ckpt_ext.cli.main import main; raise SystemExit(main())", *command, before=str(site)
         )
