@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import pytest
-from changed_tests import imported_modules
+from changed_tests import imported_modules, module_of
 
 TESTS = Path(__file__).parent
 HARNESS = ("tests", "harness")
@@ -268,3 +269,52 @@ def test_what_names_a_device(source: str) -> None:
 )
 def test_what_names_none(source: str) -> None:
     assert not names_a_device(source)
+
+
+MOST_LINES = 350
+
+
+def test_no_module_is_too_long() -> None:
+    """A longer one does several things: give each a module."""
+    lines = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
+def imports_at_run_time(source: str) -> set[str]:
+    """The modules of the package that a source imports, at once or later, but not for its types alone."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            node.body = [ast.Pass()]
+    return {name for name in imported_modules(ast.unparse(tree)) if name.startswith(f"{PACKAGE.name}.")}
+
+
+def leading_to_cycles(imports: Mapping[str, Set[str]]) -> set[str]:
+    """The modules that import themselves by way of others, and those that import such a module."""
+    left = {module: {*named} & imports.keys() for module, named in imports.items()}
+    while ends := {module for module, named in left.items() if not named & left.keys()}:
+        left = {module: named for module, named in left.items() if module not in ends}
+    return set(left)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    sources = {module_of(str(path.relative_to(PACKAGE.parent))): path.read_text() for path in PACKAGE.rglob("*.py")}
+    assert leading_to_cycles({module: imports_at_run_time(source) for module, source in sources.items()}) == set()
+
+
+def test_which_modules_lead_to_cycles() -> None:
+    assert leading_to_cycles({"a": {"b"}, "b": {"a", "d"}, "c": {"a"}, "d": {"e"}, "e": set()}) == {"a", "b", "c"}
+    assert leading_to_cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from mcore_ckpt_ext.errors import some", {"mcore_ckpt_ext.errors", "mcore_ckpt_ext.errors.some"}),
+        ("def late():\n    import mcore_ckpt_ext.errors", {"mcore_ckpt_ext.errors"}),
+        ("if TYPE_CHECKING:\n    import mcore_ckpt_ext.errors", set()),
+        ("import torch", set()),
+    ],
+)
+def test_what_is_imported_at_run_time(source: str, found: set[str]) -> None:
+    assert imports_at_run_time(source) == found

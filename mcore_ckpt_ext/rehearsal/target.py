@@ -13,7 +13,8 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, PaddedRows
 from mcore_ckpt_ext.layout_choice.options import PINS
 from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
-from mcore_ckpt_ext.operations.layout_plan import arguments_of, buffers_of, flags_of
+from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of
+from mcore_ckpt_ext.operations.layout_plan import buffers_of
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.versions import Version
 

@@ -85,7 +85,7 @@ class LegacyCheckpoint(FormatReader):
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:
-        return parts_of_legacy(self)
+        return parts_of_legacy(self.rank_files())
 
     @override
     def rank_of(self, file: str) -> tuple[int, int, int] | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.unread_state import OTHER
@@ -13,13 +13,10 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
-if TYPE_CHECKING:
-    from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
 
-
-def parts_of_legacy(checkpoint: LegacyCheckpoint) -> Iterator[StoredPart]:
-    """Tensors in the pickles of all ranks."""
-    for file, _, content in checkpoint.rank_files():
+def parts_of_legacy(rank_files: Iterable[tuple[str, Any, Any]]) -> Iterator[StoredPart]:
+    """Tensors in the pickles of all ranks; see `LegacyCheckpoint.rank_files`."""
+    for file, _, content in rank_files:
         for path, tensor in _tensors(content, ()):
             kind = _legacy_kind(path)
             yield StoredPart(file, kind, ".".join(path), prod(tensor.shape) * tensor.storage.dtype.itemsize)
