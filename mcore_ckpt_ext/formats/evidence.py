@@ -21,7 +21,7 @@ from mcore_ckpt_ext.job.releases import (
 )
 from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.versions import Version
 
 Bound = tuple[str, Version | None, Version | None]

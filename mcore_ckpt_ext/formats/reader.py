@@ -32,7 +32,7 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, iteration_number
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.transfer import Transfer
 

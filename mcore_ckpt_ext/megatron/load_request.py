@@ -12,7 +12,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.optimizer_reshard import Prepared
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 Path = tuple[Any, ...]
 """Keys and positions from the root of a tree to one of its nodes; empty for the root itself."""

@@ -28,14 +28,13 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, iteration_n
 from mcore_ckpt_ext.storage.dcp_index import (
     INDEX_BYTES,
     METADATA_FILE,
-    PLANS,
-    DcpIndex,
     SharedIndex,
     asked_for_objects_alone,
     lent_of,
     objects_alone,
     using_index,
 )  # fmt: skip
+from mcore_ckpt_ext.storage.dcp_metadata import PLANS, DcpIndex
 
 _COMMON = "load_common_state_dict"
 

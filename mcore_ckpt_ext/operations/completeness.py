@@ -29,7 +29,8 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import (
     no_checkpoint,
     read_tracker,
 )  # fmt: skip
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, check_plans
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, check_plans
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 
 # What a folder lacks whose format does not show: a save of `torch_dist` that was not finished.

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.layout.quantised import QUANTISED, quantises
 from mcore_ckpt_ext.layout.weight_shards import expert_weight_shards, weight_shards
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.optimizer_format import Holder, StoredKeys
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 _QUANTISING = ("fp8_param_gather", "fp4_param_gather")
 # FusedAdam divides such moments by a scale of each tensor, and Megatron stores them multiplied again, in fp32

@@ -34,7 +34,8 @@ from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.storage import dcp_index, safe_pickle
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex, SharedIndex, objects_alone, read_index, using_index
+from mcore_ckpt_ext.storage.dcp_index import SharedIndex, objects_alone, read_index, using_index
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredChunk, StoredObject
 from tests.harness.checkpoints import fixture_named
 

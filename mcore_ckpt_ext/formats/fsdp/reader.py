@@ -27,7 +27,7 @@ from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR
 from mcore_ckpt_ext.model_space.names import is_extra_state, is_first_linear, is_module_buffer, parse
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 
 NAME = FSDP_DTENSOR

@@ -18,7 +18,8 @@ from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.loops.nemo import PREFIX
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex, read_index
+from mcore_ckpt_ext.storage.dcp_index import read_index
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 # Lightning's count of steps (`dump_checkpoint`, its trainer's checkpoint connector).
 _STEP = "global_step"

@@ -30,7 +30,7 @@ from mcore_ckpt_ext.layout.local_parameters import model_space_name
 from mcore_ckpt_ext.layout.parameter_parts import check_whole
 from mcore_ckpt_ext.model_space.names import is_extra_state, is_module_buffer
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 
 NAME = "torch_dcp"

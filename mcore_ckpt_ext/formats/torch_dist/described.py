@@ -39,7 +39,7 @@ from mcore_ckpt_ext.job.loops.verl import STEP
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.overlay_reader import OverlayReader
 from mcore_ckpt_ext.transfer import Transfer
 

@@ -28,7 +28,8 @@ from mcore_ckpt_ext.formats.unread_state import (
 from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.optimizers.table import format_name
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex, read_index
+from mcore_ckpt_ext.storage.dcp_index import read_index
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 MODEL = "model."
 RANDOM_STATE = "rng_state."

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.model_space.anatomy import (
 )
 from mcore_ckpt_ext.model_space.names import of_experts, parse
 from mcore_ckpt_ext.planning.array_location import RawArray
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 
 _GROUP = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.")

@@ -16,7 +16,8 @@ from typing_extensions import override
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_OBJECT, TorchDistCheckpoint
 from mcore_ckpt_ext.job.loops.verl import DISTRIBUTED
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, read_index
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, read_index
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredObject
 
 _PARTS = tuple(f"{part}/{DISTRIBUTED}" for part in ("model", "optimizer", "extra"))

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import elements_of
 from mcore_ckpt_ext.storage.checked_files import read_file
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredChunk, StoredObject
 from mcore_ckpt_ext.storage.json_text import parsed
 
