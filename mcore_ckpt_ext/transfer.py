@@ -38,7 +38,7 @@ _DECODED_BYTES = 8
 # By target index; a mapping may leave out targets that the plan does not serve.
 Destinations: TypeAlias = "Sequence[torch.Tensor] | Mapping[int, torch.Tensor]"
 # Given a target index and the elements from the first to below the second, which have just been read.
-LoadAssessment = Callable[[int, int, int], None]
+OnRead = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Transfer:
         self._rows = RowReader(reader)
         self._stages = Stages()
 
-    def execute(self, plan: Plan, destinations: Destinations, on_read: LoadAssessment | None = None) -> None:
+    def execute(self, plan: Plan, destinations: Destinations, on_read: OnRead | None = None) -> None:
         """Fill the destinations, 1-D contiguous tensors by target index, according to the plan.
 
         Args:
@@ -148,7 +148,7 @@ class Transfer:
         self._reader.read_into(payload.file, payload.offset + first * size, memoryview(data))
         return payload.decoded(torch.frombuffer(data, dtype=payload.dtype.torch))
 
-    def _copy_all(self, copies: Sequence[Copy], destinations: Destinations, on_read: LoadAssessment | None) -> None:
+    def _copy_all(self, copies: Sequence[Copy], destinations: Destinations, on_read: OnRead | None) -> None:
         for copy in copies:
             destination = destinations[copy.target]
             payload = self.locate(copy.extent)

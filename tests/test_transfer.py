@@ -115,7 +115,7 @@ def test_what_is_looked_at_is_there_and_is_looked_at_once(
     name: str, reader: FolderReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts of a bounded size; all of it, where it comes to lie in one piece."""
-    monkeypatch.setattr(row_reader, "_LOOK_BYTES", 4000)
+    monkeypatch.setattr(row_reader, "_SHOWN_BYTES", 4000)
     memory, whole = torch.full((150_000,), -1.0), expected(RUNS[name])
     looked = torch.zeros(len(memory), dtype=torch.int64)
 

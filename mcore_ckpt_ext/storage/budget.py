@@ -65,15 +65,15 @@ def check_keys(keys: Collection[object]) -> None:
         raise ValueError(f"{most:,} keys that have one hash")
 
 
-def whole_number(value: object, what: str, most: int = MOST_ELEMENTS) -> int:
+def whole_number(value: object, what: str) -> int:
     """A number of a file's description, which has to be an integer that can be a size, a place or a count.
 
     `0.0`, `True` and `"0"` are none, though Python calculates with them, or nearly so.
 
     Raises:
-        ValueError: it is no integer from 0 up to `most`.
+        ValueError: it is no integer from 0 up to `MOST_ELEMENTS`.
     """
-    if type(value) is not int or not 0 <= value <= most:
+    if type(value) is not int or not 0 <= value <= MOST_ELEMENTS:
         raise ValueError(f"{what} that is {shown(value)}, which is no valid size, place or count")
     return value
 

@@ -26,8 +26,8 @@ _MOST_SKIPPED_BYTES = 1 << 13
 _ROWS_AT_ONCE = 512
 # Rows that follow each other in the file go to their places by one call, unless they are as short as this.
 _SHORT_ROW_BYTES = 1024
-# What is looked at right after it was read: half of a processor's own cache, or less.
-_LOOK_BYTES = 1 << 19
+# What is passed to `on_read` right after it was read: half of a processor's own cache, or less.
+_SHOWN_BYTES = 1 << 19
 
 
 class RowReader:
@@ -42,7 +42,7 @@ class RowReader:
         location: TensorLocation,
         runs: Iterable[Run],
         destination: torch.Tensor,
-        show: Callable[[int, int], None] | None = None,
+        on_read: Callable[[int, int], None] | None = None,
     ) -> None:
         """Read elements to their places.
 
@@ -50,13 +50,13 @@ class RowReader:
             location: where the stored array lies.
             runs: which elements go where.
             destination: 1-D, contiguous, in ordinary memory, of the array's dtype.
-            show: receives the first and the end of elements that have just come to lie in one piece, a part at a time.
+            on_read: receives the first and the end of elements that now lie in one piece, a part at a time.
 
         Raises:
             UnreadableCheckpointError: the file is damaged or too short; some elements may have been written.
         """
         memory, size = bytes_of(destination), location.dtype.itemsize
-        runs = runs if show is None else in_parts(runs, _LOOK_BYTES // size)
+        runs = runs if on_read is None else in_parts(runs, _SHOWN_BYTES // size)
         for source, target, length, count, source_stride, target_stride in runs:
             offset, begin, row_bytes = location.offset + source * size, target * size, length * size
             skip, step = source_stride * size, target_stride * size
@@ -69,12 +69,12 @@ class RowReader:
                 self._read_along(location.file, offset, memory, size, run)
             else:
                 self._reader.read_rows(location.file, offset, skip, _rows_in(memory, begin, step, row_bytes, count))
-            if show is not None and (count == 1 or target_stride == length):
-                show(target, target + count * length)
+            if on_read is not None and (count == 1 or target_stride == length):
+                on_read(target, target + count * length)
 
     def _scatter(self, file: str, offset: int, gap: int, rows: Iterator[memoryview]) -> None:
         """Read rows of which each lies `gap` bytes behind the one before it, many by one call."""
-        skipped = self._scratch_of(gap)[:gap] if gap else None
+        skipped = self._thread_buffer(gap)[:gap] if gap else None
         while some := list(islice(rows, _ROWS_AT_ONCE)):
             buffers = some if skipped is None else [buffer for row in some for buffer in (row, skipped)][:-1]
             self._reader.scatter(file, offset, buffers)
@@ -86,7 +86,7 @@ class RowReader:
         """Read rows with what lies between them, and copy them to their places; elements are of `size` bytes."""
         target, length, count, source_stride, target_stride = run
         at_once = max(1, _ALONG_BYTES // (source_stride * size))
-        scratch, whole = self._scratch_of(at_once * source_stride * size), f"i{size}"
+        scratch, whole = self._thread_buffer(at_once * source_stride * size), f"i{size}"
         for row in range(0, count, at_once):
             rows = min(at_once, count - row)
             span = ((rows - 1) * source_stride + length) * size
@@ -97,7 +97,7 @@ class RowReader:
             places = numpy.ndarray((rows, length), whole, memory, begin, (target_stride * size, size))
             numpy.copyto(places, found)
 
-    def _scratch_of(self, nbytes: int) -> memoryview:
+    def _thread_buffer(self, nbytes: int) -> memoryview:
         """Memory of this thread that was touched before, so that the system need not find and clear any."""
         found: memoryview | None = getattr(self._scratch, "memory", None)
         if found is None or len(found) < nbytes:

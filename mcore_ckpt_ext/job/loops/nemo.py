@@ -35,13 +35,7 @@ _LAYOUT = (
 def of_model(content: Any, source: str) -> JobArguments:
     """The arguments that `model.yaml` states.
 
-    Args:
-        content: the parsed file.
-        source: the file, for messages.
-
-    Raises:
-        ValueError: it is no such file.
-        UnreadableCheckpointError: an argument has a value that no job can have.
+    Parameters and errors are those of `bridge.job_arguments`.
     """
     if not isinstance(content, Mapping):
         raise ValueError("it is no object")
@@ -51,13 +45,7 @@ def of_model(content: Any, source: str) -> JobArguments:
 def of_everything(content: Any, source: str) -> JobArguments:
     """The arguments that `io.json` states: of the model, and of the trainer's strategy.
 
-    Args:
-        content: the parsed file.
-        source: the file, for messages.
-
-    Raises:
-        ValueError: it is no such file.
-        UnreadableCheckpointError: an argument has a value that no job can have.
+    Parameters and errors are those of `bridge.job_arguments`.
     """
     reader = _Fiddle(content)
     root = reader.fields(reader.root)

@@ -25,13 +25,7 @@ STEP = re.compile(r"global_step_(\d{1,18})", re.ASCII)
 def job_arguments(content: Any, source: str) -> JobArguments:
     """The arguments that the file states.
 
-    Args:
-        content: the parsed file.
-        source: the file, for messages.
-
-    Raises:
-        ValueError: it is no such file.
-        UnreadableCheckpointError: an argument has a value that no job can have.
+    Parameters and errors are those of `bridge.job_arguments`.
     """
     if not isinstance(content, Mapping) or "num_layers" not in content:
         raise ValueError("it has no field num_layers")
