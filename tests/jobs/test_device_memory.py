@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from megatron_on_cpu import launch
 
+from mcore_ckpt_ext.layout.additive_checksum import digest_of, written
+from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
 from tests.harness.cases import Case, Outcomes, load_all
 from tests.harness.checkpoints import fixture_named
 from tests.harness.device_group import BACKENDS_VARIABLE
@@ -65,6 +67,14 @@ def test_what_is_stored_crosses_once(name: str, loaded: dict[str, dict[str, Any]
     assert phases["fill"]["to_device"] == FP32_BYTES * held["cuda"] * len(kinds)
     assert phases["prove"]["to_cpu"] == BF16_BYTES * held["cpu"]
     assert phases["fill"]["to_cpu"] == 0
+
+
+def test_digests_of_remainders_are_taken_on_the_device(loaded: dict[str, dict[str, Any]]) -> None:
+    truth = fixture_named(LOADS["remainders"][0]).truth
+    kept = {key.partition(".")[2]: values for key, values in truth.items() if key.startswith(PARAM_REMAINDER)}
+    expected = {name: written(digest_of(values.reshape(-1))) for name, values in kept.items()}
+    assert loaded["remainders"]["digests"] == expected != {}
+    assert loaded["dp_reshardable"]["digests"] == {}
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from live_job import Live, training
 from load_cases import WriteDetector
 
 from mcore_ckpt_ext.megatron.live import sharded_load
+from mcore_ckpt_ext.megatron.live.digests import Digester
 
 sys.path.append(str(Path(__file__).parents[3]))  # ranks do not begin in the repository
 from tests.harness import device as test_device
@@ -72,7 +73,24 @@ def load(original: Callable[..., Any], case: dict[str, Any], live: Live, witness
         fails_here = int(rank) == torch.distributed.get_rank()
         return {"attempts": without_memory(functools.partial(original, case, live, witness), fails_here)}
     outcome: dict[str, Any] = original(case, live, witness)
-    return outcome | {"crossed": dict(crossed), "held": held(live)}
+    return outcome | {"crossed": dict(crossed), "held": held(live), "digests": digests(live)}
+
+
+def digests(live: Live) -> dict[str, str]:
+    """Digests of the remainders that a save would record, by parameter; nothing where masters are whole."""
+    problems: list[str] = []
+    digester = Digester([unwrapped(chunk) for chunk in live.model], live.optimizer, problems.append)
+    taken = digester.begin(live.optimizer, beside=False)
+    taken.share()
+    found = {name: kinds for group in taken.recorded() for name, kinds in group.parameters.items()}
+    if problems:
+        raise RuntimeError("; ".join(problems))
+    return {name: text for name, kinds in found.items() for text in kinds.values()}
+
+
+def unwrapped(chunk: Any) -> Any:
+    """Return a model chunk without its wrappers."""
+    return unwrapped(chunk.module) if hasattr(chunk, "module") else chunk
 
 
 def held(live: Live) -> dict[str, int]:
