@@ -13,6 +13,15 @@ import torch
 
 from mcore_ckpt_ext.devices import host_buffer, is_staged, wait_for_copies
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.layout.master_check import (
+    BY_EITHER_ROUNDING,
+    BY_ROUNDING,
+    WITHIN_FP4,
+    WITHIN_FP8,
+    WITHIN_FP8_TWICE,
+    WITHIN_HALF_PRECISION,
+    Proof,
+)
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.transfer import read_slice
 from tests.harness import device as test_device
@@ -103,6 +112,25 @@ def test_an_allocation_can_fail(counts: Counts, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(test_device, "BEFORE_ALLOCATION", [refuse])
     with pytest.raises(torch.OutOfMemoryError, match="allocation 1 of 24 bytes"):
         torch.zeros(6, device="cuda")
+
+
+PROOFS = (BY_ROUNDING, BY_EITHER_ROUNDING, WITHIN_HALF_PRECISION, WITHIN_FP8, WITHIN_FP4, WITHIN_FP8_TWICE)
+
+
+@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.words)
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_masters_are_compared_where_they_lie(proof: Proof, is_wrong: bool, counts: Counts) -> None:
+    """With the same result as on the CPU, and nothing but that comes back."""
+    masters = torch.linspace(-3, 3, 4096)
+    weights = masters.to(torch.bfloat16)
+    if is_wrong:
+        masters[1234] = 7.0
+    expected = proof.first_mismatch(masters, weights)
+    there = masters.to("cuda"), weights.to("cuda")
+    before = counts.to_cpu
+    assert proof.first_mismatch(*there) == expected
+    assert (expected is not None) == is_wrong
+    assert counts.to_cpu - before <= 64
 
 
 @pytest.mark.parametrize("name", [*INTACT, *APART])

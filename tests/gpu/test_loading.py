@@ -1,0 +1,22 @@
+"""Whole loads of genuine jobs, measured: what `benchmarks/loading.py --device` prints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from mcore_ckpt_ext.devices import accelerator_type
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "loading.py"
+SIZE = ("--layers", "8", "--hidden", "1024", "--runs", "2")
+TIME_LIMIT = 300
+
+
+def test_loads_are_measured(tmp_path: Path) -> None:
+    """Stock's and this package's under the layout that was saved, and this package's of what CPU ranks saved."""
+    command = [sys.executable, str(BENCHMARK), str(tmp_path), "--device", str(accelerator_type()), *SIZE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {line.split()[1] for line in done.stdout.splitlines() if line.startswith("| ")} >= {"stock", "fast", "moved"}
