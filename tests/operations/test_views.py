@@ -203,7 +203,7 @@ def test_an_optimizer_with_external_weights_is_that_of_the_whole_checkpoint(name
     kinds, shapes = whole.optimizer.kinds, {one: whole.named_tensor(WEIGHT, one).shape for one in whole.names(WEIGHT)}
     asked = {one: Region.whole(one, shape) for one, shape in shapes.items()}
     own, other = (answers(one.optimizer, kinds, asked, OptimizerState) for one in (view, whole))
-    for key in own.keys() - {("buffers",), ("witnesses",)}:  # these are objects, and the order of parameters is found
+    for key in own.keys() - {("buffers",), ("order_sources",)}:  # objects; the order is found out
         assert comparable(own[key]) == comparable(other[key]), key
     assert len(view.optimizer.buffers) == len(whole.optimizer.buffers)
     back = relocated(view.weights, lambda file: Path(file).name)
