@@ -73,6 +73,8 @@ def _scaled_text(config: Mapping[str, Any]) -> dict[str, Any]:
     narrow = 24 if hidden != 48 else 40
     changes |= {"moe_intermediate_size": narrow, "moe_ffn_hidden_size": narrow, "index_topk": 8, "index_n_heads": 4}
     changes |= _scaled_experts(config) | _scaled_mixers(config)
+    if config.get("expand") and config.get("num_heads"):  # Mamba 2: its heads fill the width of a mixer
+        changes["num_heads"] = config["expand"] * hidden // changes["head_dim"]
     found |= {key: value for key, value in changes.items() if config.get(key) is not None}
     _scale_layers(found)
     _scale_axes(found)

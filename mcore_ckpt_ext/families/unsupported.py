@@ -49,7 +49,8 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
     "falcon_h1": "attention and a Mamba mixer of a layer read the same input, and in Megatron a layer has one of them",
     "t5": ENCODER, "mt5": ENCODER, "mllama": CROSS_ATTENTION, "mllama_text_model": CROSS_ATTENTION,
     "phi4mm": "adapters for images and speech lie in each of its layers, and its RoPE scales each frequency (longrope)",
-    "internlm": "its attention has a bias behind it and its MLP has none; Megatron has biases in both, or in neither",
+    "internlm": "with bias: true its attention has a bias behind it and its MLP none, and Megatron has biases in both "
+    "or in neither; with bias: false it computes as Llama: --family Llama --accept-key bias",
     "hunyuan_v1_dense": NORMS_AFTER_ROPE, "hunyuan_v1_moe": NORMS_AFTER_ROPE,
     "dbrx": CLIPPED, "mamba": MAMBA_1, "falcon_mamba": MAMBA_1, "jamba": MAMBA_1,
     "baichuan": "Baichuan 2 computes logits by an output layer whose rows it normalizes first, and Megatron does not",

@@ -27,7 +27,7 @@ REFUSED = {
 # Types that transformers has no class for, with the class whose model they are; their own code is not run.
 _SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 # Types of which it has no such class: their tensors are those of the family's rules, and there are no logits.
-_WITHOUT_CLASS = ("chatglm", "deepseek", "orion", "qwen")
+WITHOUT_CLASS = ("chatglm", "deepseek", "orion", "qwen")
 ACCEPTED = [name for name in NAMES if name not in REFUSED]
 _ABOUT_OTHER_FILES = {"quantization_config", "auto_map"}
 
@@ -44,7 +44,7 @@ def configuration(name: str) -> dict[str, Any]:
 def make_published(config: dict[str, Any], folder: Path) -> Any:
     """A model of a configuration, saved with that configuration; None where its class is not known."""
     folder.mkdir()
-    if config["model_type"] in _WITHOUT_CLASS:
+    if config["model_type"] in WITHOUT_CLASS:
         (folder / "config.json").write_text(json.dumps(config))
         save_file(_tensors_by_rules(config), folder / "model.safetensors", {"format": "pt"})
         return None

@@ -126,6 +126,16 @@ def test_no_family_is_served_and_refused() -> None:
     assert len(refused) == len(NOT_IN_MEGATRON) + len(NOT_CONVERTED)
 
 
+def test_a_type_that_computes_as_llama_under_one_condition(tmp_path: Path) -> None:
+    """The reason names the command, which works."""
+    make("llama", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "internlm", "bias": False}))
+    source, run = str(tmp_path / "model"), str(tmp_path / "run")
+    assert main(["convert", source, run, "--to", "torch_dist"]) == 2
+    assert main(["convert", source, run, "--to", "torch_dist", "--family", "Llama", "--accept-key", "bias"]) == 0
+
+
 def test_a_family_that_is_not_converted_is_refused_with_the_reason() -> None:
     with pytest.raises(UnsupportedCheckpointError, match="no family here.*nemotron-nas: its layers differ in size"):
         family_of_config({"model_type": "nemotron-nas"}, "here")
