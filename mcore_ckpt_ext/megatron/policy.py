@@ -111,7 +111,7 @@ class LoadDecision:
             omitted = f" {WITHOUT_RANDOM_STATES}" if self.omits_random_states else ""
             return f"stock Megatron loads {what}{omitted}; none of these applies: {names}"
         return (
-            f"this package fills {what} because of: {self.check.name}. Stock Megatron would not do it: "
+            f"this package fills {what} because of: {self.check.name}. Stock Megatron cannot do this: "
             f"{self.check.consequence} ({self.check.source})"
         )
 
@@ -287,7 +287,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "layout",
-        "it refuses the layout, or takes the state of one parameter for that of another",
+        "it refuses the layout, or mixes up the state of different parameters",
         f"load_checkpoint, {_CHECKPOINTING}; load_state_dict, {_OPTIMIZER}, 0.7.0 to 0.19.2",
         lambda facts: not stock_can_load(facts.optimizer_format, facts.is_moved, facts.version),
     ),
@@ -328,7 +328,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "order in the buffers",
-        "it takes the state of one parameter for that of another of the same size",
+        "it mixes up the state of parameters of the same size",
         f"load_parameter_state_from_dp_reshardable, {_OPTIMIZER}, 0.7.0 to 0.19.2",
         lambda facts: facts.is_packed_otherwise,
     ),

@@ -210,7 +210,7 @@ class _Rehearsing:
         if decision is not None and _is_adam(running):
             loader = STOCK if decision.is_stock else PACKAGE
             check = decision.check
-            why = None if check is None else f"{check.name}: stock Megatron would not do it, {check.consequence}"
+            why = None if check is None else f"{check.name}; stock Megatron cannot do this: {check.consequence}"
             self._plain = replace(self._plain, loaded_by=loader, why=why)
             # What Megatron wrote shifted is planned anew once stock has loaded it (`check_after_load`).
             self._plans = not decision.is_stock or bool(checkpoint.optimizer.shifted)
