@@ -1,4 +1,4 @@
-"""`mcore-ckpt doctor`: whether everything is in place to serve a job."""
+"""`mcore-ckpt doctor`: checks the installation in the environment of a job."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, and report it."""
+    """Run the checks and print their results."""
     lines = tuple(_lines(arguments.save))
     report = Report(all(item.state != "FAILED" for item in lines), lines)
     if arguments.json:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verdict(report: Report) -> Painted:
-    """Return the last line, which does not approve of what is not here to be checked."""
+    """Return the last line, which does not report success where Megatron could not be checked."""
     if not report.healthy:
         return Painted("some checks FAILED, see above", BAD)
     if any(item.found == _NO_MEGATRON for item in report.lines):
@@ -135,7 +135,7 @@ def _megatron() -> Line:
 
 
 def _setting(setting: Setting[Any]) -> Line:
-    """Whether a variable is set, and what it then does; one that is not understood does nothing."""
+    """Whether a variable is set, and its effect; an invalid value has none."""
     if setting.text is None:
         return Line(setting.name, "ok", "not set")
     found = f"{escaped(setting.text)!r}"
@@ -203,7 +203,7 @@ def _loops() -> Iterator[Line]:
 
 def _import_problem(module: str) -> str | None:
     try:
-        # Frameworks talk while they are imported.
+        # Frameworks print messages while they are imported.
         with redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import_module(module)

@@ -1,4 +1,4 @@
-"""The command line's entry: one table of commands, one place that turns errors into exit codes."""
+"""Entry point of the command line: the table of commands, and the conversion of errors into exit codes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from mcore_ckpt_ext.cli.torch_plugins import failures_explained
 from mcore_ckpt_ext.errors import CheckpointError, UsageError
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
-# Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`, imported when it is asked
-# for: whoever only wants help does not wait for torch.
+# Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`, imported when it is
+# called, so that `--help` does not wait for torch.
 COMMANDS = {
     "inspect": "show what is in a checkpoint: layout, format, version, sizes, files, what can resume it",
     "convert": "write a checkpoint in another format or layout, optimizer included",
@@ -38,7 +38,7 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are those of the command line: the error alone, without the usage."""
+    """An argument parser that reports errors in the command line's pattern, without the usage."""
 
     @override
     def error(self, message: str) -> NoReturn:
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report(UNUSABLE, type(error).__name__, error.message, details)
         return UNUSABLE
     except BrokenPipeError:
-        _forget_output()  # whoever read it, `head` say, has seen enough
+        _forget_output()  # the reader of a pipe, such as `head`, has closed it
         return DONE
     except OSError as error:
         sentence = error.strerror or str(error)
@@ -145,7 +145,7 @@ def _completion(words: Sequence[str]) -> int:
 
 
 def parser_of(words: Sequence[str], *, every: bool = False) -> argparse.ArgumentParser:
-    """The parser; of the commands, only the one that the words begin with has its options, unless `every` one shall."""
+    """Build the parser, with the options of the called command only, or of every command."""
     parser = _Parser(
         prog="mcore-ckpt",
         description="Inspect, verify, compare and convert Megatron checkpoints, without Megatron and without a GPU.",

@@ -1,4 +1,4 @@
-"""Chunks, gathered one at a time, piece by piece into the memory of the values themselves."""
+"""Gathers parameters chunk by chunk, directly into the memory of the result."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped
 from mcore_ckpt_ext.devices import empty_on_host
 
-# What one rank sends at a time. Gloo copies everything that one gather receives once more, NCCL stages it on the
-# device; in pieces, that costs a few MiB, not a second chunk.
+# Elements that one rank sends at a time. Gloo copies what a gather receives, and NCCL stages it on the device; in
+# pieces that takes a few MiB instead of a second chunk.
 _PIECE_BYTES = 4 << 20
 _NOTHING = torch.empty(0)
 
@@ -27,17 +27,17 @@ def whole_values(
     *, device: torch.device, everywhere: bool, fate: GroupErrors,
     padding: dict[nn.Parameter, torch.Tensor] | None = None,
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:  # fmt: skip
-    """Every parameter of `places` with its whole value, in memory of its own; all ranks iterate, chunk by chunk.
+    """Yield each parameter of `places` with its gathered value; all ranks must iterate, chunk by chunk.
 
     Args:
         zero: the wrapper.
         places: where each parameter lies, in an order that is the same on all ranks.
         held: what of a chunk this rank holds: its payload, or optimizer state laid out like it.
-        dtype: what the values become before they travel.
+        dtype: the dtype in which values are sent and returned.
         device: where the values go.
         everywhere: whether every rank receives them, or rank 0 of the group alone; the others get None.
-        fate: if a rank fails, all stop, before the next chunk travels or at the end.
-        padding: where those go that receive: the rows of padding of each parameter that has some.
+        fate: stops all ranks if one fails, before the next chunk or at the end.
+        padding: on receiving ranks, filled with the padding rows of each parameter that has some.
 
     Raises:
         ResumeRefusedError: on all ranks.
@@ -82,7 +82,7 @@ def own_copy(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
 
 
 def in_pinned(values: Any, pinned: dict[str, Any] | None) -> Any:
-    """Values in the caller's pinned memory, made the first time, as ColossalAI wants it for asynchronous writing."""
+    """Copy values into the caller's pinned memory, allocated on first use, for ColossalAI's asynchronous writer."""
     if pinned is None:
         return values
     for name, value in values.items():
@@ -94,11 +94,11 @@ def in_pinned(values: Any, pinned: dict[str, Any] | None) -> Any:
 
 
 class _Room(NamedTuple):
-    """Where a chunk is received.
+    """Buffers that receive a chunk.
 
     Args:
         values: flat memory for each parameter, in order.
-        windows: what is received at a time, from each rank; twice, so that one is received while the other is read.
+        windows: two buffers for the pieces of all ranks, so that one is received while the other is read.
         cut: for each parameter, where its slices of tensor parallelism are joined.
     """
 
@@ -135,9 +135,7 @@ def _gather(
     chunk: Any, held: torch.Tensor, members: list[tuple[nn.Parameter, Place]], room: _Room | None, dtype: torch.dtype,
     everywhere: bool,
 ) -> None:  # fmt: skip
-    """Send what this rank holds of a chunk, and put what is received where it belongs: one piece while the next
-    travels.
-    """
+    """Exchange a chunk in pieces, and copy each into its parameters while the next is sent."""
     device = chunk.cuda_global_chunk.device
     step = _PIECE_BYTES // dtype.itemsize
     begun: tuple[Any, int, list[torch.Tensor]] | None = None
@@ -178,5 +176,5 @@ def _take(
 
 
 def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    # Values travel untouched, and in dtypes that a backend may not know.
+    # As bytes, because a backend may not support the dtype.
     return flat.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What an optimizer's file has brought into the masters stays, even if the model's rounded file is loaded after it."""
+"""Protects masters loaded with the optimizer from a later load of the model's rounded file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class _LoadedMasters(NamedTuple):
 
 
 def note_exact_masters(optimizer: Any) -> None:
-    """Note that the masters are those of the optimizer's file, until training changes them."""
+    """Record that the masters come from the optimizer's file, until training changes them."""
     vars(optimizer.module)[_NOTE] = _LoadedMasters(weakref.ref(optimizer), _steps(optimizer))
 
 
 def has_exact_masters(model: Any) -> bool:
-    """Whether the masters are still those that an optimizer's file brought."""
+    """Whether the masters are still those of the optimizer's file."""
     note: _LoadedMasters | None = vars(model).get(_NOTE)
     optimizer = note.optimizer() if note else None
     return optimizer is not None and note is not None and _steps(optimizer) == note.steps

@@ -1,7 +1,7 @@
-"""Masters and loss scale beside an optimizer's moments, for the plugins whose optimizers ColossalAI saves itself.
+"""Saves masters and loss scale with an optimizer's moments, for plugins whose optimizers ColossalAI saves itself.
 
-They are in the optimizer's own state while it is saved and loaded, so that ColossalAI's code gathers, cuts and writes
-them like moments; afterwards they are taken out. What ColossalAI loads without this package, it never looks at.
+During a save or load they are part of the optimizer's state, so that ColossalAI's code gathers, shards and writes them
+like moments. ColossalAI without this package ignores them on loading.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BROUGHT = "_mcore_ckpt_ext_brought"
 
 @contextmanager
 def beside_the_state(optimizer: Any) -> Iterator[None]:
-    """For the duration of a save, show each master as a state of its own, and the loss scale in the first group."""
+    """Within this context, add each master to the optimizer's state, and the loss scale to its first group."""
     masters = list(_masters(optimizer))
     for master in masters:
         optimizer.optim.state[master][MASTER] = master.detach()
@@ -35,7 +35,7 @@ def beside_the_state(optimizer: Any) -> Iterator[None]:
 
 
 def take(optimizer: Any) -> None:
-    """Move what came beside the state to where it belongs."""
+    """Move loaded masters and the loss scale out of the optimizer's state."""
     note = optimizer.optim.param_groups[0].pop(OURS, {})
     if "loss_scale" in note:
         set_loss_scale(optimizer, note["loss_scale"])
@@ -62,7 +62,7 @@ def update_master_params(optimizer: Any, model: Any) -> None:
 
 
 def _popped(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:
-    """A master's entry, taken out of the state; before the first step there is nothing else in it."""
+    """Remove and return a master's entry of the state, which is the only one before the first step."""
     state = optimizer.optim.state.get(stepped, {})
     value: torch.Tensor | None = state.pop(MASTER, None)
     if not state:

@@ -1,8 +1,8 @@
 """The state of GeminiOptimizer: gathered like the parameters, in model space, and given back under any layout.
 
 The dict is ColossalAI's own (0.5.0, zero/gemini/gemini_optimizer.py: ``state_dict``): ``param_groups`` and ``state``,
-ids in the order of the groups, whole tensors in fp32. Beside it the first group carries what ColossalAI forgets: the
-loss scale and the parameters' names. Where the model is not saved in master precision, the state has the masters, too.
+ids in the order of the groups, whole tensors in fp32. The first group also has what ColossalAI does not save: the loss
+scale and the parameters' names. Where the model is not saved in master precision, the state has the masters, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def iter_states(
         optimizer: a GeminiOptimizer.
         only_rank_0: rank 0 of each ZeRO group receives everything, the others None; else all receive it.
         with_masters: add the fp32 masters, as `fp32_param`.
-        fate: where a rank fails, all stop.
+        fate: stops all ranks if one fails.
         collected: where the rows of padding go, of every kind, masters included; for `with_padding`.
 
     Yields:
@@ -84,7 +84,7 @@ def iter_states(
 def _collect_padded_masters(
     optimizer: Any, zero: Wrapped, only_rank_0: bool, fate: GroupErrors, collected: Padding
 ) -> None:
-    """The rows of padding of what is stepped, where no stream of the masters has passed."""
+    """The padding rows of the masters, if the masters themselves were not gathered."""
     ids = {parameter: key for key, parameter in optimizer.id_to_real_params.items()}
     places = zero.masters or zero.working
     padded = {p: place for p, place in places.items() if p in ids and tensor_parallel.padding_shape(p) is not None}
@@ -99,7 +99,7 @@ def _collect_padded_masters(
 
 
 def with_padding(groups: list[dict[str, Any]], collected: Padding) -> list[dict[str, Any]]:
-    """Param groups, the first with the rows of padding: ColossalAI reads every tensor of a state as a parameter."""
+    """Add the padding rows to the first param group, since ColossalAI takes every tensor of a state for a parameter."""
     if not collected or not groups:
         return groups
     first = {**groups[0], OURS: {**groups[0].get(OURS, {}), _PADDING: collected}}
@@ -112,7 +112,7 @@ def fate_of(optimizer: Any) -> GroupErrors:
 
 
 def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Param groups as ColossalAI saves them, the first with what it forgets."""
+    """Param groups as ColossalAI saves them, and in the first the loss scale and the parameters' names."""
     names = wrapped(optimizer.module).names
     real = optimizer.id_to_real_params
     note: dict[str, Any] = {}
@@ -126,12 +126,12 @@ def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str,
 
 
 def _plain(value: Any) -> Any:
-    """A scalar of numpy, as schedulers leave them in the groups, as Python's: torch's safe unpickler knows no other."""
+    """Convert a numpy scalar, as schedulers store them, to Python's, which torch's safe unpickler accepts."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def load_groups(optimizer: Any, groups: list[dict[str, Any]], load_param_groups: Any) -> None:
-    """Take param groups, and the loss scale that `param_groups` put in; ColossalAI's own method does the rest."""
+    """Load param groups by ColossalAI's own method, and the loss scale that `param_groups` added."""
     note = groups[0].get(OURS, {}) if groups else {}
     load_param_groups([{key: value for key, value in group.items() if key != OURS} for group in groups])
     if "loss_scale" in note:
@@ -139,7 +139,7 @@ def load_groups(optimizer: Any, groups: list[dict[str, Any]], load_param_groups:
 
 
 def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
-    """Take an optimizer's whole state dict, of any layout, after all ranks have found that it fits.
+    """Load an optimizer's whole state dict, of any layout, after all ranks have accepted it.
 
     Args:
         optimizer: a GeminiOptimizer.

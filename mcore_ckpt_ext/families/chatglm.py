@@ -57,7 +57,7 @@ def _vocabulary() -> Setting:
 
 
 class ChatGLM(Family):
-    """Neighbours of half a head are rotated together; queries, keys and values, gate and up projection in one matrix.
+    """RoPE on interleaved pairs of half a head; fused query, key and value, and fused gate and up projection.
 
     Its folders bring their own code (`modeling_chatglm.py`). A `rope_ratio` is refused: folders differ in what they
     multiply by it.
@@ -79,7 +79,7 @@ class ChatGLM(Family):
         Rule("transformer.encoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
         Rule("transformer.output_layer.weight", "output_layer.weight"),
     )  # fmt: skip
-    # In which precision and by which kernel it is computed; tuning of prompts, which a folder of weights is without.
+    # Precision, kernels, and prompt tuning, whose weights are not in the folder.
     without_effect = (
         "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "bias_dropout_fusion", "fp32_residual_connection",
         "quantization_bit", "pre_seq_len", "prefix_projection",

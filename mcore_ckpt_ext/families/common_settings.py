@@ -1,4 +1,4 @@
-"""The settings that several families have in common."""
+"""Settings shared by several families."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tied(by_default: bool) -> Setting:
 
 
 def query_groups(default: int | None = None, key: str = "num_key_value_heads") -> Setting:
-    """Grouped queries; `default` is that of Hugging Face's class, None: as many as there are heads."""
+    """Number of query groups; `default` is that of Hugging Face's class, None means the number of heads."""
 
     def to_arguments(config: Config) -> dict[str, Any]:
         heads = config["num_attention_heads"]
@@ -53,7 +53,7 @@ def query_groups(default: int | None = None, key: str = "num_key_value_heads") -
 def head_size(always: bool = False, default: int | None = None) -> Setting:
     """`head_dim`; written `always`, or only where it does not follow from the other sizes.
 
-    `default` is what Hugging Face's class takes where the key is missing; None: what follows.
+    `default` is that of Hugging Face's class for a missing key; None means the hidden size divided by the heads.
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def why_no_window(arguments: ModelArguments) -> list[str]:
 
 
 def layers_with_window(window_size: Any, frequency: int | Sequence[int] | None, layers: int) -> list[bool]:
-    """Whether each layer sees a window, by Megatron's arguments `window_size` and `window_attn_skip_freq`.
+    """Whether each layer uses the window, by Megatron's arguments `window_size` and `window_attn_skip_freq`.
 
     Layers are counted from 1, and the window is skipped in each whose number the frequency divides, or in which a
     list has a 0 (`is_layer_window_attention`, megatron/core/transformer/utils.py, core_v0.16 to 0.19.2).
@@ -127,7 +127,7 @@ def windows_in_some_layers(size: int | None, every: int, older_key: str | None =
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         sees = layers_with_window(arguments.window_size, arguments.window_attn_skip_freq, arguments.num_layers)
         return {
-            # transformers asks for a width even where no layer sees a window.
+            # transformers requires a width even if no layer uses the window.
             "sliding_window": window_of(arguments) if any(sees) else size,
             "layer_types": ["sliding_attention" if one else "full_attention" for one in sees],
         }
@@ -234,7 +234,7 @@ def llama_like(
     head_dim_default: int | None = None,
     groups: int | None = None,
 ) -> tuple[Setting, ...]:
-    """What the families after Llama have in common.
+    """Settings shared by Llama and the families derived from it.
 
     Args:
         theta: the default of `rope_theta` in Hugging Face's class.
@@ -250,7 +250,7 @@ def llama_like(
 
 
 def sliding_window(absent: int | None) -> Setting:
-    """A window that all layers see; `absent` is what a missing key means."""
+    """A sliding window in all layers; `absent` is the value of a missing key."""
     key = "sliding_window"
     return Custom(
         (key,),
@@ -262,7 +262,7 @@ def sliding_window(absent: int | None) -> Setting:
 
 
 def full_attention(*more: str) -> Setting:
-    """No window in any layer, whatever keys beside it say how large it would be: `layer_types`, and `more` switches."""
+    """No sliding window in any layer, even if keys state its size: by `layer_types` and the switches `more`."""
     switches = ("use_sliding_window", *more)
 
     def to_arguments(config: Config) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Arguments that change the forward pass, and that a family of models does not express.
+"""Finds arguments that change the forward pass and that a family of models does not express.
 
 The table of arguments (`job/arguments`) says what each does to the forward pass. A family says which arguments it
 expresses (`Setting.expresses`); each other one has to have its neutral value, or the checkpoint does not belong to the
-family. A test asks for the effect of every argument of the installed parser.
+family. A test requires a row for every argument of the installed parser.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcore_ckpt_ext.job.arguments.without_effect import without_effect
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 SIZES = frozenset(name for name, row in ROWS.items() if row.effect is SHAPES)
-"""Arguments that every family expresses, by its shapes if not by a setting."""
+"""Arguments that every family expresses, by shapes or by settings."""
 ALIASES: Mapping[str, str] = {name: row.effect.of for name, row in ROWS.items() if isinstance(row.effect, Alias)}
 """Other names of arguments: in older releases, and in the parser where it differs from the configuration."""
 NEUTRAL: Mapping[str, Any] = {
@@ -76,7 +76,7 @@ def differing(a: ModelArguments, b: ModelArguments) -> dict[str, tuple[Any, Any]
 
 
 def told(arguments: ModelArguments) -> list[str]:
-    """What a reader of the Hugging Face model should know of the job."""
+    """Notes on properties of the job that the Hugging Face model does not express."""
     return [
         f"--{name.replace('_', '-')} {value}: {why}"
         for name, why in TOLD.items() if (value := arguments.stated_value(name))
@@ -87,7 +87,7 @@ _OWN_MARKS = "mcore_ckpt_ext_"  # what this package notes among the arguments of
 
 
 def unknown(arguments: ModelArguments) -> list[str]:
-    """What a reader should know where the job has arguments that no release of Megatron has that is known here."""
+    """A note on arguments of the job that no known release of Megatron has."""
     stated = arguments.job.stated
     known = classified(stated)
     named = {name: value for name, value in stated.items() if name not in known and not name.startswith(_OWN_MARKS)}

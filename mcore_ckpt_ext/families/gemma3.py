@@ -37,7 +37,7 @@ _EVERY = 6  # `interleaved_attn_pattern` of the provider: five layers with a win
 
 
 def _rope() -> Setting:
-    """One base for layers with a window, another, with positions scaled or not, for those without."""
+    """RoPE with one base for layers with a window, and another, scaled or not, for the others."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         factor = arguments.rotary_seq_len_interpolation_factor

@@ -1,6 +1,6 @@
-"""What describes the job of a checkpoint without Megatron's arguments: files beside it, its index, and its user.
+"""Describes the job of a checkpoint without Megatron's arguments, from auxiliary files, its index and the user.
 
-The index was made by the ranks themselves, so it decides where another source says something else, and that is told.
+The ranks themselves wrote the index, so it takes precedence; a source that contradicts it is reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PARTIAL = "mcore_ckpt_ext_partial"
 # ms-swift stores its own arguments in their place, under Megatron's names where it has them; this one is only its own
 # (`MegatronArguments`, swift/megatron/arguments/megatron_args.py, 4.6.0).
 _OF_SWIFT = "mcore_model"
-# The sidecar's names of what it knows of the layout.
+# The sidecar's names of the sizes of the layout.
 _RECORDED = {
     "tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size",
     "virtual_pipeline": "virtual_pipeline_model_parallel_size", "expert": "expert_model_parallel_size",
@@ -44,12 +44,12 @@ _COMPARED = (*_RECORDED.values(), "num_layers", "hidden_size", "num_attention_he
 
 @dataclass(frozen=True)
 class Description:
-    """What is known of a job.
+    """The known properties of a job.
 
     Attributes:
         arguments: all of it.
-        source: the name of the file that tells most of it; empty where there is none.
-        problems: what is not believed of the sources, and why.
+        source: the name of the main file; empty if there is none.
+        problems: the values of sources that are not used, and why.
     """
 
     arguments: JobArguments
@@ -57,12 +57,12 @@ class Description:
     problems: tuple[str, ...] = ()
 
     def with_model(self, told: Mapping[str, Any]) -> Description:
-        """The same, with what another source tells of the model where this one does not."""
+        """Add the model's arguments of another source that this one lacks."""
         return replace(self, arguments=self.arguments.changed(**{**told, **self.arguments.stated}))
 
 
 def stated_by_megatron(args: Mapping[str, Any], folder: Path, sidecar: Sidecar | None) -> JobArguments:
-    """What Megatron's own arguments of a job state, which are in its checkpoint.
+    """Describe a job by Megatron's own arguments in its checkpoint.
 
     Raises:
         UnreadableCheckpointError: one has a value that it cannot have.
@@ -73,11 +73,11 @@ def stated_by_megatron(args: Mapping[str, Any], folder: Path, sidecar: Sidecar |
 
 
 def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar | None, facts: Facts) -> Description:
-    """What files beside a checkpoint and its user say of its job; nothing of what its index shows.
+    """Describe a job by auxiliary files and the user's options, without the index.
 
     Args:
         reader: reads the files of the checkpoint's folder.
-        own: arguments in the checkpoint that do not tell all.
+        own: the incomplete arguments in the checkpoint.
         sidecar: that of the checkpoint.
         facts: what the user states.
     """
@@ -92,7 +92,7 @@ def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar |
 
 
 def contradicting(own: JobArguments, folder: Path) -> tuple[str, ...]:
-    """What a file beside a checkpoint says otherwise than Megatron's arguments in it, which count."""
+    """Contradictions between an auxiliary file and Megatron's arguments, which take precedence."""
     found = next((one for looks in _READERS if (one := looks(folder)) is not None), None)
     if found is None:
         return ()
@@ -104,7 +104,7 @@ def contradicting(own: JobArguments, folder: Path) -> tuple[str, ...]:
 
 
 def _train_state(reader: FolderReader) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The samples that Megatron-Bridge counts beside its checkpoint: tensors of one number, by name."""
+    """The sample counters that Megatron-Bridge stores: tensors of one number, by name."""
     if not (reader.folder / bridge.TRAIN_STATE).exists():
         return {}, ()
     try:
@@ -130,7 +130,7 @@ def refuse_facts(facts: Facts, where: Path) -> None:
 
 
 def completed(description: Description, shown: Mapping[str, Any], facts: Facts, folder: Path) -> Description:
-    """The same with what the index shows, which decides.
+    """Add the arguments that the index shows, which take precedence.
 
     Args:
         description: from `described`.
@@ -193,7 +193,7 @@ _READERS = (_of_bridge, _of_verl, _of_nemo)
 
 
 def run_config_of(folder: Path) -> dict[str, Any] | None:
-    """The content of Megatron-Bridge's `run_config.yaml`; None where there is none that can be believed."""
+    """The content of Megatron-Bridge's `run_config.yaml`; None if it is missing or invalid."""
     try:
         where = str(folder / bridge.RUN_CONFIG)
         content = parsed_yaml(read_file(folder, bridge.RUN_CONFIG, MOST_BYTES).decode(), where)
@@ -204,10 +204,10 @@ def run_config_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _read(folder: Path, name: str, arguments_of: Callable[[str, str], JobArguments]) -> Description | None:
-    """What a file says; a file that cannot be believed is one source fewer, and told.
+    """Read a file; an invalid one is reported and not used.
 
     Raises:
-        OverBudgetError: it was made to keep its reader busy; a checkpoint with such a file is not to be trusted.
+        OverBudgetError: it requires far more work than its size explains, so the checkpoint is not trusted.
     """
     where = str(folder / name)
     try:

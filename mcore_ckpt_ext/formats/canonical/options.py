@@ -1,4 +1,4 @@
-"""What can be chosen of a canonical folder that is written."""
+"""The options for writing a canonical folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_ckpt_ext.formats.target import LAYER_SPECS, LayerSpec, Target, check_
 
 @dataclass(frozen=True, kw_only=True)
 class Canonical(Target):
-    """The layout-free view itself, in safetensors and one JSON file, for other people's tools.
+    """Write the layout-free tensors as safetensors with one JSON file, for other tools.
 
     Attributes:
         transformer_impl: the layer spec under whose names it is written; by default that of the source, and Transformer

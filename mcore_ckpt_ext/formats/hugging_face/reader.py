@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a source: weights in model space, and the arguments of a job that trains them."""
+"""Reads a Hugging Face folder: weights under Megatron's names, and the arguments of a job that trains them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return bool(self.model.mtp_num_layers)
 
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
-        """Match every tensor that the configuration asks for with one that is there; none may remain."""
+        """Match the tensors that the configuration requires with those in the folder, one to one."""
         prefix = self.family.optional_prefix
         if prefix and not any(name.startswith(prefix) for name in stored):
             stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
@@ -254,7 +254,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @override
     def for_legacy_files(self) -> HuggingFaceCheckpoint:
-        # Which rank of a pipeline holds the MTP layers, no legacy file says.
+        # Legacy files do not record which pipeline rank has the MTP layers.
         return self.without_mtp() if self.has_mtp else self
 
     @property
@@ -331,5 +331,5 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return run_config(self.family, complete(self.arguments))
 
     def extra_states(self) -> Mapping[str, Any]:
-        """What newly made modules store: Megatron would miss it otherwise."""
+        """The extra states of new modules, which Megatron requires."""
         return fresh_extra_states(self._weights.names(), self.model.transformer_impl == TRANSFORMER_ENGINE)

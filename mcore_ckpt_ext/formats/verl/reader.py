@@ -1,4 +1,4 @@
-"""verl's folder of a step: model, optimizer and the rest, each a `torch_dist` checkpoint of its own, seen as one.
+"""Reads verl's folder of a step: `torch_dist` checkpoints of the model, the optimizer and the rest, joined into one.
 
 Source: verl/utils/checkpoint/megatron_checkpoint_manager.py of verl 0.9.1 (`model/dist_ckpt`, `optimizer/dist_ckpt`,
 `extra/dist_ckpt`) and of the development head of 29 January 2026 (`dist_ckpt` for all).
