@@ -3,7 +3,7 @@
 import os
 import sys
 
-# `-m` puts the current folder first, which may be a stranger's: nothing is imported from there, and so nothing before
+# `-m` puts the current folder first, which may be untrusted: nothing is imported from there, and so nothing before
 # this but what Python itself has imported by now.
 if sys.path[:1] in ([""], [os.getcwd()]) and not getattr(sys.flags, "safe_path", False):  # noqa: PTH109 - see above
     del sys.path[0]

@@ -235,7 +235,7 @@ class Transfer:
 
 
 def _threads() -> int:
-    """Of which each has a core, where every rank of this machine (`LOCAL_WORLD_SIZE` of torchrun) has as many.
+    """Number of threads with a core each, if every rank of this machine (torchrun's `LOCAL_WORLD_SIZE`) has as many.
 
     The cores are those that this process may use: its own, where every rank may have been given as many; else all ranks
     share them.

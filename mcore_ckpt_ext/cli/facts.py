@@ -33,7 +33,7 @@ def add_weights(parser: argparse.ArgumentParser, of: str = "an optimizer-only ch
 
 
 def facts_of(arguments: argparse.Namespace) -> Facts:
-    """What the user states.
+    """The user's description of the job.
 
     Raises:
         UsageError: a value makes no sense.

@@ -1,6 +1,6 @@
 """Writing for people: lines and tables to stdout, messages to stderr, JSON for programs.
 
-Names come from the checkpoints of strangers, so control characters are shown, never sent to the terminal.
+Names come from untrusted checkpoints, so control characters are shown, never sent to the terminal.
 """
 
 from __future__ import annotations

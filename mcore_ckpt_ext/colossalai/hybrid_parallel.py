@@ -193,7 +193,7 @@ class HybridParallelCheckpointIOMethods:
 
 
 def _is_of_experts(checkpoint_io: Any) -> bool:
-    """Whether it is that of MoeHybridParallelPlugin (0.5.0, checkpoint_io/moe_checkpoint.py)."""
+    """Whether the checkpoint IO belongs to MoeHybridParallelPlugin (0.5.0, checkpoint_io/moe_checkpoint.py)."""
     return "ep_group" in vars(checkpoint_io)
 
 

@@ -45,7 +45,7 @@ class Adapted:
 
     @property
     def rank(self) -> int:
-        """Of the adapter."""
+        """The rank of the adapter."""
         return self.into.shape[0]
 
     @property
@@ -73,7 +73,7 @@ class Adapters:
 
     @property
     def rank(self) -> int:
-        """Of all adapters.
+        """The rank that all adapters have.
 
         Raises:
             UnsupportedCheckpointError: they have several.
@@ -126,7 +126,7 @@ def adapters_of(
 
 
 def linears_of(base: Sequence[HuggingFaceTensor]) -> dict[str, list[HuggingFaceTensor]]:
-    """Of each linear of Megatron's, the weights of Hugging Face's that it is made of, in the order of its rows.
+    """For each linear layer in Megatron, the Hugging Face weights that it is made of, in the order of its rows.
 
     Those of which PEFT has no adapters are left out.
     """

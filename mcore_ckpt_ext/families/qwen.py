@@ -29,7 +29,7 @@ _HEAD, _WIDTH, _LENGTH, _MOST = "kv_channels", "intermediate_size", "seq_length"
 
 
 def _width() -> Setting:
-    """That of gate and up projection together."""
+    """The width of the gate and up projections together."""
     return Custom(
         (_WIDTH,),
         lambda arguments: {_WIDTH: 2 * arguments.ffn_hidden_size},

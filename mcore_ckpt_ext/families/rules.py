@@ -142,7 +142,7 @@ def rule_tensor(
 
 
 def _halves_swapped(region: Region) -> Iterator[Region]:
-    """Of each row of a matrix the second half, then the first."""
+    """The second half of each row of a matrix, then the first half."""
     rows, half = range(region.offsets[0], region.offsets[0] + region.sizes[0]), region.sizes[1] // 2
     return (Region(region.name, (row, start), (1, half)) for row in rows for start in (half, 0))
 

@@ -90,7 +90,7 @@ class Mapped(Setting):
 
 @dataclass(frozen=True)
 class Coefficient(Mapped):
-    """Of a loss that balances experts. Of several losses, transformers has the first."""
+    """The coefficient of the expert-balancing loss; transformers has only the first of several."""
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What values of a stranger's `config.json` may be before they become arguments of a job.
+"""Validates the values of an untrusted `config.json` before they become arguments of a job.
 
 Arguments go on into `run_config.yaml`, where Megatron-Bridge calls what an object's `_target_` names, and where text
 may refer to the environment. So each is a number, a plain word (a pattern of layers is one), or a list of numbers.

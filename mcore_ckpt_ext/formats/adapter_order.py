@@ -41,7 +41,7 @@ def about_order(checkpoint: CheckpointView) -> list[str]:
 
 
 def about_norms(checkpoint: CheckpointView, who: str) -> list[str]:
-    """Of DoRA, where the model that was trained is another than that of whole norms; `who`: whose model that is."""
+    """A note for DoRA adapters trained with partial norms, which give another model; `who` names the trainer."""
     names = [name for name in checkpoint.names(WEIGHT) if name.endswith(_BY_COLUMNS)]
     if not names or "tensor" in checkpoint.layout.unknown or checkpoint.layout.tensor == 1:
         return []

@@ -27,7 +27,7 @@ class Scaling:
 
 
 def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
-    """That of a checkpoint's adapters; `alpha`: as the user states it.
+    """The scaling of a checkpoint's adapters; `alpha` is the user's.
 
     Raises:
         UnsupportedCheckpointError: neither the user nor anything beside the checkpoint tells it, or it is no factor.

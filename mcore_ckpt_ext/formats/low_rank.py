@@ -72,7 +72,7 @@ class Merged:
         self._parts = sorted(parts, key=lambda part: part.first)
 
     def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
-        """Of each band of rows: the base's numbers, then those of `A`, `B` and the magnitudes, where it has them."""
+        """Blocks of rows: the values of the base, then those of `A`, `B` and the magnitudes, if any."""
         found: list[tuple[Source, TargetSlice]] = []
         for region, start, stop, _ in wanted.slice.pieces():
             tensor = wanted.tensors[region.name]

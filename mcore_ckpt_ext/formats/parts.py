@@ -148,7 +148,7 @@ class States:
 
 @dataclass(frozen=True)
 class Adapters:
-    """What is known of adapters alone.
+    """Properties of a checkpoint that contains only adapters.
 
     Attributes:
         model: the checkpoint that describes their model; None where they do so themselves.
@@ -161,7 +161,7 @@ class Adapters:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Of a model that also sees images, under the names that its text would have alone.
+    """The text part of a vision-language model, under the names of the text model.
 
     Attributes:
         kind: the `model_type` of the whole.

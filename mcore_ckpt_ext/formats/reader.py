@@ -189,7 +189,7 @@ class FormatReader(FormatTraits, ABC):
 
     @cached_property
     def arguments(self) -> JobArguments:
-        """What is known of the arguments of that job.
+        """The known arguments of the job that wrote the checkpoint.
 
         Raises:
             UnreadableCheckpointError: one has a value that it cannot have.
@@ -219,7 +219,7 @@ class FormatReader(FormatTraits, ABC):
 
     @property
     def released(self) -> bool:
-        """Whether it is a model to start from, not an iteration of a job (Megatron's `release` folder)."""
+        """Whether the checkpoint is a model to start from (Megatron's `release` folder), not an iteration of a job."""
         return self.folder.name == RELEASE
 
     @property

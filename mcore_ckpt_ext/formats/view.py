@@ -127,7 +127,7 @@ class CheckpointView:
 
     @property
     def arguments(self) -> JobArguments:
-        """What is known of the arguments of that job.
+        """The known arguments of the job that wrote the checkpoint.
 
         Raises:
             UnreadableCheckpointError: one has a value that it cannot have.
@@ -150,7 +150,7 @@ class CheckpointView:
 
     @property
     def released(self) -> bool:
-        """Whether it is a model to start from, not an iteration of a job (Megatron's `release` folder)."""
+        """Whether the checkpoint is a model to start from (Megatron's `release` folder), not an iteration of a job."""
         return self.job.released
 
     def layers(self) -> list[list[range]] | None:

@@ -1,1 +1,1 @@
-"""What is known of a Megatron job before any of its checkpoints is read."""
+"""Describes a Megatron job, independently of its checkpoints."""

@@ -27,7 +27,7 @@ FIELDS = frozenset(_ROWS)
 
 @dataclass(frozen=True, kw_only=True)
 class JobArguments(ModelTable, RunTable, Stated):
-    """What is known of the arguments of a job, under Megatron's own names of them.
+    """The known arguments of a job, by Megatron's names.
 
     Each row of `ModelTable` and `RunTable` is an attribute. It is None where the argument is not known, and where it is
     None for Megatron, too; `is_known` tells these apart. None has Megatron's default in place of what nobody stated:
@@ -151,7 +151,7 @@ class JobArguments(ModelTable, RunTable, Stated):
 
 
 def _shown(value: Any) -> str:
-    """A value in a message, whatever it is: of a stranger's object no more than its type, of a number its size."""
+    """Format an untrusted value for a message: of an object only its type, of a large number only its size."""
     if is_whole(value) and value.bit_length() > 64:
         return f"a whole number of {value.bit_length():,} bits"
     return repr(value)[:80] if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"

@@ -142,7 +142,7 @@ class LocalNames:
 
 
 def gated_in_towers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
-    """Of each first linear outside the language model, by name, whether it holds a gate, too.
+    """For each first linear layer outside the language model, by name, whether it is gated.
 
     The arguments speak of the language model alone; but a gated linear has twice the rows that the next one has columns
     (megatron/core/transformer/mlp.py, core_v0.7.0 to 0.19.2).

@@ -98,7 +98,7 @@ class Proof:
 
     @property
     def is_near(self) -> bool:
-        """Whether it shows that masters are near their weights, and no more."""
+        """Whether the proof shows only that masters are near their weights."""
         return self.weakness > BY_EITHER_ROUNDING.weakness
 
     def check(
@@ -260,7 +260,7 @@ _HALF_PRECISION = ("fp16", "torch.float16")
 
 
 def weaker_of(one: Proof, other: Proof | None) -> Proof:
-    """Of two proofs the one that shows less; None asks for nothing. Where both sides are quantised, both count."""
+    """The weaker of two proofs; None requires nothing. If both sides are quantized, both apply."""
     if other is None:
         return one
     weaker = max(one, other, key=lambda proof: proof.weakness)

@@ -115,7 +115,7 @@ def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, argument
 def _comparisons(
     chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None = None, every: int = 1
 ) -> list[_Comparison]:
-    """Of every rank; a failing check must not end a load that has worked."""
+    """The results of all ranks; a failing check must not end a load that has worked."""
     own: list[LiveMismatch] | None = None
     problem: str | None = None
     try:

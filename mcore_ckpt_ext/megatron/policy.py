@@ -69,7 +69,7 @@ class Check:
     does_not: Capability | None = None
 
     def concerns(self, facts: LoadFacts) -> bool:
-        """Whether it is about such a load at all, and applies to it."""
+        """Whether the check is about this kind of load, and applies to it."""
         is_of_release = self.does is None or self.does.is_of(facts.version)
         is_over = self.does_not is not None and self.does_not.is_of(facts.version)
         return facts.loop in self.loops and is_of_release and not is_over and self.applies(facts)

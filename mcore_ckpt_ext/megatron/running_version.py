@@ -9,7 +9,7 @@ from mcore_ckpt_ext.versions import Version, parse_version
 
 
 def megatron_version() -> Version:
-    """Of the running megatron-core.
+    """Version of the imported megatron.core.
 
     Raises:
         UnsupportedCheckpointError: it does not say.

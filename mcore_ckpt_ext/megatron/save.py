@@ -154,7 +154,7 @@ def _goes_on() -> bool:
 
 
 def _is_served(scope: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
-    """Whether it is a persistent torch_dist checkpoint, with weights, in a folder of the file system."""
+    """Whether a save writes a persistent torch_dist checkpoint with weights to a folder of the file system."""
     arguments = scope["get_args"]()
     if trains_nothing(arguments):
         return False

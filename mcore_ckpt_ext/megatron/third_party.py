@@ -25,7 +25,7 @@ Function = Callable[..., Any]
 
 
 class _Everything(Container[object]):
-    """Of every format it is said that it can be loaded under any layout: whoever loads it decides."""
+    """Report every format as loadable under any layout, since the loader decides."""
 
     def __contains__(self, item: object) -> bool:
         return True

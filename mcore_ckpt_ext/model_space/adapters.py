@@ -36,7 +36,7 @@ def is_adapter(name: str) -> bool:
 
 
 def is_swift_s(name: str) -> bool:
-    """Whether it is that of an adapter's tensor as ms-swift has it."""
+    """Whether a name is that of an adapter's tensor in ms-swift."""
     return ".lora_A." in name or ".lora_B." in name
 
 

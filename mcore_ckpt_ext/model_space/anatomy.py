@@ -76,7 +76,7 @@ def output_layer_of(name: str) -> str:
 
 
 def is_word_embeddings(name: str) -> bool:
-    """Whether it is the name of a language model's word embeddings."""
+    """Whether a name is that of a language model's word embeddings."""
     return name == word_embeddings_of(name)
 
 
@@ -86,7 +86,7 @@ def word_embeddings_in(names: Iterable[str]) -> str | None:
 
 
 def is_output_layer(name: str) -> bool:
-    """Whether it is the name of the weight of a language model's output layer; T5 has it in its head, too."""
+    """Whether a name is that of a language model's output weight, which T5 also has in its head."""
     own = name.removeprefix(language_prefix(name))
     return own.removeprefix(_HEAD) == OUTPUT_LAYER
 

@@ -53,7 +53,7 @@ class Holder(Protocol):
 
     @property
     def arguments(self) -> JobArguments:
-        """What is known of the arguments of the job that wrote it."""
+        """The known arguments of the job that wrote the checkpoint."""
 
     @property
     def weights(self) -> Source:

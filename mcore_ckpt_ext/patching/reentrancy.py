@@ -9,7 +9,7 @@ from mcore_ckpt_ext.patching.singletons import PROCESS
 
 
 class ReentrancyGuard:
-    """Whether it is, now."""
+    """True while a Megatron loop with our hooks is inside a load or save."""
 
     is_busy = False
 

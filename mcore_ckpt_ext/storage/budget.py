@@ -1,4 +1,4 @@
-"""What reading a stranger's file may cost: work and memory in proportion to what was read.
+"""Limits the work and memory of reading an untrusted file, in proportion to the bytes that were read.
 
 A few hundred bytes can describe what no machine holds: a pickle that refers to one tuple again and again, a shape with
 2**62 rows, one tensor under a thousand names. Whoever makes more of a file than lies in it spends from its budget.

@@ -1,4 +1,4 @@
-"""Opening files of a stranger's folder: ordinary files only, and none that a link brings in from elsewhere.
+"""Opens files of an untrusted folder: ordinary files only, and no links to other places.
 
 What a checkpoint holds is shown, and carried into what is written. A link from its folder to somebody's keys must
 not bring them along; a FIFO would hold its reader forever, and opening some devices has effects.

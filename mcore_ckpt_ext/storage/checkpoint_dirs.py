@@ -42,7 +42,7 @@ class Tracker:
 
     @property
     def names_release(self) -> bool:
-        """Whether it names the folder `release`."""
+        """Whether the tracker names the folder `release`."""
         return self.text == RELEASE
 
     @property
@@ -110,7 +110,7 @@ def iteration_folder(path: Path) -> Path:
 
 
 def inner_folder(path: Path) -> Path:
-    """Of NeMo's checkpoint the folder that holds it; `path` itself in all other cases."""
+    """The folder inside a NeMo checkpoint that contains it; otherwise `path` itself."""
     inner = path / WEIGHTS
     return inner if (inner / METADATA_FILE).exists() and not (path / METADATA_FILE).exists() else path
 

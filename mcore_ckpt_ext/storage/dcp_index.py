@@ -127,7 +127,7 @@ def objects_alone() -> Iterator[None]:
 
 
 def asked_for_objects_alone() -> bool:
-    """Whether it is so now."""
+    """True inside `objects_alone()`."""
     return _OBJECTS_ALONE.get()
 
 

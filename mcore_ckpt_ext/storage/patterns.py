@@ -1,4 +1,4 @@
-"""Regular expressions that strangers wrote, which may take for ever: they are matched under a limit of time."""
+"""Matches untrusted regular expressions, which may never end, under a time limit."""
 
 from __future__ import annotations
 

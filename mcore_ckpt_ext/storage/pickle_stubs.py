@@ -51,7 +51,7 @@ class Record(metaclass=PickleStub):
 
 
 _MOST_PROPERTIES, _STRIDES, _MOST_STRIDES = 8, 5, 64
-_NO_PROPERTIES = {tuple, int, float}  # of which a stranger can choose the hash
+_NO_PROPERTIES = {tuple, int, float}  # whose hash the writer of a file can choose
 
 
 class TensorProperties(Record):

@@ -67,7 +67,7 @@ class TreePickler(pickle._Pickler):
         return ("storage", self._named("torch", STORAGE_NAMES[name_of(obj.dtype)]), obj.key, "cpu", obj.numel)
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
-        """Of the standard pickler: any object."""
+        """Method of the standard pickler for any object."""
         if type(obj) in (str, bytes):
             # Which equal strings are one object depends on what the process did before; the pickle must not.
             obj = self._texts.setdefault(obj, obj)
@@ -84,7 +84,7 @@ class TreePickler(pickle._Pickler):
             super().save(obj, save_persistent_id)  # type: ignore[misc]  # left out of the type stubs, too
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        """Of the standard pickler: classes, functions, and what reduces to a name."""
+        """Method of the standard pickler for classes, functions, and objects that reduce to a name."""
         if is_dtype(obj) or isinstance(obj, Dtype):
             module, named = "torch", name_of(obj)
         elif isinstance(obj, type) and obj in CLASSES:

@@ -210,7 +210,7 @@ class _Unpickler(SafeUnpickler):
 
 
 class _Oldest(_Unpickler):
-    """Of the parts of torch's oldest format: a storage is no more than its dtype and length."""
+    """The persistent objects of torch's oldest format: a storage is its dtype and length."""
 
     def persistent_load(self, reference: Any) -> Any:
         tag, kind, _, _, numel, view = reference

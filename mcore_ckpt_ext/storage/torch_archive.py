@@ -95,7 +95,7 @@ class TorchArchive:
 
     @property
     def names(self) -> Sequence[str]:
-        """Of its records."""
+        """Names of the records."""
         return list(self._members)
 
     @property
@@ -242,7 +242,7 @@ class TorchArchive:
                 raise self._damaged(name)
 
     def place_of(self, name: str) -> tuple[int, int, int]:
-        """Of a record its first byte in the file, its size, and its CRC-32 as the directory has it.
+        """The first byte of a record in the file, its size, and its CRC-32 in the directory.
 
         Raises:
             UnreadableCheckpointError: there is none, or it is not within the archive.

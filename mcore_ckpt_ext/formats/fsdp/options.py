@@ -1,4 +1,4 @@
-"""What can be chosen of an `fsdp_dtensor` checkpoint that is written."""
+"""Options for writing an `fsdp_dtensor` checkpoint."""
 
 from __future__ import annotations
 

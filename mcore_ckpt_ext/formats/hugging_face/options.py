@@ -1,4 +1,4 @@
-"""What can be chosen of a Hugging Face folder that is written."""
+"""Options for writing a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.planning.array_location import RawArray, ScaleCodec
 
 
 class WeightsAlone(FormatReader):
-    """Such a folder."""
+    """Base class of folders that contain weights only."""
 
     is_of_job = False
     kind: ClassVar[str]

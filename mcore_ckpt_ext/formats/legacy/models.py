@@ -108,7 +108,7 @@ class TargetModels:
         return self._names.local(name, self._layers(rank, stage).start, self._first_expert(rank), tied_copy)
 
     def is_last(self, rank: LegacyRank, stage: int) -> bool:
-        """Whether it is the last chunk of the model."""
+        """Whether this chunk is the last of the model."""
         return (rank.pipeline, stage) == (self._layout.pipeline - 1, self._layout.virtual_pipeline - 1)
 
     def part(self, name: str, rank: LegacyRank, kind: str = WEIGHT) -> DeclaredTensor:

@@ -1,4 +1,4 @@
-"""What can be chosen of legacy files that are written."""
+"""Options for writing legacy files."""
 
 from __future__ import annotations
 

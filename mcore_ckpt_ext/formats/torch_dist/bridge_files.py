@@ -54,7 +54,7 @@ def run_config_file(checkpoint: CheckpointView, random_states: bool) -> tuple[Ou
 
 
 def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
-    """That of the source, or as much as follows from its arguments."""
+    """The source's `run_config.yaml`, or one made from its arguments."""
     found = run_config_of(checkpoint.folder)
     if found is not None:
         kept, emptied = harmless(found)

@@ -121,7 +121,7 @@ class DescribedCheckpoint(FormatReader):
 
     @cached_property
     def stated_arguments(self) -> JobArguments:
-        """What is known of the job without a look at the index."""
+        """The properties of the job that are known without the index."""
         own = self._stated_by_megatron
         return own if own is not None and own.is_complete else self._described().arguments
 
@@ -136,7 +136,7 @@ class DescribedCheckpoint(FormatReader):
 
     @cached_property
     def description(self) -> Description:
-        """What is known of the job: by Megatron's arguments, else by what lies beside the checkpoint and by its index.
+        """The properties of the job, from Megatron's arguments, or else from auxiliary files and the index.
 
         Raises:
             UsageError: the user states something else than the index shows.

@@ -97,7 +97,7 @@ def _groups(index: DcpIndex) -> dict[int, int]:
 
 
 def _experts(index: DcpIndex, groups: int, pipeline: int) -> dict[str, int]:
-    """Of experts with an optimizer of their own: its groups run over expert-tensor, expert and pipeline ranks."""
+    """The sizes that an experts' optimizer shows: its groups run over expert-tensor, expert and pipeline ranks."""
     keys = [key for key in index.arrays if of_experts(key) and key.endswith("linear_fc2.weight")]
     columns = {
         len({chunk.offsets[-1] for chunk in index.arrays[key].chunks}) for key in keys if index.arrays[key].shape

@@ -1,4 +1,4 @@
-"""What can be chosen of a `torch_dist` checkpoint that is written."""
+"""Options for writing a `torch_dist` checkpoint."""
 
 from __future__ import annotations
 

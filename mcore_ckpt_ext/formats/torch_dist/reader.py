@@ -134,7 +134,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @cached_property
     def _keeps_nothing(self) -> bool:
-        """Whether it is of SGD without momentum, in fp32: groups, and no array."""
+        """Whether the optimizer is SGD without momentum in fp32, which stores parameter groups and no array."""
         groups = [group for child in self._common_optimizers() for group in inner_state(child)["param_groups"]]
         return keeps_nothing(groups) and not any(True for _ in self._optimizer_keys)
 

@@ -204,7 +204,7 @@ class TorchDistTarget:
         yield from self._random_states.items()
 
     def _of_last_norms(self) -> dict[str, Any]:
-        """Of a model to begin with, the empty states of last norms of the local spec.
+        """The empty extra states of the final norms in the local layer spec, for a release checkpoint.
 
         Where Transformer Engine is installed, they are its, and ask for them (`LayerNormImpl`, transformer_block.py,
         core_v0.12.1 to 0.19.2). Where it is not, nobody asks.

@@ -45,16 +45,16 @@ class Kind(Generic[T]):
 
     @property
     def required(self) -> Values[T, T]:
-        """Such a value, which every job has to state."""
+        """A value of this kind that every job must have."""
         return Values(self, REQUIRED)
 
     @property
     def optional(self) -> Values[T, T | None]:
-        """Such a value, or None, as in a job that does not state it."""
+        """A value of this kind; None if the job does not set it."""
         return Values(self, None)
 
     def default(self, value: T) -> Values[T, T]:
-        """Such a value, and `value` in a job that does not state it."""
+        """A value of this kind; `value` if the job does not set it."""
         return Values(self, value)
 
 

@@ -32,7 +32,7 @@ class Condition(NamedTuple):
     value: Any = None
 
     def holds(self, value_of: Callable[[str], Any]) -> bool:
-        """Whether it holds in a job.
+        """Whether the condition holds in a job.
 
         Args:
             value_of: returns an argument of the job by its name.

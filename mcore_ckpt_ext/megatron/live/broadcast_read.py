@@ -53,7 +53,7 @@ def wanted_bytes(plan: Plan, transfer: Transfer) -> Spans:
 
 
 def _hull(runs: Runs) -> tuple[Any, Any]:
-    """Of each entry, the first source element and one past the last."""
+    """The first source element of each entry, and one past the last."""
     last = runs.source + (runs.count - 1) * runs.source_stride
     return numpy.minimum(runs.source, last), numpy.maximum(runs.source, last) + runs.length
 

@@ -26,7 +26,7 @@ Place = tuple[int, int, str]
 
 
 class Digester:
-    """Of one optimizer. What there is to digest is agreed on once; then a save exchanges one number for each of it."""
+    """Digests of one optimizer; the ranks agree once on what is digested, and a save exchanges one number for each."""
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, say: Callable[[str], None]) -> None:
         """A collective call.

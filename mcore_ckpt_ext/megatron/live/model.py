@@ -64,7 +64,7 @@ def live_parameters(chunks: Sequence[Any], spell: NameFunction = str) -> dict[in
 
 
 def held_among(stored: Iterable[LiveParameter], chunks: Sequence[Any]) -> dict[int, LiveParameter]:
-    """Of `model_tensors`, what `live_parameters` would give."""
+    """The live parameters among `model_tensors`, as `live_parameters` returns them."""
     held = _held(chunks)
     return {id(live.parameter): live for live in stored if id(live.parameter) in held}
 

@@ -40,7 +40,7 @@ class Chain:
 
     @classmethod
     def of(cls, optimizer: Any) -> Chain:
-        """Of an optimizer that may be a chain, with chains in it.
+        """The members of an optimizer that may be a (nested) chain.
 
         With `--optimizer muon --use-distributed-optimizer` a chain holds LayerWiseDistributedOptimizer, itself a chain,
         and the DistributedOptimizer of what Muon does not step (`_get_megatron_emerging_optimizer`,
@@ -155,7 +155,7 @@ def keeps_remainders(optimizer: Any) -> bool:
 
 
 def any_keeps_remainders(optimizer: Any) -> bool:
-    """Whether it is so for one of a live optimizer's chain."""
+    """Whether any optimizer in a live optimizer's chain keeps remainders."""
     return any(map(keeps_remainders, Chain.of(optimizer).distributed))
 
 
