@@ -87,8 +87,8 @@ class Inspection:
 
     `iteration` is None of a model to start from. A dimension of `layout`, that of the job that saved it or of the one
     whose checkpoint was converted, is None where nothing tells its size; `layout_text` is empty without any job.
-    `described_by` names the file that describes the job
-    of a checkpoint without Megatron's arguments; `unbelieved` says what such a source says, and is not so.
+    `described_by` names the file that describes the job of a checkpoint without Megatron's arguments; `unbelieved` is
+    what such a source states wrongly.
     """
 
     schema: int

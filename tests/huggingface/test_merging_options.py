@@ -13,7 +13,6 @@ from mcore_ckpt_ext import HuggingFace, TorchDist
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
-from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.targets import Target
 from tests.harness.peft import adapter, peft_folder
 
@@ -84,8 +83,6 @@ def test_peft_folders_are_compared(base: Path, tmp_path: Path) -> None:
     content = {**adapter(LAYER.format(0), 32, 32), **adapter(LAYER.format(1), 32, 32)}
     same, alpha = (peft_folder(tmp_path / name, content, lora_alpha=of) for name, of in (("same", 5), ("alpha", 7)))
     last = {name: tensor + 1 if "lora_B" in name else tensor for name, tensor in content.items()}
-    with pytest.raises(CheckpointError, match="diff A B --weights FOLDER"):
-        verify(same)
     assert compare(same, peft_folder(tmp_path / "twin", content), weights=base).equal
     found = compare(same, alpha, weights=base)
     assert ("adapters multiplied by", "5 / rank", "7 / rank") in [(fact.what, fact.a, fact.b) for fact in found.facts]

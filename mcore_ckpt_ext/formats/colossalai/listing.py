@@ -31,7 +31,7 @@ def list_checkpoint(folder: Path) -> Listing:
 
 def _list_states(listing: Listing, file: str, expected: set[str]) -> None:
     try:
-        states = list(states_of(listing.reader, file))
+        states = [state for state in states_of(listing.reader, file) if state[0] in expected]
     except CheckpointError as problem:
         listing.add_refusal(file, problem)
         return
