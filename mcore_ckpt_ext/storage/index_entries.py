@@ -87,7 +87,7 @@ class ChunkTable:
         return _TableRows(self, range(begin, self.end, 3 + 2 * axes), axes, dtype)
 
     def places(self, rows: range, axes: int) -> Iterator[tuple[str, int]]:
-        """Of the chunks of rows, the file of each, and the number of its elements."""
+        """The file and the number of elements of each chunk of rows."""
         columns = self._columns(rows)
         numels = columns[-1] if axes == 1 else map(prod, self._by_row(columns[3 + axes :], rows))
         return zip(map(self._files.__getitem__, columns[0]), numels, strict=True)
