@@ -37,7 +37,7 @@ def test_the_nearest_family_is_also_that_of_its_tensors(models: dict[str, Path],
     (tmp_path / "config.json").write_text(json.dumps(_parrot()))
     save_file(stored, tmp_path / "model.safetensors")
     nearest = r"nearest: Qwen3, except mlp_bias \(keys\) and model.layers.#.self_attn.feather.weight \(tensors\)"
-    with pytest.raises(UnsupportedCheckpointError, match=f"{nearest}.*write a family"):
+    with pytest.raises(UnsupportedCheckpointError, match=f"{nearest}.*layers of your own"):
         described_model(tmp_path)
 
 
