@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.planning.array_location import PlainExtent
 from mcore_ckpt_ext.storage.files import FolderReader
 
@@ -50,6 +50,7 @@ class Listing:
         tensors: of the files that can be read.
         problems: what is wrong with the files, apart from the tensors' values.
         archives: files that are torch archives, which have checksums of their own.
+        unread: files that are damaged, or of a kind that is not read.
         files: how many files of tensors there should be.
         dtypes: which dtypes were compared with which; empty where nothing states any.
     """
@@ -59,6 +60,7 @@ class Listing:
     tensors: list[ListedTensor] = field(default_factory=list)
     problems: list[ListingProblem] = field(default_factory=list)
     archives: list[str] = field(default_factory=list)
+    unread: set[str] = field(default_factory=set)
     files: int = 0
     dtypes: str = ""
 
@@ -72,9 +74,11 @@ class Listing:
         self.problems.append(ListingProblem(about, str(self.folder / file), what, file, offset, is_error))
 
     def add_refusal(self, file: str, problem: CheckpointError) -> None:
-        """Add the refusal of a file that cannot be read."""
+        """Add the refusal of a file: a warning where it may be intact, but is of a kind that is not read."""
         found = f": {problem.details['found']}" if "found" in problem.details else ""
-        self.add("files", file, f"{problem.message}{found}")
+        is_error = not isinstance(problem, UnsupportedCheckpointError)
+        self.add("files", file, f"{problem.message}{found}" + ("" if is_error else "; not checked"), is_error=is_error)
+        self.unread.add(file)
 
     def __iter__(self) -> Iterator[ListedTensor]:
         return iter(self.tensors)

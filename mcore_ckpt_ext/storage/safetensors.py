@@ -9,7 +9,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, io_hint, shortened, shown, with_indefinite_article
+from mcore_ckpt_ext.errors import (
+    UnreadableCheckpointError,
+    UnsupportedCheckpointError,
+    io_hint,
+    shortened,
+    shown,
+    with_indefinite_article,
+)
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.planning.write_plan import OutputFile
@@ -32,6 +39,8 @@ _DTYPES = {
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _DTYPE_NAMES = {short: name for name, short in _DTYPES.items()}
+_NOT_READ = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "U16", "U32", "U64", "C64")
+"""The other dtypes of the library (`Dtype`, safetensors/src/tensor.rs, 0.8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,7 @@ def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
 
     Raises:
         UnreadableCheckpointError: it is not a safetensors file, is shorter than it says, or its arrays do not fill it.
+        UnsupportedCheckpointError: it has an array of a dtype that is not read.
     """
     size = reader.size(file)
     header, begin = _header(reader, file)
@@ -97,6 +107,11 @@ def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
             shape = tuple(entry["shape"])
             numel = elements_of(shape)
             low, high = (begin + whole_number(place, "data_offsets") for place in entry["data_offsets"])
+            if entry["dtype"] in _NOT_READ:
+                raise UnsupportedCheckpointError(
+                    "a tensor has a dtype that is not supported", found=f"{shown(key)}: {entry['dtype']}",
+                    expected=", ".join(_DTYPE_NAMES), where=str(reader.folder / file),
+                )  # fmt: skip
             dtype = _DTYPE_NAMES[entry["dtype"]]
             if not begin <= low <= high <= size or high - low != numel * ITEM_SIZE[dtype]:
                 raise ValueError(f"{shown(key)} would lie at {shown(low)}:{shown(high)} of {size} bytes")

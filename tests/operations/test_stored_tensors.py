@@ -198,6 +198,16 @@ def test_a_model_of_an_unknown_family_is_checked_as_far_as_its_files_go(folder: 
     assert [finding.where for finding in mcore_ckpt_ext.verify(folder).findings] == [QUERY]
 
 
+def test_a_dtype_that_is_not_read_is_no_damage(folder: Path) -> None:
+    path = folder / SHARDS[0]
+    path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"U16" ', 1))
+    found = mcore_ckpt_ext.verify(folder)
+    assert found.sound
+    (finding,) = found.findings
+    assert (finding.severity, finding.check, finding.file) == ("warning", COMPLETE, SHARDS[0])
+    assert "U16; not checked" in finding.what
+
+
 def quantised(folder: Path, scale: float) -> None:
     """One matrix in fp8, with a scale for each block of 8 x 8."""
     stored = tensors(folder)

@@ -134,9 +134,8 @@ def _list_shard(
     if not (listing.folder / place).exists():
         listing.add("files", place, f"missing; {index} lists {len(names)} tensors in it: {some(names, _SHOWN)}")
         return
-    before = len(listing.problems)
     held = dict(list_file(listing, place))
-    if not any(problem.is_error for problem in listing.problems[before:]):
+    if place not in listing.unread:
         if absent := [name for name in names if name not in held]:
             listing.add("tensors", place, f"{index} lists tensors that it does not hold: {some(absent, _SHOWN)}")
         if surplus := sorted(held.keys() - set(names)):
