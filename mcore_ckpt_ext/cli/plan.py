@@ -110,7 +110,7 @@ def _show(found: LayoutPlan) -> None:
     line(found.path)
     table(
         [
-            ("written by", found.old_layout),
+            ("written by", found.old_layout or "no job"),
             ("for", f"{found.gpus} GPUs, Megatron {found.megatron_version}"),
             ("parameters", f"{found.parameters:,}"),
             ("memory of a GPU", _limit(found)),

@@ -24,11 +24,13 @@ from mcore_ckpt_ext.layout_choice.search import FoundLayout, Search, SearchReque
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of
 from mcore_ckpt_ext.operations.parameter_table import table_of
+from mcore_ckpt_ext.operations.versions import has_job, writer_of
 from mcore_ckpt_ext.optimizers.model_space_formats import is_layer_wise
 from mcore_ckpt_ext.optimizers.table import stock_can_load
 from mcore_ckpt_ext.versions import Version
 
 SCHEMA = 1
+_NO_MEMORY = "unknown: pass --gpu-memory"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class LayoutPlan:
     """The result of `plan`.
 
     Attributes:
+        old_layout: of the job that saved the checkpoint; empty where none did.
         layouts: accepted layouts, best first, as many as were asked for.
         accepted: how many there are in all.
         least_memory: bytes of a GPU that every accepted layout needs, listed or not; None where none is accepted.
@@ -156,8 +159,10 @@ def plan(
             gpus, gpus_per_node, version, gpu_memory, recomputation=_recomputation(job, recomputation),
             pins=_sizes_of(pins or {}),
         )  # fmt: skip
-        source = "--gpu-memory"
-        if gpu_memory is None:
+        source, trained = "--gpu-memory", has_job(checkpoint, writer_of(checkpoint))
+        if gpu_memory is None and not trained:
+            source = _NO_MEMORY
+        elif gpu_memory is None:
             wish, source = _as_before(job, table, old, wish, buffers)
         result = search(job, table, old, wish, buffers)
         least = min(result.found, key=lambda one: one.memory.total, default=None)
@@ -166,7 +171,7 @@ def plan(
             schema=SCHEMA,
             path=str(checkpoint.folder),
             gpus=gpus,
-            old_layout=str(old),
+            old_layout=str(old) if trained else "",
             megatron_version=str(version),
             parameters=table.elements,
             layouts=tuple(_planned(one, checkpoint, job, old, version, read_rate) for one in chosen),
@@ -199,7 +204,7 @@ def _as_before(
     pins = {name: getattr(old, name) for name in PINS.values()}
     before = search(job, table, old, replace(wish, gpus=old.world, pins=pins), buffers).found
     if not before or old.unknown:
-        return wish, "unknown: pass --gpu-memory"
+        return wish, _NO_MEMORY
     return replace(wish, memory=before[0].memory.total, is_least=True), f"at least: {old} needs it, and its job ran"
 
 

@@ -12,6 +12,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext import Canonical, FsdpDtensor, HuggingFace, Legacy, TorchDist
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.operations.inspection import Inspection, inspect
+from mcore_ckpt_ext.operations.layout_plan import plan
 from mcore_ckpt_ext.targets import Target
 from tests.harness.checkpoints import CORRUPTED, FIXTURES, Fixture, fixture_named
 from tests.harness.colossalai_folders import colossalai_checkpoint
@@ -128,6 +129,8 @@ def test_of_a_hugging_face_folder(tmp_path: Path) -> None:
         "positions": config["max_position_embeddings"], "vocabulary": config["vocab_size"],
         "embeddings": "untied", "weights": "float32",
     }  # fmt: skip
+    planned = plan(tmp_path / "model", 2)
+    assert (planned.old_layout, planned.gpu_memory) == ("", None), "no job has run, so none has needed any memory"
     (resumption,) = found.resumptions
     assert (resumption.who, "--load FOLDER" in resumption.note) == ("Megatron with mcore_ckpt_ext", True)
 

@@ -46,7 +46,7 @@ function excluded() {
 function listed() {
   const title = data.layouts.length ? `${count(data.accepted)} layouts of ${count(data.gpus)} GPUs` : `no layout of ${count(data.gpus)} GPUs is accepted`;
   const known = [
-    ["written by", data.old_layout], ["Megatron", data.megatron_version], ["parameters", count(data.parameters)],
+    ["written by", data.old_layout || "no job"], ["Megatron", data.megatron_version], ["parameters", count(data.parameters)],
     ["memory of a GPU", `${data.gpu_memory === null ? "" : `${size(data.gpu_memory)}, `}${data.gpu_memory_source}`],
   ];
   if (data.unknown.length) known.push(["missing, defaults assumed", data.unknown.join(", ")]);
