@@ -13,6 +13,7 @@ from environment import PYTHON, REPOSITORY, prepared, prepared_with_megatron
 FIRST_WITH_LOOP = (0, 17)
 # Of the oldest Python, the oldest torch that is supported; of each other one, a torch that its users have.
 TORCH_OF_PYTHON = {(3, 10): "2.4.1", (3, 11): "2.9.1", (3, 12): "2.13.0", (3, 13): "2.15.0"}
+MEGATRON = "0.19.2"
 # What a release of Megatron with a loop may change: the hooks, saving, resuming.
 LOOP_TESTS = (
     "tests/megatron", "tests/patching", "tests/jobs/test_first_step.py", "tests/jobs/test_flags.py",
@@ -73,8 +74,9 @@ class Cell:
             return prepared_with_megatron(base, REPOSITORY / f".venv-megatron-{self.megatron}", self.megatron, log)
         version = self.python or PYTHON
         pins = [f"torch=={self.torch or TORCH_OF_PYTHON[version]}"]
-        if self.has_loop:
-            pins.append(f"megatron-core=={self.megatron}")
+        # The wheels of 0.17 and later are for Python 3.12 and later; without Megatron, tests that need it are skipped.
+        if version >= PYTHON:
+            pins.append(f"megatron-core=={self.megatron if self.has_loop else MEGATRON}")
         name = "-".join([".venv-python" + ".".join(map(str, version)), *(pin.replace("==", "-") for pin in pins)])
         return prepared(REPOSITORY / name, "megatron-dependencies,test", log, pins=pins, version=version)
 

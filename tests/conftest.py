@@ -6,7 +6,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,26 @@ os.environ.pop("COLUMNS", None)
 def pytest_collection_finish() -> None:
     """What is imported and collected by now stays: looking for garbage in it costs a twelfth of the tests' time."""
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    return (yield from _skipped_without_megatron())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    return (yield from _skipped_without_megatron())
+
+
+def _skipped_without_megatron() -> Iterator[None]:
+    """Python 3.10 and 3.11 have no Megatron: PyPI has no wheels for them (`scripts/matrix_cell.py`)."""
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        if sys.version_info < (3, 12) and str(error.name).partition(".")[0] == "megatron":
+            pytest.skip("needs Megatron, whose wheels are for Python 3.12 and later")
+        raise
 
 
 @pytest.fixture(params=INTACT)

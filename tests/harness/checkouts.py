@@ -35,6 +35,11 @@ def full_version() -> str:
     return ".".join(re.search(rf"^{part} = (\d+)", text, re.MULTILINE)[1] for part in ("MAJOR", "MINOR", "PATCH"))
 
 
+def installed_is_before(major: int, minor: int) -> bool:
+    """Whether the installed Megatron is older: it does not read what that release was the first to write."""
+    return tuple(int(part) for part in metadata.version("megatron-core").split(".")[:2]) < (major, minor)
+
+
 def version() -> str | None:
     """Its major and minor number; None without a checkout."""
     return full_version().rpartition(".")[0] if VARIABLE in os.environ else None

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(folder: Path) -> Outcomes:
     """A witness in the place of stock's `load_checkpoint` sees the calls that reach it."""
     saved = save_noise(folder / "saved", LAYOUT)
-    other_layout = fixture_named("p10").run
+    other_layout = fixture_named("p01").run
     cases = [
         Case("same layout", saved, dump=folder / "loaded"),
         Case("--no-load-optim", other_layout, arguments={"no_load_optim": True}),

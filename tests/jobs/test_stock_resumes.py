@@ -7,6 +7,7 @@ torch_dist and legacy files.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,9 @@ FAST = ("p02", "p09", "p41", "p42")
 @pytest.fixture(scope="module", params=EITHER)
 def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder, turns, fast = tmp_path_factory.mktemp("stock"), [], []
-    target = mcore_ckpt_ext.TorchDist(megatron_version=full_version() if request.param else "0.19.2")
+    target = mcore_ckpt_ext.TorchDist(
+        megatron_version=full_version() if request.param else metadata.version("megatron-core")
+    )
     for name, (layout, options) in TORCH_DIST.items():
         source = fixture_named(name)
         mcore_ckpt_ext.convert(source.run, folder / f"{name} run", target)
