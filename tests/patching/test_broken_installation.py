@@ -8,9 +8,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import MAGIC_NUMBER, cache_from_source
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
 import pytest
@@ -74,9 +75,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `pip install --target` makes of this package."""
-    target = tmp_path_factory.mktemp("installed") / "whole"
+def whole(source: Path) -> Iterator[Path]:
+    """What `pip install --target` makes of this package, in a folder that every user may enter.
+
+    pytest's own folders may be entered by their owner alone, and each session of pytest sees to it anew.
+    """
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield _installed(source, Path(folder) / "whole")
+
+
+def _installed(source: Path, target: Path) -> Path:
     options = ["--no-deps", "--no-build-isolation", "--no-compile", "--disable-pip-version-check"]
     subprocess.run(
         [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)],
@@ -249,9 +258,6 @@ def told(whole: Path, editable: Path, libraries: Path) -> Mapping[str, tuple[int
     places = []
     # Root may read what nobody may: these are looked at as a user who is none.
     user = NOBODY if not os.geteuid() else 0
-    for folder in (whole.parent, *whole.parents[1:4]):
-        if user:
-            folder.chmod(folder.stat().st_mode | 0o055)
     for damage in DAMAGES:
         site = whole.parent / damage.__name__
         shutil.copytree(whole, site)
