@@ -38,7 +38,7 @@ from mcore_ckpt_ext.optimizers.tied_copies import differing_masters, in_words
 
 @dataclass(frozen=True)
 class Summary:
-    """What a resume did, over all ranks."""
+    """The result of a resume, over all ranks."""
 
     source: ParallelLayout
     target: ParallelLayout

@@ -49,7 +49,7 @@ class Setting(Generic[Value]):
 
     @property
     def text(self) -> str | None:
-        """What the environment says; None where it is not set, or empty."""
+        """The variable's text; None if it is not set or empty."""
         return os.environ.get(self.name) or None
 
     @property
@@ -59,7 +59,7 @@ class Setting(Generic[Value]):
 
     @property
     def value(self) -> Value:
-        """What holds now."""
+        """The current value."""
         return self._parsed()[0]
 
     def _parsed(self) -> tuple[Value, bool]:

@@ -224,7 +224,7 @@ def _explain_targets() -> int:
 
 
 def _target(arguments: argparse.Namespace) -> Target:
-    """What to write.
+    """The target of the conversion.
 
     Raises:
         UsageError: an option belongs to other targets.

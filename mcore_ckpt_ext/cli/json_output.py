@@ -1,4 +1,4 @@
-"""What every command prints with `--json`: one object, whatever happened, by a schema that is published.
+"""Prints the `--json` result of every command: always one object, by a published schema.
 
 `schema`, `command`, `ok`, `exit_code` and `error` come first, then the result's own keys; an error leaves these out.
 """

@@ -1,4 +1,4 @@
-"""What a module may hold that ``copy.deepcopy`` cannot copy: process groups, locks, generators, computed tensors."""
+"""Objects in a module that ``copy.deepcopy`` cannot copy: process groups, locks, generators, computed tensors."""
 
 from __future__ import annotations
 

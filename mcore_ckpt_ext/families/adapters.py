@@ -68,7 +68,7 @@ class Adapters:
 
     @property
     def tensors(self) -> list[HuggingFaceTensor]:
-        """What a PEFT folder holds."""
+        """The content of a PEFT folder."""
         return [tensor for one in self.linears for tensor in one.tensors]
 
     @property

@@ -1,4 +1,4 @@
-"""What DeepSeek-V2 and V3 share: latent attention, shared experts beside the routed ones, dense first layers."""
+"""Shared parts of DeepSeek-V2 and V3: latent attention, shared and routed experts, dense first layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model family is: how Hugging Face's tensors are made of Megatron's rows, and how the two configurations match.
+"""Defines a model family: how tensors of Hugging Face map to Megatron's rows, and how the configurations match.
 
 A Hugging Face tensor, read row by row, consists of regions of Megatron's parameters, one after the other. This one
 sentence serves both directions: it says what a file to be written wants, and what an existing file holds.
@@ -220,7 +220,7 @@ class Family:
         return f"{type(self).__module__}:{self.name}"
 
     def notices(self, arguments: ModelArguments) -> list[str]:
-        """What a user should know about models with these arguments."""
+        """Notes for users of models with these arguments."""
         return []
 
     def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:

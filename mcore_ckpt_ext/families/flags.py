@@ -43,7 +43,7 @@ def _with_value(name: str, flag: Flag, arguments: ModelArguments) -> list[str]:
 
 
 def unsaid(arguments: ModelArguments, *, since_0_19: bool) -> dict[str, Any]:
-    """What of the model no flag of `pretrain_gpt.py` says: such a job computes another one.
+    """Properties of the model that no flag of `pretrain_gpt.py` sets, so that such a job computes another model.
 
     `since_0_19`: it is of that release or a later one.
     """

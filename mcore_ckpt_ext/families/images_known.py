@@ -1,4 +1,4 @@
-"""What sees images in the models that Megatron-Bridge builds whole.
+"""The vision towers of the models that Megatron-Bridge builds.
 
 Sources, Megatron-Bridge 0.6.2: models/qwen_vl/qwen25_vl_bridge.py, qwen25_vl_provider.py and modeling_qwen25_vl.py (the
 class of transformers, whole on every tensor-parallel rank); qwen3_vl_bridge.py, qwen3_vl_provider.py and

@@ -1,4 +1,4 @@
-"""What the Qwen families with experts share."""
+"""Shared settings of the Qwen families with experts."""
 
 from __future__ import annotations
 

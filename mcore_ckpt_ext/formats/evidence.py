@@ -1,4 +1,4 @@
-"""What files and keys show of the Megatron that wrote a checkpoint, and how Megatron's own loader takes each format.
+"""Evidence of the Megatron that wrote a checkpoint, and how Megatron's own loader handles each format.
 
 Sources: megatron/core/dist_checkpointing and megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
 """

@@ -1,4 +1,4 @@
-"""What a conversion is to write: files, records and notes, and what those of all iteration folders share."""
+"""The planned output of a conversion: files, records and notes, and the common parts of iteration folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, TRACKER_FILE, iterat
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """What is to be written, below the destination.
+    """The files to write, relative to the destination.
 
     Attributes:
         output: the files, what goes into them, and the notes for whoever reads them.

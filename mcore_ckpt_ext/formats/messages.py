@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def contradictions(checkpoint: CheckpointView) -> list[str]:
-    """What the arguments, and the folder's name, say of the content, and is not so."""
+    """Contradictions between metadata and stored content."""
     about_vocabulary = checkpoint.vocabulary_contradiction
     found = [about_vocabulary] if about_vocabulary else []
     names, stated = checkpoint.names(WEIGHT), checkpoint.arguments.num_layers
@@ -33,7 +33,7 @@ def contradictions(checkpoint: CheckpointView) -> list[str]:
 
 
 def general_notices(checkpoint: CheckpointView) -> list[str]:
-    """What a user who converts a checkpoint of any format should know."""
+    """Notes for a user who converts a checkpoint of any format."""
     found, sidecar_problem = list(checkpoint.contradictions), checkpoint.sidecar_problem
     found += [f"{SIDECAR_FILE} is ignored: {sidecar_problem}"] if sidecar_problem else []
     state = checkpoint.optimizer if checkpoint.optimizer_format else None

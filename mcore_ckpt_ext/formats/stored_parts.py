@@ -1,4 +1,4 @@
-"""What each file holds: bytes by kind and tensor, from metadata alone."""
+"""Lists the content of each file: bytes by kind and tensor, from metadata alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every format that a conversion writes has in common: options that several have, and how they are checked."""
+"""Base class of the write options of all formats: shared options and their checks."""
 
 from __future__ import annotations
 

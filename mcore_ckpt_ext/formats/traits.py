@@ -40,11 +40,11 @@ class FormatTraits:
         return None
 
     def evidence(self) -> Iterator[Bound]:
-        """What shows which Megatron wrote it, beside the arguments of the job."""
+        """Evidence of the Megatron release that wrote the checkpoint, other than the job's arguments."""
         return iter(())
 
     def run_config(self) -> str | None:
-        """What Megatron-Bridge asks for in a checkpoint of this model; None where the source of it is Megatron's."""
+        """The files that Megatron-Bridge requires for this model; None if the source is a Megatron checkpoint."""
         return None
 
     @property
@@ -100,5 +100,5 @@ class FormatTraits:
 
     @property
     def problems(self) -> Sequence[str]:
-        """What is not believed of the sources of the job's arguments, and why."""
+        """The values of sources of the job's arguments that are not used, and why."""
         return ()

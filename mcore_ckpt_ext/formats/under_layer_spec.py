@@ -80,7 +80,7 @@ def _stays(name: str, state: Any, fresh: Mapping[str, Any], of_engine: bool) -> 
 
 
 def _messages(source: CheckpointView, names: list[str], written: Mapping[str, Any], spec: str) -> list[str]:
-    """What a user of the checkpoint under the other spec should know."""
+    """Notes for a user of the checkpoint under the other layer spec."""
     own = source.extra_states()
     changed = sum(old != new for old, new in zip(source.names(WEIGHT), names, strict=True))
     found = [f"for the layer spec {spec}: {changed} norms have other names"] if changed else []

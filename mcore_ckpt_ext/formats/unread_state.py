@@ -1,4 +1,4 @@
-"""What a checkpoint stores but nothing here reads, by key, so that nobody takes a part for the whole."""
+"""Lists the stored keys that this package does not read, so that no result passes for complete."""
 
 from __future__ import annotations
 

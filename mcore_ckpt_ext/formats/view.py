@@ -210,16 +210,16 @@ class CheckpointView:
 
     @property
     def vocabulary_contradiction(self) -> str | None:
-        """What the arguments say of the vocabulary's rows, and is not so; None where they agree."""
+        """A contradiction between the arguments and the vocabulary's rows; None if they agree."""
         return vocabulary_contradiction(self)
 
     @cached_property
     def contradictions(self) -> list[str]:
-        """What the arguments, and the folder's name, say of the content, and is not so."""
+        """Contradictions between metadata and stored content."""
         return contradictions(self)
 
     def notices(self) -> list[str]:
-        """What a user who converts it should know."""
+        """Notes for a user who converts the checkpoint."""
         return self.messages(self)
 
     def unread(self, *, objects: bool = True) -> list[UnreadState]:

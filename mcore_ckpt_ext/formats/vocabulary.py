@@ -25,7 +25,7 @@ def vocabulary_rows(checkpoint: CheckpointView) -> int | None:
 
 
 def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:
-    """What the arguments say of the vocabulary's rows, and is not so; None where they agree."""
+    """A contradiction between the arguments and the vocabulary's rows; None if they agree."""
     stated, rows = checkpoint.arguments.padded_vocab_size, checkpoint.vocabulary_rows
     if stated is None or stated == rows:
         return None

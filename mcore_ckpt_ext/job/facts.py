@@ -1,4 +1,4 @@
-"""What a user states of the job that wrote a checkpoint, where the checkpoint itself does not."""
+"""Properties of the job that wrote a checkpoint, passed by the user because the checkpoint lacks them."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Facts:
                 raise UsageError(f"{name} has to be a whole number of 1 or more", found=repr(size))
 
     def stated(self) -> dict[str, int]:
-        """What is stated, by name."""
+        """The values that the user passed, by name."""
         return {name: size for name, size in asdict(self).items() if size is not None}
 
     def option(self, name: str) -> str:
-        """What a user of the command line types to state one."""
+        """The command-line option for a property."""
         return f"--{self.prefix}{name.replace('_', '-')}"
 
 

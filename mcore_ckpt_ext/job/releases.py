@@ -1,4 +1,4 @@
-"""What releases of Megatron Core do differently: one row for each capability, and no other place compares versions.
+"""The differences between releases of Megatron Core, one row each; no other module compares versions.
 
 A row says from which release on something is so, and from which on no longer. Where the version of a job is not
 recorded, one of its arguments shows it: what every release has from there on. The last rows are about PyTorch.
@@ -13,7 +13,7 @@ from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version
 
 
 class Arguments(Protocol):
-    """What a job states."""
+    """The arguments of a job."""
 
     def lacks(self, name: str) -> bool:
         """Whether the version of the job did not have an argument yet."""

@@ -1,1 +1,1 @@
-"""What a parallel layout does to a model: which parameters a rank holds, and where they lie in its gradient buffers."""
+"""Maps a model to a parallel layout: the parameters of each rank, and their places in its gradient buffers."""

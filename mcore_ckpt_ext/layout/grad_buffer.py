@@ -19,7 +19,7 @@ HIGH_BANDWIDTH_ALIGNMENT = 1 << 16
 
 
 class PackingRule(Enum):
-    """What happens before a parameter of the shared embedding, which gets a bucket of its own.
+    """The padding before a parameter of the shared embedding, which gets its own bucket.
 
     `UNTIL_0_7`: parameters are not aligned at all; the collected bucket is closed where the parameter starts.
     `UNTIL_0_8`: parameters are aligned (commit 5467bef3); the rest as before.

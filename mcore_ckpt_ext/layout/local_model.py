@@ -1,4 +1,4 @@
-"""What one rank of the job that wrote a checkpoint held: its parameters, and its part of each.
+"""The parameters of one rank of the job that wrote a checkpoint, and its part of each.
 
 Everything follows from the stored weights, whose chunks are the tensor-parallel shards, and from the arguments.
 """
@@ -276,7 +276,7 @@ class LocalModels:
         return self.layout.expert_tensor if name in self._expert_of else self.layout.tensor
 
     def regions(self, name: str, tensor_rank: int, shard: int = 0) -> tuple[Region, ...] | None:
-        """What one tensor-parallel rank (for experts: expert-tensor-parallel) holds, in the order of its memory.
+        """The part of one tensor-parallel rank (expert-tensor-parallel for experts), in the order of its memory.
 
         These are all parts, where a parameter is stored in parts and `name` is that of the first one. `shard`: as in
         `ModelRank`.

@@ -1,4 +1,4 @@
-"""What a rank's own parameters are in model space: their names there, and which part of the whole they are.
+"""Maps a rank's parameters to model space: their names, and their part of the whole tensor.
 
 A legacy checkpoint stores each rank's `state_dict` under the rank's own names and says neither. Sources, core_v0.7.0
 to 0.19.2: `megatron/core/tensor_parallel/layers.py` (ColumnParallelLinear cuts the output features, axis 0, and its

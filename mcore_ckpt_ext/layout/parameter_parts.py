@@ -15,7 +15,7 @@ from mcore_ckpt_ext.model_space.names import is_part, part_names
 
 
 class Arguments(Protocol):
-    """What a job states."""
+    """The arguments of a job."""
 
     def value(self, name: str) -> Any:
         """One argument."""

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline holds where the job states it: `--pipeline-model-parallel-layout`.
+"""Parses `--pipeline-model-parallel-layout`, which lists the layers of each pipeline stage.
 
 Source: `PipelineParallelLayerLayout` (megatron/core/transformer/pipeline_parallel_layer_layout.py, core_v0.13.0 to
 0.19.2 and the head of August 2026): `parse_str_to_list`, `get_num_layers_to_build`, `get_layer_offset`.
@@ -20,7 +20,7 @@ _MOST = 1 << 16
 
 @dataclass(frozen=True)
 class StageLayout:
-    """What the model chunks hold, in the order in which the model passes them.
+    """The content of the model chunks, in the order of the forward pass.
 
     Attributes:
         stages: one letter for each thing that a chunk holds: the embedding, decoder layers, layers of multi-token

@@ -1,4 +1,4 @@
-"""What each rank of a layer-wise optimizer keeps: whole parameters, each on one data-parallel rank.
+"""Distributes whole parameters over data-parallel ranks, as layer-wise optimizers do.
 
 Source: `LayerWiseDistributedOptimizer` (megatron/core/optimizer/layer_wise_optimizer.py, core_v0.16.0 to 0.19.2 and the
 development head of August 2026). Without a parameter layout it deals all parameters out, the smallest first
@@ -93,7 +93,7 @@ def layer_wise_stages(
     table: ModelTable, ranges: Sequence[Sequence[range]], layout: ParallelLayout, held: Sequence[StageHolding],
     rule: LayerWise, *, high_bandwidth: bool,
 ) -> tuple[StageHolding, ...]:  # fmt: skip
-    """What the fullest rank of each pipeline stage holds.
+    """The share of the fullest rank of each pipeline stage.
 
     Args:
         table: the model.

@@ -46,7 +46,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one rank of a stage holds of one kind of parameters, over all its data-parallel copies.
+    """The parameters of one kind on one rank of a stage.
 
     Attributes:
         elements: of parameters.
@@ -201,7 +201,7 @@ class ModelTable:
     def stages(
         self, ranges: Sequence[Sequence[range]], tensor: int, expert_tensor: int, expert: int
     ) -> list[StageHolding]:
-        """What one rank of each pipeline stage holds.
+        """The share of one rank of each pipeline stage.
 
         Args:
             ranges: global decoder layers by `[pipeline rank][virtual stage]`.

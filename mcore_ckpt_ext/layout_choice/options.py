@@ -1,4 +1,4 @@
-"""What a user can choose of a layout; apart from the search, because the help of the command line shows it."""
+"""Options of the layout search, in a module that the command line's help can import quickly."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _BUBBLE_STEP = 0.05
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What a user has and wants.
+    """The hardware and the options of a layout search.
 
     Attributes:
         gpus: number of GPUs.

@@ -1,1 +1,1 @@
-"""What decides and carries out the loads of a live Megatron job."""
+"""Decides how a live Megatron job loads a checkpoint, and loads it."""

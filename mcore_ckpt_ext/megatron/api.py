@@ -1,4 +1,4 @@
-"""What a program calls whose training loop is its own: fill an optimizer, and write the sidecar of a save."""
+"""Functions for training loops of your own: fill an optimizer, and write the sidecar of a save."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ PROVEN = f"masters verified against their weights, one of every {_OF_STOCK} stre
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What a rank found.
+    """The result of one rank.
 
     Attributes:
         found: None where it could not look, or has loaded nothing.

@@ -170,7 +170,7 @@ def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoin
 
 @dataclass(frozen=True)
 class _Leaves:
-    """What a sharded state dict asks for.
+    """The requests of a sharded state dict.
 
     Attributes:
         tensors: its ShardedTensors.

@@ -38,7 +38,7 @@ _PHASE = "looking at the checkpoint"
 
 @dataclass(frozen=True)
 class LoadAssessment:
-    """What a first look at a checkpoint says.
+    """The assessment of a checkpoint before it is loaded.
 
     Attributes:
         folder: the iteration folder.

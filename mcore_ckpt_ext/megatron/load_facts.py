@@ -1,4 +1,4 @@
-"""What a load decision depends on: facts of the checkpoint, of the running job, and of both."""
+"""The facts that a load decision depends on: of the checkpoint, of the running job, and of both."""
 
 from __future__ import annotations
 

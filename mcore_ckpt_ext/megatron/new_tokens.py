@@ -91,7 +91,7 @@ def zeros_message(tokens: range) -> str:
 
 
 def kept_message(tokens: range) -> str:
-    """What a resume says of new tokens that were accepted."""
+    """The log line for new tokens that were accepted."""
     return f"new are {described(tokens)}: their rows keep the model's own initialization"
 
 

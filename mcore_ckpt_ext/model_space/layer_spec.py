@@ -77,7 +77,7 @@ def _has(layer: Collection[str], *modules: str) -> bool:
 
 
 def _pairs(suffixes: Collection[str], engine: bool) -> Iterator[tuple[str, str]]:
-    """What is replaced by what in the names of one layer."""
+    """The replacements in the names of one layer."""
     latent, experts = _is_latent(suffixes), _has(suffixes, "mlp.experts.", "mlp.router.")
     fused, separate = _MLP
     is_fused = not experts if engine else not latent

@@ -1,1 +1,1 @@
-"""What is done with checkpoints without a job: conversion, inspection, verification, comparison."""
+"""Operations on checkpoints without a job: conversion, inspection, verification, comparison."""

@@ -1,4 +1,4 @@
-"""What the elements show: the proof, copies that must be equal, and values that no training leaves behind."""
+"""Checks of elements: masters against weights, copies that must be equal, and values that no training produces."""
 
 from __future__ import annotations
 

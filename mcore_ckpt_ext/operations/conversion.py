@@ -51,7 +51,7 @@ _CACHED_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did, or with `dry_run` what it would do; sizes in bytes.
+    """The result of a conversion, or of its dry run; sizes in bytes.
 
     Attributes:
         destination: the folder that was made.

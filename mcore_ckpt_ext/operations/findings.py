@@ -1,4 +1,4 @@
-"""What verification found, as data for the command line and for programs."""
+"""The results of a verification, as data."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Verification:
 
 @dataclass
 class Results:
-    """What the steps of a verification have found so far, and what they checked."""
+    """The findings and checks of a verification so far."""
 
     findings: list[Finding] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)

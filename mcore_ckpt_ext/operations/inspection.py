@@ -1,4 +1,4 @@
-"""What is in a checkpoint, from metadata alone: layout, writer, model, bytes, files, and who can resume it."""
+"""Describes a checkpoint from metadata alone: layout, writer, model, sizes, files, and what can resume it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What two checkpoints have beside their tensors: told, and not judged."""
+"""Lists the differences in metadata of two checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MetadataDifference:
 
 
 def facts_beside(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
-    """What there is to tell of two checkpoints."""
+    """The differences in metadata of two checkpoints."""
     yield MetadataDifference("format", _format(a), _format(b))
     yield MetadataDifference("layout", str(a.layout), str(b.layout))
     yield MetadataDifference("iteration", str(a.iteration), str(b.iteration))
@@ -89,7 +89,7 @@ def _settings(checkpoint: CheckpointView, key: str) -> str:
 
 
 def _counted(checkpoint: CheckpointView, key: str) -> str:
-    """What the scheduler, or the job, has counted."""
+    """The samples that the scheduler or the job has counted."""
     scheduler = scheduler_in(checkpoint.common)
     found = scheduler.get(key) if isinstance(scheduler, dict) else None
     return shown(checkpoint.args.get(key, "none") if found is None else found)

@@ -69,7 +69,7 @@ class Holder(Protocol):
 
     @property
     def sidecar(self) -> Sidecar | None:
-        """What was recorded beside it, if there is a readable one."""
+        """The sidecar, if there is a readable one."""
 
     def orders(self) -> Sequence[ParameterOrder]:
         """Witnesses of the order in which parameters were registered."""

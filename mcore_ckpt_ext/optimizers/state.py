@@ -1,4 +1,4 @@
-"""What every optimizer state of a checkpoint can answer, however it is stored."""
+"""Protocol of a checkpoint's optimizer state, in any format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this package keeps in a process: the only thing in the hooks and in saving that changes."""
+"""The process-wide state of this package; nothing else in hooks and saving is mutable."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class TargetSlice:
 
 
 class Source(Protocol):
-    """What a plan needs of a checkpoint."""
+    """Protocol of the checkpoints that a plan reads."""
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """All slices that hold elements of a tensor."""

@@ -1,4 +1,4 @@
-"""What a conversion writes, as data: files of known size, bytes that are known already, and records to be filled.
+"""A conversion's output as data: files of known size, bytes that are known already, and records to be filled.
 
 Like a plan it can be counted, printed, split between workers and continued after an interruption; making it reads no
 tensor.

@@ -1,4 +1,4 @@
-"""What all ranks of a simulated job would agree on where some of them refuse."""
+"""The agreement of all ranks of a simulated job if some of them refuse."""
 
 from __future__ import annotations
 

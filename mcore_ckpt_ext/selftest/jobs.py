@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the self-test has to work with.
+    """The resources of the self-test.
 
     Attributes:
         ranks: number of ranks.

@@ -16,7 +16,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of one tensor.
+    """The part of a tensor on one rank.
 
     Attributes:
         kind: `weight`, `param` (the fp32 master), `exp_avg`, ...

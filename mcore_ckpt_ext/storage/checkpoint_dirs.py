@@ -28,7 +28,7 @@ _MOST_BYTES = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """What a tracker file says.
+    """The content of a tracker file.
 
     Attributes:
         path: the file.
@@ -54,7 +54,7 @@ class Tracker:
 
 
 def read_tracker(path: Path) -> Tracker | None:
-    """What a tracker file says; None where there is no such file.
+    """Read a tracker file; None if there is none.
 
     Raises:
         OSError: it cannot be read, or is a link that leads elsewhere.

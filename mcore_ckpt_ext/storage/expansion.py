@@ -1,4 +1,4 @@
-"""What a pickled state costs whoever walks through it."""
+"""Estimates the cost of traversing a pickled state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the index of a checkpoint says of arrays and objects: where each of their parts lies.
+"""The entries of a checkpoint's index: the place of each part of arrays and objects.
 
 The largest have some hundred thousand parts, of which a rank looks at some hundred. So an index keeps them as columns
 of numbers, which are quickly handed to another rank, and makes an object of a part when somebody looks at it.

@@ -1,4 +1,4 @@
-"""What loading a pickle would cost, from its opcodes, before it is loaded.
+"""Estimates the cost of loading a pickle from its opcodes, without loading it.
 
 A pickle makes an object once and may refer to it often, so its size says nothing about the work of loading it:
 

@@ -154,7 +154,7 @@ class Origin:
 
 
 def origin_of(placeholder: Placeholder) -> Origin:
-    """What a placeholder was made from."""
+    """The source of a placeholder."""
     return placeholder._origin
 
 

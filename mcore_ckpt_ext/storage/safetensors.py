@@ -188,7 +188,7 @@ def writer_of(reader: FolderReader, file: str) -> str | None:
 
 
 def _header(reader: FolderReader, file: str) -> tuple[dict[str, Any], int]:
-    """What the header says, and where the elements begin."""
+    """The header, and the place where the elements begin."""
     size = reader.size(file)
     length = int.from_bytes(reader.read(file, 0, 8), "little") if size >= 8 else size
     if length > min(_HEADER_LIMIT, size - 8):

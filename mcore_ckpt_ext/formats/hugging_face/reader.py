@@ -216,7 +216,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """What a release checkpoint says about the job that will read it."""
+        """The arguments of a release checkpoint for the job that will read it."""
         return common_state(self.model, self.vocabulary, self._weights.dtypes)
 
     @property

@@ -43,7 +43,7 @@ class FlatStates:
         return _alone_or_all([self._settings(rank, child) for child in self._children])
 
     def buffers(self, rank: LegacyRank) -> Any:
-        """What the rank's `distrib_optim.pt` holds; None where it has no such file.
+        """The content of the rank's `distrib_optim.pt`; None if it has no such file.
 
         The first expert rank stores the state of the dense parameters.
         """

@@ -1,4 +1,4 @@
-"""What each file of a legacy checkpoint holds, from metadata alone."""
+"""Lists the content of each file of a legacy checkpoint, from metadata alone."""
 
 from __future__ import annotations
 

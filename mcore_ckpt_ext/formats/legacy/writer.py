@@ -84,7 +84,7 @@ class LegacyTarget:
         return Output(files, records, tuple(self._notes()))
 
     def _notes(self) -> Iterator[str]:
-        """What the job that reads the files has to know."""
+        """Notes for the job that reads the files."""
         if self._whole is None:
             yield f"parameters in gradient buffers: the order of {self._models.order.label}"
         elif any(SHARDING_MARK in child for child in self._checkpoint.chain()):

@@ -140,7 +140,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @cached_property
     def _optimizer_keys(self) -> StoredKeys:
-        """What is stored of the optimizers."""
+        """The stored optimizer state."""
         index = self.index
         label = sharding_type(self.common)
         return StoredKeys(

@@ -1,4 +1,4 @@
-"""What each file of a `torch_dist` checkpoint holds, from metadata alone."""
+"""Lists the content of each file of a `torch_dist` checkpoint, from metadata alone."""
 
 from __future__ import annotations
 

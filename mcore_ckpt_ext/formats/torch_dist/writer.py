@@ -125,7 +125,7 @@ class TorchDistTarget:
         return Output([*files, *small], records, (*notes, *self._chain.notes(), *self._about_the_arguments()))
 
     def _about_the_arguments(self) -> Iterator[str]:
-        """What stock Megatron compares with its own arguments (`check_checkpoint_args`, 0.7 to 0.19), and will miss."""
+        """Arguments that stock Megatron requires and compares (`check_checkpoint_args`, 0.7 to 0.19)."""
         missing = [name for name in _COMPARED if not self._checkpoint.arguments.is_known(name)]
         if missing and self._with_arguments and not self._checkpoint.released:
             yield f"{' and '.join(missing)} of the job, which stock Megatron requires, is unknown"

@@ -13,7 +13,7 @@ D = TypeVar("D")
 
 
 class Missing(Enum):
-    """What stands in a row where there is no value."""
+    """Marks a row without a value."""
 
     REQUIRED = "no default"
 

@@ -80,7 +80,7 @@ def job_arguments(content: Any, source: str) -> JobArguments:
 
 
 def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What Gemma 3's providers say in their own way (gemma/gemma3_provider.py, 0.6.2): two bases, windows, GELU."""
+    """Fields with other names in Gemma 3's providers (gemma/gemma3_provider.py, 0.6.2): two bases, windows, GELU."""
     found: dict[str, Any] = {"scaled_embeddings": True, "rope_scaling_factor": None, **_gelu_of(model)}
     bases, window, pattern = (model.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
     if isinstance(bases, list) and len(bases) == 2:
@@ -99,7 +99,7 @@ def _gelu_of(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_gemma2(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What Gemma 2's providers say in their own way (gemma/gemma2_provider.py, 0.3.1 to 0.6.0)."""
+    """Fields with other names in Gemma 2's providers (gemma/gemma2_provider.py, 0.3.1 to 0.6.0)."""
     scalar = model.get("query_pre_attn_scalar")
     scale = scalar**-0.5 if isinstance(scalar, (int, float)) and 0 < scalar < _MOST_SCALAR else None
     return {

@@ -54,7 +54,7 @@ def chunks_of(optimizer: Any) -> list[Any]:
 
 
 def live_arguments(chunks: Iterable[Any], optimizer: Any) -> JobArguments:
-    """What a live job states under Megatron's names.
+    """The arguments of a live job, by Megatron's names.
 
     Args:
         chunks: the unwrapped model chunks.

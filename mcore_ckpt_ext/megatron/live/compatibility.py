@@ -1,4 +1,4 @@
-"""What a checkpoint and a live job must have in common before a resume is planned."""
+"""Checks that a checkpoint and a live job are compatible, before a resume is planned."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _WEIGHT = re.compile(r"^(.*)\.weight(\d*)$")
 
 @dataclass(frozen=True)
 class FoundStates:
-    """What was found.
+    """The result.
 
     Attributes:
         states: by the names of the chunk's own `state_dict`.

@@ -58,7 +58,7 @@ class LiveJob:
         )
 
     def weight_specs(self) -> dict[str, WeightSpec]:
-        """What this rank tells of its weights, for an optimizer that is stored without them.
+        """The weights of this rank, for an optimizer that is stored without them.
 
         Whether tensor-parallel ranks share a parameter, and along which axis, it says itself
         (`set_tensor_model_parallel_attributes`, megatron/core/tensor_parallel/layers.py, core_v0.7.0 to 0.19.2).
@@ -75,7 +75,7 @@ class LiveJob:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What a rank tells the others before planning; of data-parallel ranks, the first speaks for all."""
+    """The summary that a rank sends before planning; the first data-parallel rank sends it for all."""
 
     names: list[str]
     trained: list[str]

@@ -1,4 +1,4 @@
-"""What a resume compares and plans before anything is written: the same for ranks of a job and for simulated ones."""
+"""Compares and plans a resume before anything is written, for ranks of a job and for simulated ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_job(
 
 @dataclass(frozen=True)
 class RankPlan(Generic[OwnShard]):
-    """What one rank reads, and the values of its parameter groups, by optimizer."""
+    """The read plan of one rank, and the values of its parameter groups, by optimizer."""
 
     reading: Reading[OwnShard]
     groups: list[list[dict[str, Any]]]

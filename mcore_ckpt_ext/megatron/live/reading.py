@@ -1,4 +1,4 @@
-"""What one rank reads from a checkpoint for its optimizer."""
+"""Plans and reads the optimizer state of one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OwnShard = TypeVar("OwnShard", bound=Shard)
 
 
 class Reading(Generic[OwnShard]):
-    """What one rank reads: the plan, and which shard each part of it is for."""
+    """The read plan of one rank, and the shard that each part of it is for."""
 
     def __init__(self, checkpoint: CheckpointView, shards: Sequence[OwnShard], accept_lost: bool) -> None:
         self._checkpoint = checkpoint

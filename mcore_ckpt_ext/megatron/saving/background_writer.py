@@ -40,7 +40,7 @@ class Report:
         return partial(_observed, work, str(self._path))
 
     def read(self) -> str:
-        """What the writer said, with the end of its traceback last; empty where it said nothing."""
+        """The output of the writer, with the end of its traceback last; empty if there is none."""
         with contextlib.suppress(OSError):
             text = self._path.read_text(errors="replace")
             self._path.unlink()
@@ -113,7 +113,7 @@ class ProcessWatch:
         self._told = False
 
     def problem(self, owes: bool) -> str | None:
-        """What is wrong with the writer, or None.
+        """The problem of the writer, or None.
 
         Args:
             owes: its result is outstanding, so that even a proper end comes too early.

@@ -18,7 +18,7 @@ Start = Callable[[Callable[[], str | None]], "Future[str | None]"]
 
 @dataclass(frozen=True)
 class _Running:
-    """What is being published while training goes on."""
+    """The save that is being published in the background."""
 
     save: Save
     own: Sequence[Step]

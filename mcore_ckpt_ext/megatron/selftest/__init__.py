@@ -1,4 +1,4 @@
-"""What runs in the ranks of the self-test: small jobs of the installed Megatron, and what is alive in them.
+"""Runs in the ranks of the self-test: small jobs of the installed Megatron, and the state of their objects.
 
 The comparison shares no code with the loader under test: names and positions of parameters are those of Megatron's own
 `sharded_state_dict`.

@@ -68,7 +68,7 @@ class DcpStorageAdapter(ABC):
 
     @abstractmethod
     def arrays(self) -> Mapping[str, FsdpArray]:
-        """What the job may ask for, by key."""
+        """The entries that the job may request, by key."""
 
     @abstractmethod
     def objects(self) -> Mapping[str, Any]:
@@ -128,7 +128,7 @@ class DcpStorageAdapter(ABC):
             yield
 
     def _summary(self) -> str:
-        """What was done, over all ranks, in one line; collective."""
+        """Summarize the load over all ranks in one line; collective."""
         read, proven = zip(*gather((self._reader.bytes_read if self._reader else 0, self._filler.proven)), strict=True)
         source = self.checkpoint
         how = f"verified {source.proof.words}" if source.proof.is_near else "verified equal to their weights"

@@ -69,7 +69,7 @@ def _reads_zarr() -> bool:
 
 
 def changes_of(folder: Path, arguments: Any) -> list[str]:
-    """What keeps stock Megatron from loading the checkpoint in such a folder; empty where nothing does.
+    """The reason why stock Megatron cannot load the checkpoint in such a folder; empty if it can.
 
     For a legacy one: the arguments in which it differs from what the running layout would have written.
 

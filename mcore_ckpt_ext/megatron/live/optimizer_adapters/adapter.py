@@ -1,4 +1,4 @@
-"""What the package asks of a live optimizer, whatever its kind."""
+"""Protocol of the adapters to live optimizers of every kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_ckpt_ext.model_space.slices import Slice
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What one rank holds of one parameter in its optimizer; it can serve as a key.
+    """The part of a parameter in one rank's optimizer; hashable.
 
     Attributes:
         live: the parameter.
@@ -70,7 +70,7 @@ class OptimizerAdapter(Protocol):
         """The parameter groups, in the optimizer's own order."""
 
     def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
-        """What this rank holds.
+        """The shards of this rank.
 
         Args:
             live: the model's parameters by `id`.

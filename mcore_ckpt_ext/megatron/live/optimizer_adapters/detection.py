@@ -160,7 +160,7 @@ def any_keeps_remainders(optimizer: Any) -> bool:
 
 
 def switched(chain: Chain, written: JobArguments, kind: str | None, stored_remainders: Callable[[], bool]) -> list[str]:
-    """What a job has switched on or off in its optimizer since the checkpoint; Megatron looks at none of it.
+    """Optimizer options that a job has changed since the checkpoint, which Megatron does not check.
 
     torch's loader copies numbers into whatever tensor is asked for: int16 remainders into fp32 masters, or masters
     into remainders (seen with core_v0.19.0 and 0.19.2; NaN after the next step).

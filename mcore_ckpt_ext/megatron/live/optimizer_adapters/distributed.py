@@ -37,7 +37,7 @@ class DistributedAdapter(PlainAdapter):
         return bool(self._optimizer.data_parallel_group.rank() == 0)
 
     def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
-        """What this rank holds."""
+        """The shards of this rank."""
         for buckets in (b for ranges in self._optimizer.gbuf_ranges for b in ranges.values()):
             for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
                 own = described(live, parameter)
@@ -47,7 +47,7 @@ class DistributedAdapter(PlainAdapter):
                 yield shard
 
     def share_weights(self) -> None:
-        """What follows every step (`DistributedDataParallel.start_param_sync`, core_v0.8.0 to 0.19.2)."""
+        """Gather the parameters as after a step (`DistributedDataParallel.start_param_sync`, core_v0.8.0 to 0.19.2)."""
         for chunk in self._optimizer.model_chunks:
             chunk.start_param_sync(force_sync=True)
 

@@ -43,7 +43,7 @@ class LayerWiseAdapter(UndistributedAdapter):
 
     @override
     def share_weights(self) -> None:
-        """What follows every step (`LayerWiseDistributedOptimizer.step`, `.step_with_ready_grads`)."""
+        """Share the parameters as after a step (`LayerWiseDistributedOptimizer.step`, `.step_with_ready_grads`)."""
         if not getattr(self._layer_wise, "use_buffer_param_sync", False):
             self._layer_wise.allgather_params()
             return

@@ -38,7 +38,7 @@ class UndistributedAdapter(PlainAdapter):
         return True
 
     def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
-        """What this rank holds."""
+        """The shards of this rank."""
         for group in self.param_groups:
             for master in group["params"]:
                 own = described(live, self._parameters.get(id(master), master))
