@@ -102,7 +102,7 @@ def _fully_reshardable(machine: Machine) -> Iterator[Job]:
 def _experts(machine: Machine) -> Iterator[Job]:
     ranks, expert = machine.ranks, min(EXPERTS, machine.ranks)
     source = layout_of(ranks, 1, 1, max(size for size in (1, 2, 4) if size <= expert and ranks % size == 0))
-    save = _saving(machine, "experts", source, DP_RESHARDABLE, ("--async-save",), check="save, asynchronously")
+    save = _saving(machine, "experts", source, DP_RESHARDABLE, (), check="save")
     yield save
     found = [layout_of(ranks, 1, 2), layout_of(ranks, 2, 1), layout_of(ranks, 2, 2, 2), layout_of(ranks, 1, 1)]
     for layout in dict.fromkeys(found):

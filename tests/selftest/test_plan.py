@@ -100,6 +100,13 @@ def test_the_batch_of_a_resume_is_that_of_its_save() -> None:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
+def test_one_job_saves_asynchronously(ranks: int) -> None:
+    """Starting its writers takes longer than a job."""
+    (save,) = (job for job in plan(Machine(ranks)) if "--async-save" in job.arguments)
+    assert save.loads is None
+
+
+@pytest.mark.parametrize("ranks", SIZES)
 def test_each_batch_can_be_divided(ranks: int) -> None:
     """Among the data-parallel ranks, and then into at least one micro batch for each stage, by turns."""
     for job in plan(Machine(ranks)):
