@@ -11,10 +11,10 @@ from typing import Any
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.pickle_stubs import Stateless
 
-# Bytes of an element (c10/core/ScalarType.h, torch 2.4 to 2.13); those below 8 bits lie in bytes.
+# Bytes of an element (c10/core/ScalarType.h, torch 2.4 to 2.15); those below 8 bits lie in bytes.
 _ITEM_SIZES = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32", "complex32", "qint32"), 4),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32", "bcomplex32", "qint32"), 4),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
     **dict.fromkeys(("bool", "int8", "uint8", "qint8", "quint8", "quint4x2", "quint2x4"), 1),
     **dict.fromkeys(("bits1x8", "bits2x4", "bits4x2", "bits8", "float4_e2m1fn_x2", "float8_e8m0fnu"), 1),

@@ -218,4 +218,4 @@ def test_transposed_experts(implementation: dict[str, Any]) -> None:
     checkpoint = open_checkpoint(fixture_named("p09").run)
     arguments = {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": False, **implementation}
     vars(checkpoint.common["args"]).update(arguments)
-    refused(checkpoint, "transposed, and the weights are not.*--dist-ckpt-optim-fully-reshardable")
+    refused(checkpoint, "transposed, and their weights are not.*--dist-ckpt-optim-fully-reshardable")
