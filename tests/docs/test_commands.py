@@ -128,6 +128,17 @@ def test_what_is_not_run_says_so(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        "missing keys", "mismatch after resume", "not supported for DistributedOptimizer", "Cannot merge two lists",
+        "Failed to load the backend extension",
+    ],
+)  # fmt: skip
+def test_the_page_of_error_messages_has_what_users_search_for(words: str) -> None:
+    assert words in (REPOSITORY / "docs" / "reference" / "errors.md").read_text()
+
+
+@pytest.mark.parametrize(
     ("promised", "found", "is_equal"),
     [
         (["a", "...", "b"], ["a", "x", "y", "b"], True),
