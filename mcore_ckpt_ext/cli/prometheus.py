@@ -25,10 +25,13 @@ _SEVERITIES = ("error", "warning")
 
 @dataclass(frozen=True)
 class Disk:
-    """The files of a checkpoint: their bytes, and when the newest was written, in seconds since 1970."""
+    """The files of a checkpoint: their bytes, and when the newest was written, in seconds since 1970.
+
+    `newest` is None where the store does not keep such times.
+    """
 
     nbytes: int
-    newest: float
+    newest: float | None
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def metrics(
 def disk_of(folder: Path) -> Disk:
     """The bytes of a folder, and when its newest file was written."""
     status = [path.stat() for path in folder.rglob("*") if path.is_file()]
-    return Disk(sum(one.st_size for one in status), max((one.st_mtime for one in status), default=0.0))
+    return Disk(sum(one.st_size for one in status), max((one.st_mtime for one in status), default=0.0) or None)
 
 
 def _of_run(exit_code: int, seconds: float) -> Iterator[_Metric]:
@@ -112,6 +115,8 @@ def _of_result(result: VerificationResult) -> Iterator[_Metric]:
 
 def _of_disk(disk: Disk) -> Iterator[_Metric]:
     yield _Metric("checkpoint_bytes", "Bytes of the checkpoint's files.", _one(disk.nbytes))
+    if disk.newest is None:
+        return
     yield _Metric("checkpoint_timestamp_seconds", "When its newest file was written.", _one(disk.newest))
     yield _Metric("checkpoint_age_seconds", "Age of its newest file.", _one(time.time() - disk.newest))
 

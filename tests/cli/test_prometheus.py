@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.cli.prometheus import metrics
+from mcore_ckpt_ext.cli.prometheus import Disk, metrics
 from tests.harness.checkpoints import Fixture, fixture_named
 
 # An exposition's line of a sample: https://prometheus.io/docs/instrumenting/exposition_formats/
@@ -32,8 +32,11 @@ def samples(path: Path, of: Path) -> dict[str, float]:
     return found
 
 
-def test_a_sound_checkpoint(tmp_path: Path) -> None:
-    run, file = fixture_named("p01").run, tmp_path / "run.prom"
+def test_a_sound_checkpoint(damaged: Fixture, tmp_path: Path) -> None:
+    run, file = damaged.run, tmp_path / "metrics" / "run.prom"
+    file.parent.mkdir()
+    now = time.time()
+    os.utime(damaged.iteration / "common.pt", (now - 100, now - 100))
     for _ in range(2):  # a former file is replaced
         assert main(["verify", str(run), "--quick", "--prometheus", str(file)]) == 0
     found = samples(file, run)
@@ -44,12 +47,12 @@ def test_a_sound_checkpoint(tmp_path: Path) -> None:
         0,
     )
     assert found["verify_checks passed"] > 2
-    files = [path.stat() for path in (run / "iter_0000004").rglob("*") if path.is_file()]
+    files = [path.stat() for path in damaged.iteration.rglob("*") if path.is_file()]
     assert found["checkpoint_bytes"] == sum(status.st_size for status in files)
-    assert found["checkpoint_timestamp_seconds"] == max(status.st_mtime for status in files)
-    assert abs(found["checkpoint_age_seconds"] + found["checkpoint_timestamp_seconds"] - time.time()) < 600
+    assert found["checkpoint_timestamp_seconds"] == max(status.st_mtime for status in files) == pytest.approx(now - 100)
+    assert 100 <= found["checkpoint_age_seconds"] < 700
     assert 0 < found["verify_duration_seconds"] < 600
-    assert [path.name for path in tmp_path.iterdir()] == ["run.prom"]
+    assert [path.name for path in file.parent.iterdir()] == ["run.prom"]
 
 
 def test_a_damaged_checkpoint(damaged: Fixture, tmp_path: Path) -> None:
@@ -75,6 +78,12 @@ def test_nothing_else_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["verify", run, "--prometheus", str(tmp_path / "nowhere" / "run.prom")]) == 2
     assert "does not exist" in capsys.readouterr().err
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_a_store_without_times() -> None:
+    text = metrics("memory://run", 0, 1.0, None, Disk(5, None))
+    assert 'mcore_ckpt_checkpoint_bytes{path="memory://run"} 5.0' in text
+    assert "age" not in text
 
 
 def test_labels_are_escaped() -> None:

@@ -161,7 +161,9 @@ def test_without_the_library_the_error_says_what_to_install(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("store", "name"), [("memory", "p01"), ("s3", "p01"), ("s3", "p08b"), ("memory", "p31")], indirect=["store"]
 )
-def test_commands_take_remote_folders(name: str, store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_remote_folders(
+    name: str, store: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     source = fixture_named(name).run
     for path in source.rglob("*"):
         if path.is_file():
@@ -174,7 +176,8 @@ def test_commands_take_remote_folders(name: str, store: Any, capsys: pytest.Capt
     assert main(["inspect", str(source), "--json"]) == 0
     here = json.loads(capsys.readouterr().out)
     assert {**there, "path": ""} == {**here, "path": ""}
-    assert main(["verify", remote]) == 0
+    assert main(["verify", str(source), "--record", str(tmp_path / "manifest")]) == 0
+    assert main(["verify", remote, "--against", str(tmp_path / "manifest")]) == 0
     assert main(["diff", remote, str(source)]) == 0
     # Cut off what the last record of a file needs: seen there, too.
     largest = max((path for path in (store / "run").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
