@@ -81,6 +81,7 @@ def test_searching_and_choosing_another_buffer(browser: str, tmp_path: Path, ins
     assert "4 of 52 tensors" in dom
     assert f"{inspected.buffers[3].numel:,} elements" in dom
     assert f"{inspected.buffers[0].numel:,} elements" not in dom
+    assert f"Order: {inspected.buffers[3].order_source}; sizes and chunk borders agree." in dom
 
 
 def assert_it_stays_text(browser: str, path: Path, page: str, times: int) -> None:

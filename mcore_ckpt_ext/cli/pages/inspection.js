@@ -89,8 +89,8 @@ function bufferMap() {
         picture.append(titled(drawn("rect", box), `${parameter}\nelements ${count(first)} to ${count(last)}`));
       }
     });
-    const told = buffer.witness
-      ? `Order: ${buffer.witness}; sizes and chunk borders agree. \`mcore-ckpt verify\` proves it. Grey is padding.`
+    const told = buffer.order_source
+      ? `Order: ${buffer.order_source}; sizes and chunk borders agree. \`mcore-ckpt verify\` proves it. Grey is padding.`
       : "No known order of parameters fits by sizes and chunk borders; verify looks for the parameters by content.";
     const rows = buffer.parameters.map(([parameter, first, last]) => [name(parameter), count(first), count(last), count(last - first)]);
     const list = element("div", { class: "scroll" }, grid(["parameter", "first", "end", "elements"], rows, [1, 2, 3]));

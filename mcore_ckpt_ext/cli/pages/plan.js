@@ -73,7 +73,7 @@ function rehearsed() {
   }
   parts.push(
     card("Checked", facts([
-      ["optimizer", `${count(data.elements)} elements of ${count(data.parameters)} parameters on ${count(data.gpus)} ranks, each found once; placed by ${data.witnesses.join(" and ")}`],
+      ["optimizer", `${count(data.elements)} elements of ${count(data.parameters)} parameters on ${count(data.gpus)} ranks, each found once; placed by ${data.order_sources.join(" and ")}`],
       ["weights", `${count(data.weights)} elements, each found once`],
       ["masters", data.proven ? `${count(data.proven)} ${data.proof} (${data.is_full_proof ? "all" : "samples of every parameter"})` : "derived from the weights: nothing to compare"],
       ["to be read", `${size(data.bytes_read)} by all ranks`],
