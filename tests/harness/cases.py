@@ -12,6 +12,7 @@ import torch
 
 from tests.harness.jobs import RANK_SCRIPTS, run_job
 from tests.harness.layouts import Layout
+from tests.harness.rehearsals import assert_ends_alike
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,13 @@ Outcomes = dict[str, list[dict[str, Any]]]
 
 
 def load_all(
-    folder: Path, layout: Layout, cases: Sequence[Case], *, script: str = "load_cases.py", **options: Any
-) -> Outcomes:
-    """Build each model once and load the cases into it, in one launch; `options` are those of `run_job`."""
+    folder: Path, layout: Layout, cases: Sequence[Case], *, script: str = "load_cases.py", are_rehearsed: bool = False,
+    **options: Any,
+) -> Outcomes:  # fmt: skip
+    """Build each model once and load the cases into it, in one launch; `options` are those of `run_job`.
+
+    `are_rehearsed`: a rehearsal of each load must end as the load does.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     order, report = folder / "order.json", folder / "report"
     report.mkdir()
@@ -63,7 +68,11 @@ def load_all(
     result = run_job(folder, layout, script=RANK_SCRIPTS / script, environment=environment, **options)
     assert result.returncode == 0, result.output[-6000:]
     ranks = [json.loads((report / f"rank_{rank}.json").read_text()) for rank in range(layout.ranks)]
-    return {case.name: [rank[case.name] for rank in ranks] for case in cases}
+    outcomes = {case.name: [rank[case.name] for rank in ranks] for case in cases}
+    for case in cases if are_rehearsed else ():
+        first = outcomes[case.name][0]
+        assert_ends_alike(case.load, first["arguments"], first["error"], case.environment)
+    return outcomes
 
 
 def save_noise(folder: Path, layout: Layout, more: Sequence[str] = ()) -> Path:

@@ -80,7 +80,7 @@ def outcomes(folder: Path, gpt: Job) -> Outcomes:
     lying = lying.replace(one, "?").replace(other, one).replace("?", other)
     sidecars["lying"].write_text(lying)
     cases = [Case(name, run, dump=folder / f"{name}-dump") for name, run in runs.items()]
-    return load_all(folder / "job", Layout(2, 1, 2), cases)
+    return load_all(folder / "job", Layout(2, 1, 2), cases, are_rehearsed=True)
 
 
 def witness_of(outcomes: Outcomes, name: str) -> str:

@@ -38,6 +38,7 @@ fast_load: Any = importlib.import_module("mcore_ckpt_ext.megatron.fast_load")
 proof: Any = importlib.import_module("mcore_ckpt_ext.megatron.check_after_load")
 resuming: Any = importlib.import_module("mcore_ckpt_ext.megatron.probe")
 checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
+_PLAIN = (bool, int, float, str, list, type(None))
 _PROGRESS = {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0}
 
 
@@ -180,7 +181,9 @@ def load(case: dict[str, Any], live: Live, witness: WriteDetector) -> dict[str, 
         if "dump" in case:
             arguments.iteration = result
             dump_optimizer.dump(Path(case["dump"]), result, live.model, live.optimizer, scheduler)
+    plain = {name: value for name, value in as_called.items() if isinstance(value, _PLAIN)}
     return {
+        "arguments": plain if torch.distributed.get_rank() == 0 else {},
         "error": error,
         "types": types,
         "iteration": result,
