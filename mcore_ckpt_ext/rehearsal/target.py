@@ -24,7 +24,7 @@ CHANGEABLE = frozenset({
     "bf16", "fp16", "padded_vocab_size", "vocab_size", "make_vocab_size_divisible_by", "overlap_grad_reduce",
     "ddp_bucket_size", "ddp_num_buckets", "lr", "min_lr", "lr_decay_style", "override_opt_param_scheduler",
     "use_checkpoint_opt_param_scheduler", "use_distributed_optimizer", "use_precision_aware_optimizer",
-    "optimizer_cpu_offload",
+    "optimizer_cpu_offload", "hybrid_layer_pattern",
 })  # fmt: skip
 """Arguments in which the job may differ from the one that wrote the checkpoint, beside its layout: none of the model's,
 whose other parameters would have shapes that no checkpoint shows."""
@@ -113,7 +113,8 @@ def target_job(
     old = ParallelLayout.from_arguments(written)
     table = table_of(checkpoint, written)
     buffers = buffers_of(written, table, version)
-    result = search(written, table, old, SearchRequest(gpus, gpus, version, pins=sizes), buffers)
+    model = _with_stages_of(written, changes)
+    result = search(model, table, old, SearchRequest(gpus, gpus, version, pins=sizes), buffers)
     if not result.found:
         _, layout, reason = min(result.nearest.values(), key=lambda one: one[0])
         return TargetJob(written, layout, "", reason)
@@ -122,6 +123,24 @@ def target_job(
     changed.setdefault("padded_vocab_size", _rows(checkpoint, written.changed(**changed), sizes["tensor"]))
     running = written.changed(source="the arguments of the job that resumes", **changed)
     return TargetJob(running, ParallelLayout.from_arguments(running), " ".join(flags_of(best)))
+
+
+def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArguments:
+    """The arguments of the job that wrote, with the pattern by which the other one divides its hybrid layers.
+
+    Raises:
+        UsageError: it is a pattern of another model.
+    """
+    pattern, stored = changes.get("hybrid_layer_pattern"), written.hybrid_layer_pattern
+    if pattern is None or stored is None:
+        return written
+    if str(pattern).replace("|", "") != stored.replace("|", ""):
+        raise UsageError(
+            "a rehearsal resumes the checkpoint's own model, and this pattern has other layers",
+            found=shortened(str(pattern), 60),
+            expected=f"{shortened(stored, 60)}, divided otherwise by |",
+        )
+    return written.changed(hybrid_layer_pattern=pattern)
 
 
 def _rows(checkpoint: CheckpointView, running: JobArguments, tensor: int) -> int | None:

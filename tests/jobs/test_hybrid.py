@@ -50,7 +50,7 @@ def test_the_live_optimizer_equals_the_one_that_was_saved(
         )
         options = {"ckpt_format": "torch", "no_load_rng": True}
         cases.append(Case("legacy", tmp_path / "legacy", options, dump=tmp_path / "legacy_dump"))
-    outcomes = load_all(tmp_path / "job", target, cases, more=pattern(running))
+    outcomes = load_all(tmp_path / "job", target, cases, more=pattern(running), are_rehearsed=True)
     if target.pipeline == 1:
         assert [(rank["error"], rank["lines"]) for rank in outcomes["legacy"]] == [(None, [])] * target.ranks
     truth = assemble(tmp_path / "saved" / "dump" / "after_save_0000004")
