@@ -165,7 +165,7 @@ def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], 
         if why := table.get(kind):
             raise UnsupportedCheckpointError(
                 what, found=f"model_type {kind}: {why}", where=where,
-                hint="to map it to layers of your own: mcore-ckpt convert --family path.py:Name",
+                hint="to map it to layers of your own (docs/how-to/own-format.md): --family path.py:Name",
             )  # fmt: skip
     raise unknown_family(config, names(), FAMILIES, where)
 

@@ -97,10 +97,16 @@ def command_lines() -> list[str]:
 
 
 @pytest.mark.parametrize("line", command_lines())
-def test_every_command_line_runs(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As it stands in the message, with a checkpoint for PATH, SRC, A and B, and a new folder for DST."""
-    places = dict.fromkeys(SOURCES, str(fixture_named("p02").run)) | {"DST": str(tmp_path / "out")}
+def test_every_command_line_runs(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a checkpoint for PATH, SRC, A and B, and a new folder for DST; one that names a MODEL is parsed only."""
+    monkeypatch.chdir(tmp_path)
+    places = dict.fromkeys(SOURCES, str(fixture_named("p02").run)) | {"DST": "out"}
     words = [places.get(word.strip("…"), word) for word in shlex.split(line)]
+    if "MODEL" in words:
+        parser_of(words).parse_args(words)
+        return
     try:
         code = main(words)
     except SystemExit as stopped:  # of argparse, where an option prints something and ends
