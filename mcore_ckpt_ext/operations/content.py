@@ -148,7 +148,11 @@ class ContentCheck:
 
     def _wrong_in_slot(self, optimizer: OptimizerState, kind: str, wanted: Slice) -> int:
         """The elements of a slot that are not its parameter's; lost ones count as wrong."""
-        in_slots = replace(SourceView.of(optimizer), stored=optimizer.slots)
+        in_slots = replace(
+            SourceView.of(optimizer),
+            stored=optimizer.slots,
+            stored_in=lambda kind, region: optimizer.slots(kind, region.name),
+        )
         slot = bits_of(read_slice(in_slots, self._transfer, kind, wanted))
         found = bits_of(read_slice(self._sources[kind], self._transfer, kind, wanted, accept_lost=True))
         different = slot != found
