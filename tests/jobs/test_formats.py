@@ -69,7 +69,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, tuple[Path,
             for name, (model, arguments) in FORMATS.items()
             if (layout, name) in CASES
         ]
-        found[layout] = folder, load_all(folder / "job", layout, cases)
+        found[layout] = folder, load_all(folder / "job", layout, cases, are_rehearsed=True)
     return found
 
 
