@@ -115,7 +115,7 @@ def test_every_command_line_runs(
 
 
 def test_command_lines_are_found() -> None:
-    assert {"convert SRC DST --to torch_dist", "verify PATH", "diff A B…"} <= {*command_lines()}
+    assert {"convert SRC DST --to torch_dist", "verify PATH --record FILE", "inspect PATH"} <= {*command_lines()}
 
 
 def test_what_else_is_named_exists() -> None:
