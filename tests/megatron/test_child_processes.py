@@ -12,6 +12,8 @@ import pytest
 STARTS = """
 import sys, time, multiprocessing
 import torch
+# A writer selects the device of its rank before it waits for work (`async_loop`, strategies/async_utils.py).
+torch.cuda.device_count, torch.cuda.set_device = lambda: 1, lambda device: None
 from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 if __name__ == "__main__":
     queue = filesystem_async.get_write_results_queue("fork")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, WEIGHT
-from mcore_ckpt_ext.operations.content import _count_values, _Tally
+from mcore_ckpt_ext.operations import content
 from mcore_ckpt_ext.operations.difference_map import Tally
 from mcore_ckpt_ext.operations.reading import Rooms, threads
 
@@ -15,9 +15,9 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def counted(kind: str, values: list[float], dtype: torch.dtype = torch.float32) -> tuple[int, int, int]:
-    tally = _Tally()
+    tally = content.Tally()
     block = torch.cat([torch.ones(100_000), torch.tensor(values)]).to(dtype)
-    _count_values(kind, block, tally)
+    content.count_values(kind, block, tally)
     return tally.nan, tally.infinite, tally.negative
 
 
@@ -39,8 +39,8 @@ def test_a_sum_that_overflows_is_no_finding() -> None:
 
 
 def test_an_empty_block_has_nothing_odd() -> None:
-    tally = _Tally()
-    _count_values(EXP_AVG_SQ, torch.empty(0), tally)
+    tally = content.Tally()
+    content.count_values(EXP_AVG_SQ, torch.empty(0), tally)
     assert (tally.nan, tally.infinite, tally.negative) == (0, 0, 0)
 
 

@@ -295,7 +295,7 @@ class TestRefusals:
         assert not list(tmp_path.iterdir())
 
     def test_a_family_where_none_is_needed(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="only where a Hugging Face folder is read or written"):
+        with pytest.raises(UsageError, match="applies only if a Hugging Face folder is read or written"):
             mcore_ckpt_ext.convert(
                 fixture_named("p02").run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), family="llama"
             )

@@ -40,6 +40,7 @@ from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.planning.source_view import SourceView
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position, wrong_masters
@@ -535,7 +536,11 @@ def test_records_that_overlap_are_seen(damaged: Fixture) -> None:
 def test_kinds_of_different_shape_are_reported(damaged: Fixture) -> None:
     checkpoint = open_checkpoint(damaged.run)
     content = ContentCheck(checkpoint, True, set())
-    content._sources[EXP_AVG].logical_tensor = lambda kind, name: LogicalTensor(name, (1, 2), "float32")
+    of_another_shape = replace(
+        SourceView.of(checkpoint.optimizer),
+        logical_tensor=lambda kind, name: LogicalTensor(name, (1, 2), "float32"),
+    )
+    content._sources[EXP_AVG] = of_another_shape
     report = content.check(MATRIX)
     assert "its kinds differ in shape" in report.findings[0].what
 

@@ -71,7 +71,7 @@ def test_lost_elements_are_refused(name: str) -> None:
 def test_who_loads_the_optimizer(name: str, layout: str, gpus: int, loader: str | None, check: str | None) -> None:
     found = rehearsed(name, layout, gpus)
     assert found.loaded_by == loader
-    assert (found.why or "").partition(":")[0] == (check or "")
+    assert (found.why or "").partition(";")[0] == (check or "")
 
 
 @pytest.mark.parametrize(
