@@ -207,11 +207,12 @@ def _files(checkpoint: CheckpointView, grid: RankGrid | None) -> list[StoredFile
 
 def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid | None) -> StoredFile:
     """A file, and its place in the layout; `grid`: of the ranks that wrote the files, None where no rank did."""
-    path = checkpoint.folder / name
-    size = path.stat().st_size if path.is_file() else None
-    if (
-        grid is not None and (match := _DISTCP.match(name)) and path.is_relative_to(checkpoint.folder)
-    ):  # else of another job
+    try:
+        size: int | None = (checkpoint.folder / name).stat().st_size
+    except OSError:
+        size = None
+    # An absolute path: a file of another job.
+    if grid is not None and (match := _DISTCP.match(name)) and not name.startswith("/"):
         rank = int(match[1])
         return StoredFile(name, rank, int(match[2]), grid.place(rank), size)
     if (rank_of_file := checkpoint.format_reader.rank_of(name)) is not None:
@@ -221,8 +222,8 @@ def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid | None) -> 
 
 
 def _other_bytes(folder: Path, files: list[StoredFile]) -> int:
-    known = {folder / file.file for file in files}
-    others = (path for path in folder.rglob("*") if path not in known and path.is_file())
+    known = {str(folder / file.file) for file in files}
+    others = (path for path in folder.rglob("*") if str(path) not in known and path.is_file())
     return sum(path.stat().st_size for path in others)
 
 
