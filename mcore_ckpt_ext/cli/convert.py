@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,6 @@ from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import UsageError, readable
-from mcore_ckpt_ext.families.checked import checked
-from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.recognition import FAMILIES, registered_here
-from mcore_ckpt_ext.families.unsupported import NOT_CONVERTED, NOT_IN_MEGATRON
 from mcore_ckpt_ext.formats.hugging_face.options import DTYPES, EXPORTED_KINDS, QUANTIZATIONS
 from mcore_ckpt_ext.formats.target import LAYER_SPECS
 from mcore_ckpt_ext.formats.torch_dist.options import LOOPS
@@ -121,31 +116,10 @@ class _ListFamilies(argparse.Action):
 
     @override
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        rows = [_FAMILY_HEAD, *map(_family_row, FAMILIES)]
-        rows += [
-            (one.model_type, one.class_name, "(not loaded)", "", "", f"registered by {one.distribution}")
-            for one in registered_here()
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_FAMILY_HEAD) - 1)]
-        for row in rows:
-            line("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]))
-        line("since: the first release of Megatron Core with the arguments of such a model")
-        line("directions: from Hugging Face to Megatron (import), and back (export)")
-        line(f"not in Megatron Core up to 0.19.2: {', '.join(sorted(NOT_IN_MEGATRON))}")
-        line(f"not converted: {', '.join(sorted(NOT_CONVERTED))}")
+        from mcore_ckpt_ext.cli.family_list import print_families  # the families take 0.1 s to import
+
+        print_families()
         parser.exit()
-
-
-_FAMILY_HEAD = ("model_type", "family", "trained by", "since", "directions", "models (released ones that were checked)")
-
-
-def _family_row(family: Family) -> tuple[str, ...]:
-    models = (sys.modules[type(family).__module__].__doc__ or "").partition("\n")[0].rstrip(".")
-    spec = "Megatron (Transformer Engine)" if family.needs_engine else "Megatron"
-    since, names = checked(family.model_type)
-    shown = f"{models} ({', '.join(names)})" if names else models
-    trained_by = "Megatron-Bridge" if family.bridge_only_reason else spec
-    return family.model_type, family.name, trained_by, since, "import, export", shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
