@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.options import PINS
 from mcore_ckpt_ext.rehearsal.rehearse import rehearse_job
 from mcore_ckpt_ext.rehearsal.result import Rehearsal
+from tests.harness.layouts import Layout
 
 
 def rehearsal_of(run: Path, arguments: Mapping[str, Any], **options: Any) -> Rehearsal:
@@ -20,6 +22,42 @@ def rehearsal_of(run: Path, arguments: Mapping[str, Any], **options: Any) -> Reh
     layout = ParallelLayout.from_arguments(JobArguments.of(arguments))
     sizes = {name: getattr(layout, name) for name in PINS.values()}
     return rehearse_job(run, layout.world, sizes, changes=arguments, **options)
+
+
+# How layers are divided among pipeline stages: what a job does not state has no value, whatever its checkpoint states.
+_OF_STAGES = (
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
+
+
+def rehearsal_of_resume(run: Path, layout: Layout) -> Rehearsal:
+    """Rehearse the resume of a job that differs from the one that saved in its layout alone."""
+    arguments = {
+        **dict.fromkeys(_OF_STAGES),
+        **stated_arguments(_stated(layout.flags)),
+        "padded_vocab_size": layout.vocabulary,
+        "world_size": layout.ranks,
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+    }
+    stages = str(arguments["pipeline_model_parallel_layout"] or "").count("|") + 1
+    if layout.virtual or stages > layout.pipeline:  # as `validate_args` derives it (megatron/training/arguments.py)
+        arguments["virtual_pipeline_model_parallel_size"] = 2 if layout.virtual else stages // layout.pipeline
+    return rehearsal_of(run, arguments, full=True)
+
+
+def _stated(flags: Sequence[str]) -> Iterator[str]:
+    """Yield flags and their values, as a user states arguments: `context_parallel_size=2`."""
+    for flag, following in zip(flags, [*flags[1:], "--"], strict=True):
+        if flag.startswith("--"):
+            value = "true" if following.startswith("--") else following
+            yield f"{flag.removeprefix('--').replace('-', '_')}={value}"
 
 
 def assert_ends_alike(
