@@ -15,6 +15,7 @@ from tests.harness.checkpoints import everything_in
 from tests.harness.jobs import OFF, RANK_SCRIPTS, SAVED, differing, resume, train_and_save
 from tests.harness.layouts import Layout
 from tests.harness.models import GATED
+from tests.harness.rehearsals import rehearsal_of_resume
 
 DISCOVERED = "discovery by content"
 
@@ -34,4 +35,5 @@ def test_an_unknown_order_is_discovered_and_verified(model: list[str], tmp_path:
         resumed = resume(tmp_path / str(number), layout, saved.run, more=model)
         assert resumed.summary["witnesses"] == DISCOVERED
         assert differing(truth, assemble(resumed.at_load)) == []
+        assert rehearsal_of_resume(saved.run, layout).will_succeed
         assert resumed.losses[SAVED + 1] == pytest.approx(saved.losses[SAVED + 1], rel=1e-4)

@@ -13,6 +13,7 @@ from megatron_on_cpu.dump_optimizer import assemble
 from tests.harness.jobs import differing, resume, train_and_save
 from tests.harness.layouts import Layout, experts_over
 from tests.harness.models import EXPERT_BIAS, GATED, GATED_EXPERTS, LATENT, SHARED_EXPERTS
+from tests.harness.rehearsals import rehearsal_of_resume
 
 UNEVEN = ("--decoder-first-pipeline-num-layers", "1")
 BUCKETS = ("--overlap-grad-reduce", "--ddp-bucket-size", "3000")
@@ -46,3 +47,5 @@ def test_the_live_optimizer_equals_the_one_that_was_saved(name: str, tmp_path: P
         resumed = resume(tmp_path / str(number), target, saved.run, more=model)
         assert resumed.summary, target
         assert differing(assemble(saved.at_save), assemble(resumed.at_load)) == [], target
+        rehearsed = rehearsal_of_resume(saved.run, target)
+        assert rehearsed.will_succeed, f"{target}: {rehearsed.refusal}"

@@ -25,17 +25,22 @@ from tests.harness.jobs import (
 )
 from tests.harness.layouts import Layout
 from tests.harness.models import LLAMA
+from tests.harness.rehearsals import rehearsal_of_resume
 
 ASYNCHRONOUS = "scheduled an async checkpoint save"
 
 
 def assert_resumed(saved: Job, resumed: Job) -> None:
-    """Everything that was saved is there again, and rank 0 said so in one line."""
+    """Everything that was saved is there again, rank 0 said so in one line, and a rehearsal would have foreseen it."""
     assert_same_optimizer(saved.at_save, resumed.at_load)
     assert_same_training_state(saved.at_save, resumed.at_load)
     said = resumed.summary
     assert (said["source"], said["target"]) == (str(saved.layout), str(resumed.layout))
     assert (said["format"], said["witnesses"]) == ("dp_reshardable", "the sidecar")
+    rehearsed = rehearsal_of_resume(saved.run, resumed.layout)
+    assert rehearsed.will_succeed, rehearsed.refusal
+    # A rehearsal counts the master and both moments of each.
+    assert rehearsed.elements == 3 * int(said["elements"].replace(",", ""))
 
 
 def test_the_save_was_asynchronous_in_fact(gpt: Job) -> None:
