@@ -62,6 +62,7 @@ def rehearse(
     full: bool = False,
     stated: Mapping[str, Any] | None = None,
     changes: Mapping[str, Any] | None = None,
+    any_change: bool = False,
     team: Team | None = None,
 ) -> Rehearsal:
     """Do what a resume under another layout would do up to its first write, for all ranks, without Megatron.
@@ -74,35 +75,15 @@ def rehearse(
         full: compare all masters with their weights, not only samples.
         stated: arguments of the job that wrote, which the checkpoint does not state.
         changes: arguments in which the job that resumes differs, beside its layout.
+        any_change: accept every argument among the changes, as far as the checkpoint's own model has the job's shapes.
         team: the processes that share the work, each with the same arguments; by default this one alone.
 
     Raises:
         UsageError: a value makes no sense.
         CheckpointError: the checkpoint cannot be read, or a rehearsal cannot simulate such a job.
     """
-    check_changes(changes or {})
-    return rehearse_job(
-        path, gpus, sizes, megatron_version=megatron_version, full=full, stated=stated, changes=changes, team=team
-    )
-
-
-def rehearse_job(
-    path: str | os.PathLike[str],
-    gpus: int,
-    sizes: Mapping[str, int],
-    *,
-    megatron_version: str | None = None,
-    full: bool = False,
-    stated: Mapping[str, Any] | None = None,
-    changes: Mapping[str, Any] | None = None,
-    team: Team | None = None,
-) -> Rehearsal:
-    """Like `rehearse`, of a job that may differ in any argument, as far as the checkpoint's own model has its shapes.
-
-    Raises:
-        UsageError: a value makes no sense.
-        CheckpointError: the checkpoint cannot be read, or a rehearsal cannot simulate such a job.
-    """
+    if not any_change:
+        check_changes(changes or {})
     check_gpus(gpus)
     version = version_number(megatron_version)
     with reraise_as_unreadable(path), collector_paused(), ExitStack() as sharing:

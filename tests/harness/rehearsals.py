@@ -12,7 +12,7 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.options import PINS
-from mcore_ckpt_ext.rehearsal.rehearse import rehearse_job
+from mcore_ckpt_ext.rehearsal.rehearse import rehearse
 from mcore_ckpt_ext.rehearsal.result import Rehearsal
 from tests.harness.layouts import Layout
 
@@ -21,7 +21,7 @@ def rehearsal_of(run: Path, arguments: Mapping[str, Any], **options: Any) -> Reh
     """Rehearse the load of a genuine job, which had these arguments."""
     layout = ParallelLayout.from_arguments(JobArguments.of(arguments))
     sizes = {name: getattr(layout, name) for name in PINS.values()}
-    return rehearse_job(run, layout.world, sizes, changes=arguments, **options)
+    return rehearse(run, layout.world, sizes, changes=arguments, any_change=True, **options)
 
 
 # How layers are divided among pipeline stages: what a job does not state has no value, whatever its checkpoint states.
