@@ -17,12 +17,12 @@ import torch
 from megatron_on_cpu.dump_optimizer import assemble
 
 from mcore_ckpt_ext.megatron.policy import WITHOUT_RANDOM_STATES
-from mcore_ckpt_ext.rehearsal.rehearse import rehearse
 from tests.harness.checkpoints import fixture_named
 from tests.harness.jobs import OFF, RANK_SCRIPTS, SAVED, differing, run_job
 from tests.harness.layouts import SEQUENCE, Layout, experts_over
 from tests.harness.models import GATED_EXPERTS, LLAMA
 from tests.harness.programs import Programs
+from tests.harness.rehearsals import rehearsal_of_resume
 from tests.harness.turns import Results, Turn, run_in_turn
 
 PLUGINS = [RANK_SCRIPTS / "without_multiplier.py", RANK_SCRIPTS / "model_by_function.py"]
@@ -179,13 +179,7 @@ def test_what_was_written_shifted_is_refused_or_repaired(results: Results, row: 
 @pytest.mark.parametrize("row", [one for one in (*ROWS, *SHIFTED) if SOURCES[one.source].fixture], ids=str)
 def test_a_rehearsal_ends_as_these_jobs_do(row: Row) -> None:
     """The tests above show that jobs succeed, or are refused in these words; it needs no job of its own."""
-    layout, sizes = row.layout, {"tensor": row.layout.tensor, "pipeline": row.layout.pipeline, "virtual_pipeline": 1}
-    sizes |= {"virtual_pipeline": 2} if layout.virtual else {}
-    experts = dict(zip(layout.more, layout.more[1:], strict=False))
-    sizes |= {"expert": int(experts.get("--expert-model-parallel-size", 1)), "context": 1}
-    sizes |= {"expert_tensor": int(experts.get("--expert-tensor-parallel-size", layout.tensor))}
-    run = fixture_named(SOURCES[row.source].fixture).run
-    found = rehearse(run, layout.ranks, sizes, changes={"padded_vocab_size": layout.vocabulary})
+    found = rehearsal_of_resume(fixture_named(SOURCES[row.source].fixture).run, row.layout)
     assert found.will_succeed == (row not in SHIFTED), found.refusal
     assert found.will_succeed or "wrote this fully_reshardable optimizer state shifted" in str(found.refusal)
 
