@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_ckpt_ext.errors import DestinationError, UsageError, io_hint
+from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.check_results import VerificationResult
 
+_METRICS = "the metrics"
 _BEGIN = "# HELP mcore_ckpt_"
 _STATUSES = ("passed", "failed", "skipped")
 _SEVERITIES = ("error", "warning")
@@ -49,12 +50,13 @@ def check_metrics_file(path: Path) -> None:
     Raises:
         UsageError: there is a file of another kind, or no folder to write it to.
     """
-    if path.is_dir() or (path.exists() and not _is_ours(path)):
-        raise UsageError("--prometheus would overwrite something that is no file of its metrics", where=str(path),
-                         hint="choose a new file, or an earlier one of this option")  # fmt: skip
-    if not path.absolute().parent.is_dir():
-        raise UsageError("the folder of the metrics does not exist", where=str(path.absolute().parent),
-                         hint="create it, or choose another file")  # fmt: skip
+    check_report(
+        path,
+        _is_ours,
+        what=_METRICS,
+        conflict="--prometheus would overwrite something that is no file of its metrics",
+        earlier="an earlier one of this option",
+    )
 
 
 def write_metrics(path: Path, text: str) -> None:
@@ -63,14 +65,7 @@ def write_metrics(path: Path, text: str) -> None:
     Raises:
         DestinationError: it cannot be written.
     """
-    from mcore_ckpt_ext.storage.atomic_files import replace
-
-    try:
-        replace({path: text})
-    except OSError as error:
-        raise DestinationError(
-            "the metrics cannot be written", found=error.strerror, where=str(path), hint=io_hint(error)
-        ) from error
+    write_report(path, text, what=_METRICS)
 
 
 def metrics(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, io_hint, reraise_as_unreadable
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, io_hint, reraise_as_unreadable
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.lazy_torch import torch
@@ -19,10 +19,11 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.findings import RECORDED_FILES, RECORDED_TENSORS, Check, Results, error
 from mcore_ckpt_ext.operations.integrity import digest_of_file
 from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, blocks, cached, threads
-from mcore_ckpt_ext.storage.atomic_files import cannot_write, replace
+from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 from mcore_ckpt_ext.storage.manifest import Manifest, TensorDigest, differing, is_manifest, manifest_text
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
+_MANIFEST = "the manifest"
 STORED = "stored"
 """The kind of tensors that are recorded as they are stored, because their model is not known."""
 Content = CheckpointView | Listing
@@ -35,12 +36,13 @@ def check_destination(path: Path) -> None:
     Raises:
         UsageError: there is a file that is no manifest, or no folder to write it to.
     """
-    if path.is_dir() or (path.exists() and not is_manifest(path)):
-        raise UsageError("--record would overwrite something that is no manifest", where=str(path),
-                         hint="choose a new file, or an earlier manifest")  # fmt: skip
-    if not path.absolute().parent.is_dir():
-        raise UsageError("the folder of the manifest does not exist", where=str(path.absolute().parent),
-                         hint="create it, or choose another file")  # fmt: skip
+    check_report(
+        path,
+        is_manifest,
+        what=_MANIFEST,
+        conflict="--record would overwrite something that is no manifest",
+        earlier="an earlier manifest",
+    )
 
 
 def record(path: Path, folder: Path, content: Content, workers: int) -> None:
@@ -57,10 +59,7 @@ def record(path: Path, folder: Path, content: Content, workers: int) -> None:
         DestinationError: the manifest cannot be written.
     """
     manifest = Manifest(file_digests(folder, path, workers), tuple(tensor_digests(content, workers)))
-    try:
-        replace({path: manifest_text(manifest)})
-    except OSError as problem:
-        raise cannot_write(path, problem) from problem
+    write_report(path, manifest_text(manifest), what=_MANIFEST)
 
 
 def compare(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import DestinationError
+from mcore_ckpt_ext.errors import DestinationError, UsageError, io_hint
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
@@ -24,6 +24,40 @@ def cannot_write(path: Path, error: OSError) -> DestinationError:
         hint="free some space or choose another destination; --resume then continues where this run stopped"
         if full else "choose a destination that you may write to; --resume continues what this run began",
     )  # fmt: skip
+
+
+def check_report(path: Path, is_ours: Callable[[Path], bool], *, what: str, conflict: str, earlier: str) -> None:
+    """Refuse a place for a report of this package where something else lies, before anything is read.
+
+    Args:
+        path: the file.
+        is_ours: whether a file is such a report, which may be replaced.
+        what: the report, as in `the manifest`.
+        conflict: the sentence where it may not be.
+        earlier: what may be, as in `an earlier manifest`.
+
+    Raises:
+        UsageError: there is something else, or no folder to write it to.
+    """
+    if path.is_dir() or (path.exists() and not is_ours(path)):
+        raise UsageError(conflict, where=str(path), hint=f"choose a new file, or {earlier}")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"the folder of {what} does not exist", where=str(path.absolute().parent),
+                         hint="create it, or choose another file")  # fmt: skip
+
+
+def write_report(path: Path, text: str, *, what: str) -> None:
+    """Write a report so that a reader sees the former one or this, whole.
+
+    Raises:
+        DestinationError: it cannot be written.
+    """
+    try:
+        replace({path: text})
+    except OSError as error:
+        raise DestinationError(
+            f"{what} cannot be written", found=error.strerror, where=str(path), hint=io_hint(error)
+        ) from error
 
 
 def flush(path: Path) -> None:
