@@ -19,7 +19,8 @@ else:
         """Stands for the module: the first attribute that is looked up imports it."""
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(import_module("torch"), name)
+            # `import_module` takes four times as long to find what is imported, and tensors are read in a loop.
+            return getattr(sys.modules.get("torch") or import_module("torch"), name)
 
     torch = _LazyTorch()
 
