@@ -69,9 +69,7 @@ def prepared_beside(base: Path, folder: Path, log: Path) -> Path:
     Raises:
         SetupError: the installation failed.
     """
-    python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([str(base), "-m", "venv", "--upgrade-deps", str(folder)], check=True)
+    python = _environment_of(base, folder)
     _add_packages(python, _packages_folder(base))
     _pip_install(python, log, *COLOSSALAI_NEEDS)
     _pip_install(python, log, "--no-deps", *COLOSSALAI)
@@ -90,9 +88,7 @@ def prepared_with_megatron(base: Path, folder: Path, release: str, log: Path) ->
     Raises:
         SetupError: the installation failed.
     """
-    python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([str(base), "-m", "venv", "--upgrade-deps", str(folder)], check=True)
+    python = _environment_of(base, folder)
     # `megatron` is a namespace package: what only the other release has would be found as well, were the folder whole.
     links = folder / "beside" / "site-packages"
     shutil.rmtree(links, ignore_errors=True)
@@ -102,6 +98,14 @@ def prepared_with_megatron(base: Path, folder: Path, release: str, log: Path) ->
             (links / entry.name).symlink_to(entry)
     _add_packages(python, links)
     _pip_install(python, log, "--no-deps", f"megatron-core=={release}")
+    return python
+
+
+def _environment_of(base: Path, folder: Path) -> Path:
+    """The interpreter of an environment of the same Python as another's, made if it is not there."""
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([str(base), "-m", "venv", "--upgrade-deps", str(folder)], check=True)
     return python
 
 
