@@ -46,7 +46,7 @@ def table() -> dict[str, dict[str, Any]]:
         described = text_config(config) or config
         try:
             family = family_of_config(described, name)
-            arguments = family.mapped_arguments(described).changed(mtp_num_layers=None)
+            arguments = family.mapped_arguments(described).replace(mtp_num_layers=None)
             since[family.model_type].append(_release(arguments))
         except CheckpointError:  # a published model that Megatron cannot build
             continue
@@ -80,13 +80,13 @@ def _tiny() -> Iterator[tuple[str, dict[str, Any]]]:
 def _release(arguments: ModelArguments) -> Version:
     """The oldest release that has the arguments of a model."""
     needed = [OLDEST]
-    for name, value in arguments.stated().items():
+    for name, value in arguments.as_dict().items():
         row = ROWS.get(name)
         since = parse_version(row.since or "") if row and name not in _RENAMED else None
         if row is None or since is None or value in (None, row.values.default, _NOT_NEEDED.get(name)):
             continue
         conditions = row.effect.only_with if isinstance(row.effect, Changes) else ()
-        if not conditions or any(condition.holds(arguments.stated_value) for condition in conditions):
+        if not conditions or any(condition.holds(arguments.get) for condition in conditions):
             needed.append(since)
     if arguments.position_embedding_type == "yarn" and not arguments.multi_latent_attention:
         needed.append(_YARN)

@@ -73,7 +73,11 @@ def compares_versions(source: str) -> list[int]:
             orders = any(isinstance(how, _ORDERING) for how in node.ops) and any(map(_is_version, sides))
             if orders or any(map(_is_release, sides)):
                 found.append(node.lineno)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "lacks":
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "absent_in_version"
+        ):
             found.append(node.lineno)
     return found
 
@@ -126,7 +130,7 @@ def test_releases_are_distinguished_in_one_table() -> None:
         "megatron_version() < limit",
         "found < Version(0, 16)",
         "found >= _SPLIT_POSSIBLE_SINCE",
-        "arguments.lacks('moe_grouped_gemm')",
+        "arguments.absent_in_version('moe_grouped_gemm')",
         "version == (0, 16)",
     ],
 )

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_place(arguments.html)
     if arguments.rehearse is not None:
         return run_rehearsal(arguments)
-    from mcore_ckpt_ext.job.stated import stated_arguments
+    from mcore_ckpt_ext.job.assignments import parse_assignments
     from mcore_ckpt_ext.operations.layout_plan import plan
 
     found = plan(
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         read_rate=arguments.read_rate,
         most=None if arguments.all else 10,
         facts=facts_of(arguments),
-        stated=stated_arguments(arguments.argument),
+        arguments=parse_assignments(arguments.argument),
     )
     if arguments.html is not None:
         write_page(arguments.html, plan_page(found))

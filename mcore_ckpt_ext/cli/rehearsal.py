@@ -10,7 +10,7 @@ from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, Painted, heading, line, message, table
 from mcore_ckpt_ext.cli.page import plan_page, write_page
 from mcore_ckpt_ext.errors import UsageError, readable
-from mcore_ckpt_ext.job.stated import stated_arguments
+from mcore_ckpt_ext.job.assignments import parse_assignments
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.rehearsal.result import Rehearsal
@@ -68,8 +68,8 @@ def run_rehearsal(arguments: argparse.Namespace) -> int:
             sizes,
             megatron_version=arguments.megatron_version,
             full=arguments.full,
-            stated=stated_arguments(arguments.argument),
-            changes=stated_arguments(arguments.change),
+            arguments=parse_assignments(arguments.argument),
+            changes=parse_assignments(arguments.change),
             team=team,
         )
     exit_code = 0 if found.will_succeed else 1

@@ -61,9 +61,9 @@ def model_fields(arguments: ModelArguments) -> dict[str, Any]:
     model = {
         name: arguments.value(argument)
         for name, argument, field in BRIDGE_FIELDS
-        if field.is_written and (field.only_with is None or field.only_with.holds(arguments.stated_value))
+        if field.is_written and (field.only_with is None or field.only_with.holds(arguments.get))
     }
-    if any(variant.holds(arguments.stated_value) for variant in (WITH_DELTA_NET, WITH_SPARSE)):
+    if any(variant.holds(arguments.get) for variant in (WITH_DELTA_NET, WITH_SPARSE)):
         model["transformer_layer_spec"] = _named(_LAYERS_OF_VARIANTS)
     return model | {
         "activation_func": _named(_activation(arguments)),

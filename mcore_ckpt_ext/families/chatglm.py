@@ -53,7 +53,7 @@ def _vocabulary() -> Setting:
             raise contradictory(_TOKENS, config[_TOKENS], f"{rows} as {_ROWS}")
         return {"vocab_size": rows}
 
-    return Custom((_ROWS, _TOKENS), lambda arguments: {_ROWS: arguments.known("vocab_size")}, to_arguments)
+    return Custom((_ROWS, _TOKENS), lambda arguments: {_ROWS: arguments.required("vocab_size")}, to_arguments)
 
 
 class ChatGLM(Family):

@@ -27,7 +27,7 @@ def contradictions(family: Family, model: ModelArguments, job: JobArguments) -> 
         job: the arguments of the running job, after Megatron's own validation.
     """
     running = complete(job)
-    running = running.changed(vocab_size=model.vocab_size, mtp_num_layers=model.mtp_num_layers)
+    running = running.replace(vocab_size=model.vocab_size, mtp_num_layers=model.mtp_num_layers)
     found = [*_differing(family, model, running), *family.mismatches(running), *_of_no_flag(model, job)]
     if family.bridge_only_reason:
         found.insert(0, f"pretrain_gpt.py builds no such model: {family.bridge_only_reason}")
@@ -51,7 +51,7 @@ def _differing(family: Family, model: ModelArguments, running: ModelArguments) -
     """
     expressed = family.expressed
     for name in sorted(expressed - without_effect(expressed) - {*_OF_THE_LOAD, *_only_bounds(model)}):
-        wanted, given = model.stated_value(name), running.stated_value(name)
+        wanted, given = model.get(name), running.get(name)
         if (wanted or None) != (given or None) and _writes_another(family, model, name, given):
             yield f"{name} is {given!r}, not {wanted!r}"
 
@@ -65,7 +65,7 @@ def _writes_another(family: Family, model: ModelArguments, name: str, value: Any
     try:
         change = {name: value}
         is_of_model = name in model.values
-        changed = model.changed(**change) if is_of_model else replace(model, job=model.job.changed(**change))
+        changed = model.replace(**change) if is_of_model else replace(model, job=model.job.replace(**change))
         return family.config(changed) != family.config(model)
     except (UnsupportedCheckpointError, TypeError, ValueError, ArithmeticError):
         return True  # no model of the family has that value

@@ -182,7 +182,7 @@ def shared_experts(key: str = "n_shared_experts", absent: int | None = None) -> 
     """All shared experts together form one in Megatron; `absent`: how many where the key is missing."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        size = arguments.known("moe_shared_expert_intermediate_size")
+        size = arguments.required("moe_shared_expert_intermediate_size")
         return {key: size // arguments.moe_ffn_hidden_size}
 
     def to_arguments(config: Config) -> dict[str, Any]:

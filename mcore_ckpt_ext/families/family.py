@@ -267,4 +267,4 @@ class Family:
 
 def _with_mtp_of(job: ModelArguments, described: ModelArguments) -> ModelArguments:
     """What `config.json` describes, without MTP layers where the job has none."""
-    return described if job.mtp_num_layers else described.changed(mtp_num_layers=None)
+    return described if job.mtp_num_layers else described.replace(mtp_num_layers=None)

@@ -25,20 +25,20 @@ def training_flags(arguments: ModelArguments) -> list[str]:
     words = [word for name, flag in _flags("value", arguments) for word in _with_value(name, flag, arguments)]
     if arguments.num_query_groups != arguments.num_attention_heads:
         words += ["--group-query-attention", "--num-query-groups", str(arguments.num_query_groups)]
-    words += [flag.spelling(name) for name, flag in _flags("on", arguments) if arguments.stated_value(name)]
-    return words + [flag.spelling(name) for name, flag in _flags("off", arguments) if not arguments.stated_value(name)]
+    words += [flag.spelling(name) for name, flag in _flags("on", arguments) if arguments.get(name)]
+    return words + [flag.spelling(name) for name, flag in _flags("off", arguments) if not arguments.get(name)]
 
 
 def _flags(form: str, arguments: ModelArguments) -> Iterator[tuple[str, Flag]]:
     """The arguments of a model that have a flag of a form."""
     for name, row in ROWS.items():
-        if row.flag and row.flag.form == form and row.flag.applies(arguments.stated_value):
+        if row.flag and row.flag.form == form and row.flag.applies(arguments.get):
             yield name, row.flag
 
 
 def _with_value(name: str, flag: Flag, arguments: ModelArguments) -> list[str]:
     """A flag and its value, unless a job without it has that value."""
-    value = arguments.stated_value(name)
+    value = arguments.get(name)
     return [] if value is None or value == ROWS[name].without_flag else [flag.spelling(name), _word(value)]
 
 

@@ -55,9 +55,9 @@ def unexpressed(expressed: Collection[str], arguments: ModelArguments) -> list[s
         arguments: of the job.
     """
     found = [
-        f"{name} is {arguments.stated_value(name)!r}, for which it has no key"
+        f"{name} is {arguments.get(name)!r}, for which it has no key"
         for name, neutral in _counting(arguments)
-        if name not in expressed and not _is_neutral(arguments.stated_value(name, _UNKNOWN), neutral)
+        if name not in expressed and not _is_neutral(arguments.get(name, _UNKNOWN), neutral)
     ]
     return list(dict.fromkeys(found))
 
@@ -66,7 +66,7 @@ def differing(a: ModelArguments, b: ModelArguments) -> dict[str, tuple[Any, Any]
     """The arguments that change the forward pass, that two jobs state, and state differently."""
     found: dict[str, tuple[Any, Any]] = {}
     for name in ("layernorm_epsilon", *dict(_counting(a)).keys() & dict(_counting(b)).keys()):
-        values = a.stated_value(name, _UNKNOWN), b.stated_value(name, _UNKNOWN)
+        values = a.get(name, _UNKNOWN), b.get(name, _UNKNOWN)
         plain = [list(value) if isinstance(value, tuple) else value or None for value in values]
         if name == "add_qkv_bias" and a.add_bias_linear and b.add_bias_linear:
             continue  # it is one of all biases
@@ -79,7 +79,7 @@ def told(arguments: ModelArguments) -> list[str]:
     """Notes on properties of the job that the Hugging Face model does not express."""
     return [
         f"--{name.replace('_', '-')} {value}: {why}"
-        for name, why in TOLD.items() if (value := arguments.stated_value(name))
+        for name, why in TOLD.items() if (value := arguments.get(name))
     ]  # fmt: skip
 
 
@@ -88,7 +88,7 @@ _OWN_MARKS = "mcore_ckpt_ext_"  # what this package notes among the arguments of
 
 def unknown(arguments: ModelArguments) -> list[str]:
     """A note on arguments of the job that no known release of Megatron has."""
-    stated = arguments.job.stated
+    stated = arguments.job.raw
     known = classified(stated)
     named = {name: value for name, value in stated.items() if name not in known and not name.startswith(_OWN_MARKS)}
     set_ones = [name for name, value in named.items() if isinstance(value, (int, float, str, list, dict)) and value]
@@ -102,7 +102,7 @@ def _counting(arguments: ModelArguments) -> Iterator[tuple[str, Any]]:
     """The arguments that count in a job, and their neutral values."""
     yield from NEUTRAL.items()
     for condition, dependent in ONLY_WITH.items():
-        if condition.holds(arguments.stated_value):
+        if condition.holds(arguments.get):
             yield from dependent.items()
 
 

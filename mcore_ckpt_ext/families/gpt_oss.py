@@ -29,7 +29,7 @@ _YARN = {
 
 def _why_not(arguments: ModelArguments) -> list[str]:
     """Fused, with experts one by one, it clamps before it adds biases (`weighted_bias_quick_geglu_impl`)."""
-    fused = arguments.bias_gelu_fusion and not arguments.stated_value("moe_grouped_gemm", True)
+    fused = arguments.bias_gelu_fusion and not arguments.get("moe_grouped_gemm", True)
     return ["bias_gelu_fusion with experts one by one, which clamps before biases are added"] if fused else []
 
 

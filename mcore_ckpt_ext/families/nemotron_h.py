@@ -47,7 +47,7 @@ _EPSILON = 1e-5  # of the norms in Megatron's mixers, whatever the model's is
 
 def pattern_of(arguments: ModelArguments) -> str:
     """A letter for each layer; Megatron also marks pipeline stages in it, and MTP layers behind."""
-    found = arguments.stated_value("hybrid_layer_pattern") or arguments.stated_value("hybrid_override_pattern") or ""
+    found = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern") or ""
     return str(found).partition("/")[0].replace("|", "")
 
 
@@ -56,7 +56,7 @@ def _is(kind: str) -> Condition:
 
 
 def _has_latents(arguments: ModelArguments, layer: int) -> bool:
-    return _is(EXPERTS)(arguments, layer) and bool(arguments.stated_value("moe_latent_size"))
+    return _is(EXPERTS)(arguments, layer) and bool(arguments.get("moe_latent_size"))
 
 
 def _in_parts(*names: str) -> Callable[[ModelArguments], list[Piece]]:
@@ -156,7 +156,7 @@ def _latents() -> Setting:
     key = "moe_latent_size"
     return Custom(
         (key,),
-        lambda arguments: {key: arguments.stated_value(key)},
+        lambda arguments: {key: arguments.get(key)},
         lambda config: {key: config.get(key)},
         expressed=(key,),
     )
@@ -263,7 +263,7 @@ class NemotronH(Family):
         if ".mixer." in name and part in parts:
             inner = {"in_proj.weight": (hidden,), "conv1d.weight": (1, 4), "conv1d.bias": ()}
             return (parts[part], *inner[whole.rpartition(".mixer.")[2]])
-        latent = int(arguments.stated_value("moe_latent_size") or 0)
+        latent = int(arguments.get("moe_latent_size") or 0)
         shapes = {
             "A_log": (parts["dt"],), "D": (parts["dt"],), "dt_bias": (parts["dt"],), "norm.weight": (parts["z"],),
             "out_proj.weight": (hidden, parts["z"]), "in_proj.layer_norm_weight": (hidden,),

@@ -57,7 +57,7 @@ def _length() -> Setting:
     """The number of positions up to which frequencies do not change and queries are not scaled."""
     return Custom(
         (_LENGTH, _MOST),
-        lambda arguments: {_LENGTH: arguments.known(_MOST), _MOST: arguments.known(_MOST)},
+        lambda arguments: {_LENGTH: arguments.required(_MOST), _MOST: arguments.required(_MOST)},
         lambda config: {_MOST: checked_size(_LENGTH, config.get(_LENGTH, config.get(_MOST, 8192)), 1 << 40)},
     )
 

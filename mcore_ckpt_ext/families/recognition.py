@@ -254,7 +254,7 @@ def _fit(family: Family, arguments: ModelArguments, names: Collection[str] | Non
     left_out = set(matching(names, family.megatron_left_out))
     found: list[Fit] = []
     for spec in dict.fromkeys((arguments.transformer_impl, "transformer_engine", "local")):
-        under = arguments.changed(transformer_impl=spec)
+        under = arguments.replace(transformer_impl=spec)
         try:
             expected = set(parameter_shapes(family.tensors(under)))
         except UnsupportedCheckpointError as error:

@@ -106,7 +106,7 @@ class Size(Mapped):
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
-        return {self.key: arguments.known(self.argument)}
+        return {self.key: arguments.required(self.argument)}
 
     @override
     def arguments(self, config: Config) -> dict[str, Any]:

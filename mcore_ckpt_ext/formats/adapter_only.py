@@ -79,9 +79,9 @@ def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, stated: M
     if (fit := checkpoint.format_reader.fit) is not None:
         return fit
     where, known = str(checkpoint.folder), checkpoint.arguments
-    model = complete(known.changed(source=where, **stated) if stated else known)
+    model = complete(known.replace(source=where, **stated) if stated else known)
     # No adapter depends on the number of tokens.
-    model = model.changed(vocab_size=checkpoint.tokens or checkpoint.vocabulary_rows or 1)
+    model = model.replace(vocab_size=checkpoint.tokens or checkpoint.vocabulary_rows or 1)
     beside = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
     return family_of_megatron(model, beside or None, family, None, where)
 

@@ -19,7 +19,7 @@ def ordered_by_size(checkpoint: CheckpointView, running: JobArguments | None = N
     names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     jobs = [job for job in (checkpoint.arguments, running) if job is not None]
     gated = any(job.swiglu or job.gated_linear_unit or job.quick_geglu for job in jobs)
-    if not any(job.is_known(name) for job in jobs for name in _GATED):
+    if not any(job.is_set(name) for job in jobs for name in _GATED):
         gated = any(map(is_swift_s, names))  # its arguments need not tell, and nearly all models have gates
     return ordered_by_rank(names, gated)
 

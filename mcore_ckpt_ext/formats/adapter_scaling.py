@@ -33,7 +33,7 @@ def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
         UnsupportedCheckpointError: neither the user nor anything beside the checkpoint tells it, or it is no factor.
     """
     told: Mapping[str, Any] = (run_config_of(checkpoint.folder) or {}).get("peft") or {}
-    args = checkpoint.arguments.stated
+    args = checkpoint.arguments.raw
     stored = told["alpha"] if told.get("alpha") is not None else args.get("lora_alpha")
     if alpha is not None and stored is not None and alpha != stored:
         raise UsageError(

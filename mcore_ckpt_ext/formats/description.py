@@ -58,7 +58,7 @@ class Description:
 
     def with_model(self, told: Mapping[str, Any]) -> Description:
         """Add the model's arguments of another source that this one lacks."""
-        return replace(self, arguments=self.arguments.changed(**{**told, **self.arguments.stated}))
+        return replace(self, arguments=self.arguments.replace(**{**told, **self.arguments.raw}))
 
 
 def stated_by_megatron(args: Mapping[str, Any], folder: Path, sidecar: Sidecar | None) -> JobArguments:
@@ -86,7 +86,7 @@ def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar |
     description = found or Description(own or _partial({}, folder), "its own arguments" if own else "")
     counted, problems = _train_state(reader) if description.source == bridge.RUN_CONFIG else ({}, ())
     recorded = {_RECORDED[name]: size for name, size in sidecar.layout.items() if name in _RECORDED} if sidecar else {}
-    stated = {**description.arguments.stated, **counted, **recorded, **facts.stated()}
+    stated = {**description.arguments.raw, **counted, **recorded, **facts.sizes()}
     told = (*description.problems, *problems)
     return replace(description, arguments=_partial(stated, folder, told), problems=told)
 
@@ -122,7 +122,7 @@ def refuse_facts(facts: Facts, where: Path) -> None:
     Raises:
         UsageError: always.
     """
-    name, size = next(iter(facts.stated().items()))
+    name, size = next(iter(facts.sizes().items()))
     raise UsageError(
         "the checkpoint records the layout it was written under",
         found=f"{facts.option(name)} {size}", where=str(where), hint="leave the option out",
@@ -141,10 +141,10 @@ def completed(description: Description, shown: Mapping[str, Any], facts: Facts, 
     Raises:
         UsageError: the user states something else than the index shows.
     """
-    stated = description.arguments.stated
+    stated = description.arguments.raw
     contradicted = [name for name, value in shown.items() if name in stated and stated[name] not in (value, None)]
     for name in contradicted:
-        if facts.stated().get(name) == stated[name]:
+        if facts.sizes().get(name) == stated[name]:
             raise UsageError(
                 "the checkpoint's index contradicts the option",
                 found=f"{facts.option(name)} {stated[name]}", expected=f"{shown[name]}", where=str(folder),
@@ -185,7 +185,7 @@ def _of_nemo(folder: Path) -> Description | None:
     model = _read(context, nemo.MODEL_FILE, lambda text, where: nemo.of_model(parsed_yaml(text, where), where))
     if told is None or model is None:
         return model or told
-    stated = {**model.arguments.stated, **told.arguments.stated}
+    stated = {**model.arguments.raw, **told.arguments.raw}
     return Description(_partial(stated, folder), model.source, (*told.problems, *model.problems))
 
 

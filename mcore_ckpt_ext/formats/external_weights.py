@@ -24,7 +24,7 @@ NAME_THEM = "pass the folder of its weights, a Hugging Face folder or a checkpoi
 def described_by_model(lender: CheckpointView) -> dict[str, Any]:
     """What a checkpoint tells of its model; the layout of its job, and all else, need not be the optimizer's."""
     known = lender.arguments
-    told = {name: known.value(name) for name in MODEL_ARGUMENTS if known.is_known(name)}
+    told = {name: known.value(name) for name in MODEL_ARGUMENTS if known.is_set(name)}
     embeddings = lender.logical_tensor(WEIGHT, WORD_EMBEDDINGS)
     return {**told, "padded_vocab_size": embeddings.shape[0]} if embeddings is not None else told
 

@@ -37,7 +37,7 @@ def group_that_holds(
         values = {bool(_setting(group, setting)) for group in groups}
         if len(values) > 1 or (setting == "wd_mult" and any(decay_of(group) is not None for group in groups)):
             fit = [number for number in fit if _setting(groups[number], setting) == value]
-    if len(fit) != 1 or arguments.stated.get("no_weight_decay_cond_type"):
+    if len(fit) != 1 or arguments.raw.get("no_weight_decay_cond_type"):
         raise UnsupportedCheckpointError(
             "the parameter group of each parameter is unknown", found=f"{len(fit)} groups that fit",
             expected="one with and one without weight decay, of dense parameters and of experts", where=name,
@@ -49,7 +49,7 @@ def group_that_holds(
 def decays_by_rule(name: str, shape: tuple[int, ...], arguments: JobArguments) -> bool:
     """Whether a parameter has weight decay."""
     of_queries_or_keys = "q_layernorm." in name or "k_layernorm." in name
-    if arguments.stated.get("apply_wd_to_qk_layernorm") and of_queries_or_keys:
+    if arguments.raw.get("apply_wd_to_qk_layernorm") and of_queries_or_keys:
         return True
     return not name.endswith(".bias") and len(shape) != 1
 

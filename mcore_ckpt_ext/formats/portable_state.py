@@ -75,12 +75,12 @@ class PortableState:
 def known_arguments(arguments: JobArguments) -> argparse.Namespace:
     """The arguments of a job as a checkpoint holds them; marked where they are no more than what is known of it."""
     marks = {} if arguments.is_complete else {PARTIAL: True}
-    return argparse.Namespace(**{**arguments.stated, **without_fsdp(arguments), **marks})
+    return argparse.Namespace(**{**arguments.raw, **without_fsdp(arguments), **marks})
 
 
 def without_fsdp(arguments: JobArguments) -> dict[str, Any]:
     """What says that a job is not one of Megatron-FSDP's or torch's, where its arguments say that it is."""
-    return {name: False for name in _OF_FSDP if arguments.stated.get(name)}
+    return {name: False for name in _OF_FSDP if arguments.raw.get(name)}
 
 
 def portable_arguments(arguments: argparse.Namespace, version: tuple[int, int]) -> tuple[argparse.Namespace, list[str]]:

@@ -41,7 +41,7 @@ def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
     view = renamed(source, names_under_spec(source.names(WEIGHT), of_engine))
     # Grouped experts are Transformer Engine's; those of the local spec are one transposed matrix.
     grouped = bool(source.arguments.moe_grouped_gemm) and of_engine
-    arguments = source.arguments.changed(transformer_impl=spec, moe_grouped_gemm=grouped)
+    arguments = source.arguments.replace(transformer_impl=spec, moe_grouped_gemm=grouped)
     extra = lazy(lambda: _extra_states(source, view.names(WEIGHT), of_engine))
     return replace(
         view,

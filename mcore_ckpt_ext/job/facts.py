@@ -35,11 +35,11 @@ class Facts:
         Raises:
             UsageError: a value makes no sense.
         """
-        for name, size in self.stated().items():
+        for name, size in self.sizes().items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise UsageError(f"{name} has to be a whole number of 1 or more", found=repr(size))
 
-    def stated(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
         """The values that the user passed, by name."""
         return {name: size for name, size in asdict(self).items() if size is not None}
 

@@ -14,7 +14,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.job.arguments.kinds import is_whole
 from mcore_ckpt_ext.job.arguments.model import ModelTable
-from mcore_ckpt_ext.job.arguments.row import Stated, rows_of
+from mcore_ckpt_ext.job.arguments.row import PartialArguments, rows_of
 from mcore_ckpt_ext.job.arguments.run import RunTable
 from mcore_ckpt_ext.versions import Version
 
@@ -26,15 +26,15 @@ FIELDS = frozenset(_ROWS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobArguments(ModelTable, RunTable, Stated):
+class JobArguments(ModelTable, RunTable, PartialArguments):
     """The known arguments of a job, by Megatron's names.
 
     Each row of `ModelTable` and `RunTable` is an attribute. It is None where the argument is not known, and where it is
-    None for Megatron, too; `is_known` tells these apart. None has Megatron's default in place of what nobody stated:
+    None for Megatron, too; `is_set` tells these apart. None has Megatron's default in place of what nobody stated:
     that is for `job.model_arguments.ModelArguments`.
 
     Attributes:
-        stated: everything that the source says, by name, as it says it.
+        raw: everything that the source says, by name, as it says it.
         source: what states it, for messages.
         version: the release of Megatron Core that wrote the source, where that is recorded.
         is_complete: the source has every argument of its job, as Megatron's own `args` do: one that it does not state
@@ -44,14 +44,14 @@ class JobArguments(ModelTable, RunTable, Stated):
         UnreadableCheckpointError: an argument has a value that no job can have.
     """
 
-    stated: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
     source: str = "the arguments of the job"
     version: Version | None = None
     is_complete: bool = True
 
     def __post_init__(self) -> None:
         for name, row in _ROWS.items():
-            value, kind = self.stated.get(name), row.values.kind
+            value, kind = self.raw.get(name), row.values.kind
             if value is not None and not kind.accepts(value):
                 raise self._refused(name, _shown(value), kind.expected)
         layers, pattern = self.num_layers or 0, self.moe_layer_freq
@@ -63,16 +63,16 @@ class JobArguments(ModelTable, RunTable, Stated):
     @classmethod
     def of(
         cls,
-        stated: Mapping[str, Any],
+        values: Mapping[str, Any],
         *,
         source: str = "the arguments of the job",
         version: Version | None = None,
         is_complete: bool = True,
     ) -> JobArguments:
-        """From Megatron's parsed arguments, or anything else with its names; what has no row is kept in `stated`.
+        """From Megatron's parsed arguments, or anything else with its names; what has no row is kept in `raw`.
 
         Args:
-            stated: values by name.
+            values: values by name.
             source: what states them.
             version: the release of Megatron Core that wrote the source, where that is recorded.
             is_complete: the source has every argument of its job.
@@ -80,19 +80,19 @@ class JobArguments(ModelTable, RunTable, Stated):
         Raises:
             UnreadableCheckpointError: an argument has a value that no job can have.
         """
-        return cls(stated=MappingProxyType(dict(stated)), source=source, version=version, is_complete=is_complete)
+        return cls(raw=MappingProxyType(dict(values)), source=source, version=version, is_complete=is_complete)
 
     def value_of(self, name: str) -> Any:
         """An argument by its name; None where it is not known."""
-        return self.stated.get(name)
+        return self.raw.get(name)
 
-    def is_known(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Whether the source states an argument, be it None."""
-        return name in self.stated
+        return name in self.raw
 
-    def lacks(self, name: str) -> bool:
+    def absent_in_version(self, name: str) -> bool:
         """Whether the version of the job did not have an argument yet; not where a source merely keeps it to itself."""
-        return self.is_complete and name not in self.stated
+        return self.is_complete and name not in self.raw
 
     def value(self, name: str) -> Any:
         """An argument that a table names; None where it is not known.
@@ -100,9 +100,9 @@ class JobArguments(ModelTable, RunTable, Stated):
         Raises:
             UnsupportedCheckpointError: nothing here looks at it, and the source does not state it either.
         """
-        if name not in FIELDS and name not in self.stated:
+        if name not in FIELDS and name not in self.raw:
             raise UnsupportedCheckpointError("unknown argument", found=name, where=self.source)
-        return self.stated.get(name)
+        return self.raw.get(name)
 
     def whole(self, name: str) -> int:
         """An argument that must be known, and a whole number.
@@ -118,7 +118,7 @@ class JobArguments(ModelTable, RunTable, Stated):
     @property
     def layer_counts(self) -> set[int]:
         """How many layers the model has, as far as it is known; an encoder and a decoder may have different numbers."""
-        stated = (self.num_layers, *(self.stated.get(name) for name in ("encoder_num_layers", "decoder_num_layers")))
+        stated = (self.num_layers, *(self.raw.get(name) for name in ("encoder_num_layers", "decoder_num_layers")))
         return {count for count in stated if isinstance(count, int)}
 
     @property
@@ -128,17 +128,17 @@ class JobArguments(ModelTable, RunTable, Stated):
             return None
         # Up to 0.17 the end of a document was one more (null_tokenizer.py).
         null = self.tokenizer_type == "NullTokenizer"
-        return self.vocab_size + (null and not self.is_known("null_tokenizer_pad_id"))
+        return self.vocab_size + (null and not self.is_set("null_tokenizer_pad_id"))
 
     @property
     def constant_batch_size(self) -> int | None:
         """Samples of an iteration where all had as many; None where it is not known, or grew (`rampup_batch_size`)."""
         return None if self.rampup_batch_size else self.global_batch_size
 
-    def changed(self, *, source: str | None = None, **changes: Any) -> JobArguments:
+    def replace(self, *, source: str | None = None, **changes: Any) -> JobArguments:
         """The arguments of a job with these values in place of the present ones; `source`: what states them now."""
         return JobArguments.of(
-            {**self.stated, **changes}, source=source or self.source, version=self.version, is_complete=self.is_complete
+            {**self.raw, **changes}, source=source or self.source, version=self.version, is_complete=self.is_complete
         )
 
     def _refused(self, name: str, found: str, expected: str) -> UnreadableCheckpointError:
@@ -159,4 +159,4 @@ def _shown(value: Any) -> str:
 
 def is_hybrid(arguments: JobArguments) -> bool:
     """Whether a pattern says of each layer which mixer it has (core_v0.9.0 to 0.19.2, by either name)."""
-    return bool(arguments.hybrid_layer_pattern or arguments.stated.get("hybrid_override_pattern"))
+    return bool(arguments.hybrid_layer_pattern or arguments.raw.get("hybrid_override_pattern"))

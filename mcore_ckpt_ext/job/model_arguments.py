@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.job.arguments.kinds import REQUIRED
 from mcore_ckpt_ext.job.arguments.model import ModelTable
-from mcore_ckpt_ext.job.arguments.row import Complete, rows_of
+from mcore_ckpt_ext.job.arguments.row import CompleteArguments, rows_of
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
 MODEL_ARGUMENTS = rows_of(ModelTable)
@@ -18,7 +19,7 @@ _DEFAULTS = {name: row.values.default for name, row in MODEL_ARGUMENTS.items() i
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelArguments(ModelTable, Complete):
+class ModelArguments(ModelTable, CompleteArguments):
     """Everything that defines a model: each row of `ModelTable` is an attribute, and has a value.
 
     None is Megatron's own None.
@@ -35,7 +36,7 @@ class ModelArguments(ModelTable, Complete):
         """An argument that defines a model, by its name."""
         return self.values[name]
 
-    def changed(self, **changes: Any) -> ModelArguments:
+    def replace(self, **changes: Any) -> ModelArguments:
         """Return the model with these values of some arguments in place of its own.
 
         Raises:
@@ -43,7 +44,7 @@ class ModelArguments(ModelTable, Complete):
         """
         if others := changes.keys() - MODEL_ARGUMENTS.keys():
             raise TypeError(f"no arguments of a model: {', '.join(sorted(others))}")
-        return replace(self, values={**self.values, **changes})
+        return dataclasses.replace(self, values={**self.values, **changes})
 
     def value(self, name: str) -> Any:
         """An argument that a table names; if the model does not depend on it, what the job states, or None.
@@ -53,11 +54,11 @@ class ModelArguments(ModelTable, Complete):
         """
         return self.values[name] if name in self.values else self.job.value(name)
 
-    def stated_value(self, name: str, unknown: Any = None) -> Any:
+    def get(self, name: str, unknown: Any = None) -> Any:
         """Like `value`, for an argument that many jobs do not have: then `unknown`."""
-        return self.values[name] if name in self.values else self.job.stated.get(name, unknown)
+        return self.values[name] if name in self.values else self.job.raw.get(name, unknown)
 
-    def known(self, name: str) -> Any:
+    def required(self, name: str) -> Any:
         """Like `value`, for an argument that must be known.
 
         Raises:
@@ -65,12 +66,12 @@ class ModelArguments(ModelTable, Complete):
         """
         value = self.value(name)
         if value is None:
-            raise _unsaid(name, self.job)
+            raise _unknown(name, self.job)
         return value
 
-    def stated(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The arguments by name: what the job states, and what that means for the model."""
-        return {**self.job.stated, **self.values}
+        return {**self.job.raw, **self.values}
 
 
 _ROTARY = ("rope", "yarn", "mrope")
@@ -89,12 +90,12 @@ def complete(job: JobArguments) -> ModelArguments:
             known.setdefault(new, value)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if not known.get(name):
-            raise _unsaid(name, job)
+            raise _unknown(name, job)
     hidden, heads = known["hidden_size"], known["num_attention_heads"]
     if not job.group_query_attention:
         known["num_query_groups"] = heads
     elif not known.get("num_query_groups"):
-        raise _unsaid("num_query_groups", job)
+        raise _unknown("num_query_groups", job)
     known["kv_channels"] = known.get("kv_channels") or hidden // heads
     known["ffn_hidden_size"] = known.get("ffn_hidden_size") or 4 * hidden
     known["moe_ffn_hidden_size"] = known.get("moe_ffn_hidden_size") or known["ffn_hidden_size"]
@@ -109,7 +110,7 @@ def complete(job: JobArguments) -> ModelArguments:
     return ModelArguments(job=job, values={**_DEFAULTS, **known})
 
 
-def _unsaid(name: str, job: JobArguments) -> UnsupportedCheckpointError:
+def _unknown(name: str, job: JobArguments) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "the model size of the checkpoint is unknown", expected=name, where=job.source,
         hint=f"pass the value used in training: --argument {name}=VALUE",

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version
 class Arguments(Protocol):
     """The arguments of a job."""
 
-    def lacks(self, name: str) -> bool:
+    def absent_in_version(self, name: str) -> bool:
         """Whether the version of the job did not have an argument yet."""
 
 
@@ -74,7 +74,7 @@ class Capability:
         """
         if self.shown_by is None or (self.since is None) == (self.until is None):
             raise ValueError(f"no argument shows whether Megatron {self.what}")
-        return arguments.lacks(self.shown_by) == (self.since is None)
+        return arguments.absent_in_version(self.shown_by) == (self.since is None)
 
 
 def releases_between(first: Version, last: Version = NEWEST) -> list[Version]:
@@ -100,7 +100,7 @@ def releases_by_arguments(arguments: Arguments) -> tuple[tuple[Version, str] | N
     Returns:
         The oldest release that the job can be of, and the newest one; None where no argument shows it.
     """
-    lacking = [arguments.lacks(name) for name in FIRST_ARGUMENTS]
+    lacking = [arguments.absent_in_version(name) for name in FIRST_ARGUMENTS]
     known = max((place for place, lacks in enumerate(lacking) if not lacks), default=-1)
     first = (KNOWN[known + 1], FIRST_ARGUMENTS[known]) if known >= 0 else None
     following = known + 1

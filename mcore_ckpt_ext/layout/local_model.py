@@ -194,7 +194,7 @@ class LocalModels:
         """
         if self.layout.pipeline == 1:
             return False
-        return self._divided is None or bool(self.arguments.stated.get("encoder_pipeline_model_parallel_size"))
+        return self._divided is None or bool(self.arguments.raw.get("encoder_pipeline_model_parallel_size"))
 
     @cached_property
     def word_embeddings(self) -> str | None:

@@ -106,7 +106,7 @@ def _unknown(arguments: JobArguments) -> frozenset[str]:
     stated = {
         "tensor": arguments.tensor_model_parallel_size is not None,
         "pipeline": arguments.pipeline_model_parallel_size is not None,
-        "virtual_pipeline": arguments.is_known("virtual_pipeline_model_parallel_size")
+        "virtual_pipeline": arguments.is_set("virtual_pipeline_model_parallel_size")
         or arguments.pipeline_model_parallel_size == 1,
         "expert": arguments.expert_model_parallel_size is not None or _has_no_experts(arguments),
         "expert_tensor": arguments.expert_tensor_parallel_size is not None or _has_no_experts(arguments),
@@ -118,7 +118,7 @@ def _unknown(arguments: JobArguments) -> frozenset[str]:
 
 
 def _has_no_experts(arguments: JobArguments) -> bool:
-    return arguments.is_known("num_experts") and not arguments.num_experts
+    return arguments.is_set("num_experts") and not arguments.num_experts
 
 
 def layers_by_chunk(arguments: JobArguments, layout: ParallelLayout) -> list[list[range]] | None:
@@ -226,13 +226,13 @@ def placement_changes(written: JobArguments, running: JobArguments) -> list[str]
     changes = [
         name
         for name in _PLACING_ARGUMENTS
-        if written.is_known(name)
-        and running.is_known(name)
+        if written.is_set(name)
+        and running.is_set(name)
         and str(written.value(name) or 0) != str(running.value(name) or 0)
     ]
     jobs = (written, running)
-    changes += [name for name in SWITCHES if len({bool(job.stated.get(name)) for job in jobs}) > 1]
-    changes += [name for name in WEIGHT_SHARDS if len({str(job.stated.get(name) or 1) for job in jobs}) > 1]
+    changes += [name for name in SWITCHES if len({bool(job.raw.get(name)) for job in jobs}) > 1]
+    changes += [name for name in WEIGHT_SHARDS if len({str(job.raw.get(name) or 1) for job in jobs}) > 1]
     ranks = [ParallelLayout.from_arguments(job) for job in jobs]
     if all(map(is_hybrid, jobs)):
         stages = [layers_by_chunk(job, layout) for job, layout in zip(jobs, ranks, strict=True)]

@@ -38,7 +38,7 @@ def expert_weight_shards(arguments: JobArguments) -> int:
 
 
 def _number(arguments: JobArguments, name: str) -> int:
-    stated = arguments.stated.get(name)
+    stated = arguments.raw.get(name)
     number = 1 if stated is None else stated
     if type(number) is not int or not 0 < number <= _MOST_SHARDS:
         raise UnreadableCheckpointError(

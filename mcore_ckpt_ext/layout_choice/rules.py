@@ -53,7 +53,7 @@ class Choice:
         Kept from the job, and needed to train experts under tensor parallelism (`MoELayer.forward`,
         megatron/core/transformer/moe/moe_layer.py). `validate_args` switches it off without tensor parallelism.
         """
-        wanted = bool(self.job.stated.get("sequence_parallel")) or bool(self.job.num_experts)
+        wanted = bool(self.job.raw.get("sequence_parallel")) or bool(self.job.num_experts)
         return self.layout.tensor > 1 and wanted
 
 
@@ -138,7 +138,7 @@ def _mamba(choice: Choice) -> str | None:
     groups one of TP; of a tensor-parallel rank's groups, context-parallel ranks have equal shares, or share each.
     """
     job, tensor, context = choice.job, choice.layout.tensor, choice.layout.context
-    if not is_hybrid(job) or "M" not in str(job.hybrid_layer_pattern or job.stated.get("hybrid_override_pattern")):
+    if not is_hybrid(job) or "M" not in str(job.hybrid_layer_pattern or job.raw.get("hybrid_override_pattern")):
         return None
     # Without a number there are heads of `--mamba-head-dim` for twice the hidden size (`expand`).
     heads = job.mamba_num_heads or 2 * (job.hidden_size or 0) // (job.mamba_head_dim or 64)
@@ -234,7 +234,7 @@ def _interleaving(choice: Choice) -> str | None:
         return None
     # `validate_args` clears the stored flag where a job has no virtual stages, whatever its command line said.
     had_stages = choice.job.virtual_pipeline_model_parallel_size is not None
-    least = 3 if had_stages and choice.job.stated.get("overlap_p2p_comm") is False else 2
+    least = 3 if had_stages and choice.job.raw.get("overlap_p2p_comm") is False else 2
     return None if layout.pipeline >= least else f"VPP {layout.virtual_pipeline} needs PP {least} or more"
 
 

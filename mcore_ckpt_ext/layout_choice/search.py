@@ -252,7 +252,7 @@ class _Sizes:
 
 def batch_of(job: JobArguments) -> tuple[int, int]:
     """The micro batch and the global batch of a job."""
-    micro = job.stated.get("micro_batch_size")
+    micro = job.raw.get("micro_batch_size")
     micro = micro if isinstance(micro, int) and micro > 0 else 1
     return micro, job.global_batch_size or micro
 

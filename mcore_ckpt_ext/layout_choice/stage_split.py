@@ -146,7 +146,7 @@ def applied_split(
             return None
         return StageSplit(tuple(tuple(counts[rank::pipeline]) for rank in range(pipeline)), stated)
     layout = replace(ParallelLayout.from_arguments(job), pipeline=pipeline, virtual_pipeline=virtual)
-    chunks = layers_by_chunk(job.changed(**chosen), layout)
+    chunks = layers_by_chunk(job.replace(**chosen), layout)
     if chunks is None or any(span.stop < span.start for rank in chunks for span in rank):
         return None
     layers = tuple(tuple(map(len, rank)) for rank in chunks)

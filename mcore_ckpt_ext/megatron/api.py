@@ -79,7 +79,7 @@ def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object)
     """
     folder, chunks = Path(os.fspath(path)), unwrapped(model)
     iteration = agreed("looking at the checkpoint", lambda: open_checkpoint(folder).iteration, _NONE)[0]
-    stated = live_arguments(chunks, optimizer).stated
+    stated = live_arguments(chunks, optimizer).raw
     text = recorder().text(lambda: chunks, optimizer, stated, iteration)
 
     def write() -> None:

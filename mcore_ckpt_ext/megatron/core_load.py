@@ -237,7 +237,7 @@ def _decided(folder: Path, optimizer: Any, fits: bool) -> LoadDecision:
 def _switched(checkpoint: Checkpoint, chain: Chain) -> list[str]:
     """The optimizer's arguments that differ, as far as the checkpoint states them."""
     kinds = {"optimizer_cpu_offload": is_offloaded, "use_precision_aware_optimizer": is_precision_aware}
-    stated = {name: bool(value) for name, value in checkpoint.arguments.stated.items() if name in kinds}
+    stated = {name: bool(value) for name, value in checkpoint.arguments.raw.items() if name in kinds}
     found = [name for name, value in stated.items() if value != any(map(kinds[name], chain.distributed))]
     joins = any(map(keeps_remainders, chain.distributed))
     index = checkpoint.format_reader.index
@@ -270,7 +270,7 @@ def _is_as_named(checkpoint: Checkpoint) -> bool:
 def _spelled_out(arguments: JobArguments) -> JobArguments:
     """With sizes that may be left out: expert tensor parallelism is tensor parallelism's, virtual stages are one."""
     layout = ParallelLayout.from_arguments(arguments)
-    return arguments.changed(
+    return arguments.replace(
         expert_tensor_parallel_size=layout.expert_tensor, virtual_pipeline_model_parallel_size=layout.virtual_pipeline
     )
 

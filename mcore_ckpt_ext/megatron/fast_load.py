@@ -122,7 +122,7 @@ def _load(
             return stock(asked), 0
 
     if missing := sum(number for *_, number in plans):
-        stated = checkpoints[0].arguments.stated
+        stated = checkpoints[0].arguments.raw
         announce(
             missing_extra_states_message(missing, were_dropped=bool(stated.get("ckpt_drop_redundant_extra_state")))
         )

@@ -208,7 +208,7 @@ def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | No
     checkpoint = open_checkpoint(folder)
     if checkpoint.format_reader.index is None:
         return False
-    stated = (written or checkpoint.arguments).stated
+    stated = (written or checkpoint.arguments).raw
     return are_lacking(checkpoint.random_state_grid(), arguments, megatron_version(), stated)
 
 
@@ -236,7 +236,7 @@ def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], dire
     written = JobArguments.of(vars(common["args"]))
     check_optimizer_was_saved(written, str(name))
     if is_another_kind(written, kind_named(vars(arguments))):
-        found, expected = (f"--optimizer {kind_named(one)}" for one in (written.stated, vars(arguments)))
+        found, expected = (f"--optimizer {kind_named(one)}" for one in (written.raw, vars(arguments)))
         raise another_kind_of_optimizer(found, expected, str(name))
 
 

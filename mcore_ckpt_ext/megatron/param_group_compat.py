@@ -17,13 +17,13 @@ _RATES = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
 
 def has_other_rates(written: JobArguments, running: JobArguments) -> bool:
     """Whether a rate is another one than the checkpoint's, so that the bounds of its groups are others, too."""
-    stated = [rate for rate in _RATES if rate in written.stated and rate in running.stated]
-    return any(written.stated[rate] != running.stated[rate] for rate in stated)
+    stated = [rate for rate in _RATES if rate in written.raw and rate in running.raw]
+    return any(written.raw[rate] != running.raw[rate] for rate in stated)
 
 
 def overrides_own_bounds(running: JobArguments, chain: Chain) -> bool:
     """Whether --override-opt_param-scheduler would replace the bounds of a group that has bounds of its own."""
-    stated = running.stated
+    stated = running.raw
     if not stated.get("override_opt_param_scheduler"):
         return False
 

@@ -25,16 +25,16 @@ def with_shown_arguments(checkpoint: CheckpointView, job: JobArguments) -> JobAr
         job: the arguments that it states, and those that a user does.
     """
     shown: dict[str, Any] = {}
-    if not (job.is_known("bf16") or job.is_known("fp16")):
+    if not (job.is_set("bf16") or job.is_set("fp16")):
         dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
         shown = {"bf16": "bfloat16" in dtypes, "fp16": "float16" in dtypes}
     encodings = encodings_named(checkpoint.optimizer_format)
-    if encodings and not job.is_known("use_distributed_optimizer"):
+    if encodings and not job.is_set("use_distributed_optimizer"):
         whole = all(encoding.name in (LAYER_WISE, NOT_DISTRIBUTED) for encoding in encodings)
         shown["use_distributed_optimizer"] = not whole
-    return job.changed(**shown) if shown else job
+    return job.replace(**shown) if shown else job
 
 
 def unknown_arguments(job: JobArguments) -> tuple[str, ...]:
     """The arguments that a plan uses and nothing states."""
-    return tuple(name for name in _NEEDED if not job.is_known(name))
+    return tuple(name for name in _NEEDED if not job.is_set(name))

@@ -51,7 +51,7 @@ def flags_of(one: FoundLayout) -> list[str]:
             flags.append(f"{flag} '{value}'" if isinstance(value, str) else f"{flag} {value}")
     if choice.has_sequence_parallelism:
         flags.append("--sequence-parallel")
-    if not choice.job.is_known("global_batch_size"):
+    if not choice.job.is_set("global_batch_size"):
         return flags
     flags += [f"--micro-batch-size {choice.micro_batch}", f"--global-batch-size {choice.global_batch}"]
     if choice.global_batch != batch_of(choice.job)[1]:
@@ -71,14 +71,14 @@ def notes_of(one: FoundLayout, job: JobArguments, keeps_random_state: bool) -> l
         )
     elif choice.micro_batch != micro:
         notes.append(f"the micro batch changes from {micro} to {choice.micro_batch}; the global batch stays")
-    if job.stated.get("use_megatron_fsdp"):
+    if job.raw.get("use_megatron_fsdp"):
         notes.append("planned for the distributed optimizer: --use-megatron-fsdp divides weights and gradients, too")
-    if any(job.stated.get(name, 1) not in (None, 1) for name in WEIGHT_SHARDS):
+    if any(job.raw.get(name, 1) not in (None, 1) for name in WEIGHT_SHARDS):
         notes.append("planned without weight shards: leave --tensor-parallel-num-weight-shards out")
     if job.rampup_batch_size:
         notes.append("the batch size ramps up: see that every step of the ramp is a multiple of micro batch x DP")
     if not keeps_random_state:
         notes.append("random states are reinitialized, as in stock Megatron on a changed layout")
-    if choice.has_sequence_parallelism and not job.stated.get("sequence_parallel"):
+    if choice.has_sequence_parallelism and not job.raw.get("sequence_parallel"):
         notes.append("--sequence-parallel is needed to train experts under tensor parallelism")
     return notes

@@ -126,7 +126,7 @@ def plan(
     read_rate: int | None = None,
     most: int | None = 10,
     facts: Facts = NOTHING,
-    stated: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> LayoutPlan:
     """List the layouts that Megatron accepts for a checkpoint on so many GPUs; reads metadata alone.
 
@@ -141,7 +141,7 @@ def plan(
         read_rate: bytes a second that all GPUs together read from the store.
         most: how many layouts are listed; None for all.
         facts: the layout of the job that wrote a checkpoint without Megatron's arguments.
-        stated: arguments of the job that the checkpoint does not state, by name.
+        arguments: arguments of the job that the checkpoint does not state, by name.
 
     Raises:
         UsageError: a value makes no sense.
@@ -150,7 +150,7 @@ def plan(
     check_gpus(gpus, gpus_per_node)
     with reraise_as_unreadable(path):
         checkpoint = open_checkpoint(path, facts=facts)
-        job = with_shown_arguments(checkpoint, checkpoint.arguments.changed(**(stated or {})))
+        job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**(arguments or {})))
         version = version_number(megatron_version)
         old = ParallelLayout.from_arguments(job)
         table = table_of(checkpoint, job)
@@ -211,7 +211,7 @@ def _as_before(
 def buffers_of(job: JobArguments, table: ModelTable, version: Version) -> Buffers:
     """How a job of a release keeps its gradients and its optimizer, by its arguments."""
     is_fp32 = bool(job.accumulate_allreduce_grads_in_fp32) or not (job.bf16 or job.fp16)
-    fraction = job.stated.get("optimizer_offload_fraction")
+    fraction = job.raw.get("optimizer_offload_fraction")
     offloads = bool(job.optimizer_cpu_offload) and isinstance(fraction, float)
     layer_wise = _layer_wise(job, table, version)
     return Buffers(
@@ -232,7 +232,7 @@ def _layer_wise(job: JobArguments, table: ModelTable, version: Version) -> Layer
     if not is_layer_wise(job):
         return None
     has_plain_experts = all(len(one.shape) == 2 for one in table.parameters if one.expert is not None)
-    if job.stated.get("use_layer_wise_param_layout") is False or not has_plain_experts:
+    if job.raw.get("use_layer_wise_param_layout") is False or not has_plain_experts:
         return LayerWise.DEALT
     if SPLITS_LAYER_WISE.is_of(version):
         return LayerWise.PACKED_BY_COMPUTATION
@@ -241,7 +241,7 @@ def _layer_wise(job: JobArguments, table: ModelTable, version: Version) -> Layer
 
 
 def _recomputation(job: JobArguments, wanted: str | None) -> Recomputation:
-    text = wanted or job.stated.get("recompute_granularity") or "none"
+    text = wanted or job.raw.get("recompute_granularity") or "none"
     try:
         return Recomputation(text)
     except ValueError:
@@ -268,7 +268,7 @@ def _planned(
     read_rate: int | None,
 ) -> PlannedLayout:
     choice, layout = one.choice, one.choice.layout
-    running = job.changed(**arguments_of(one))
+    running = job.replace(**arguments_of(one))
     is_moved = bool(placement_changes(job, running))
     keeps = (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline)
     per_rank = [

@@ -75,7 +75,7 @@ def _check_layers(checkpoint: CheckpointView, job: JobArguments, stated: int, bl
     layers = (split_layer(name)[0] for name in checkpoint.names(WEIGHT))
     found = 1 + max(layer.number for layer in layers if layer is not None and layer.block == block)
     # The last layers of a heterogeneous model may be without parameters.
-    is_heterogeneous = any(job.stated.get(name) for name in _HETEROGENEOUS)
+    is_heterogeneous = any(job.raw.get(name) for name in _HETEROGENEOUS)
     if found > stated or (found < stated and not is_heterogeneous):
         raise UnsupportedCheckpointError(
             "the number of layers is not that of the weights",
@@ -133,7 +133,7 @@ def _state_dtypes(job: JobArguments) -> dict[str, int]:
     if not job.use_precision_aware_optimizer:
         return {FP32_PARAM: 4, EXP_AVG: 4, EXP_AVG_SQ: 4}
     chosen = {EXP_AVG: "exp_avg_dtype", EXP_AVG_SQ: "exp_avg_sq_dtype", FP32_PARAM: "main_params_dtype"}
-    return {kind: _bytes_of(str(job.stated[name])) for kind, name in chosen.items() if name in job.stated}
+    return {kind: _bytes_of(str(job.raw[name])) for kind, name in chosen.items() if name in job.raw}
 
 
 def _bytes_of(dtype: str) -> int:

@@ -18,8 +18,8 @@ from mcore_ckpt_ext.formats.registry import is_adapter_folder
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_first_moments
+from mcore_ckpt_ext.job.assignments import parse_assignments
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
-from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.targets import Target
@@ -132,7 +132,7 @@ def _merged(
             "Megatron checkpoint", found=f"--merge {path} --to {target.name}", where=str(checkpoint.folder),
             hint="convert in two steps: first with --merge FOLDER --to hf, then the folder that this writes",
         )  # fmt: skip
-    scaling, stated = scaling_of(checkpoint, target.lora_alpha), stated_arguments(target.arguments)
+    scaling, stated = scaling_of(checkpoint, target.lora_alpha), parse_assignments(target.arguments)
     return merged_view(base, checkpoint, scaling, family, stated)
 
 

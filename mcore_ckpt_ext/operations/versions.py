@@ -91,7 +91,7 @@ def has_job(checkpoint: CheckpointView, writer: Writer) -> bool:
 
 def _written_for(checkpoint: CheckpointView) -> str:
     """The version that a conversion was written for; empty where it is none."""
-    found = checkpoint.arguments.stated.get(WRITTEN_FOR)
+    found = checkpoint.arguments.raw.get(WRITTEN_FOR)
     return str(found or (checkpoint.common.get(WRITTEN_FOR) if not checkpoint.arguments.is_complete else "") or "")
 
 
@@ -112,7 +112,7 @@ def _bounds(checkpoint: CheckpointView) -> Iterator[Bound]:
     first, last = releases_by_arguments(arguments)
     if first:
         yield f"its arguments have {first[1]}", first[0], None
-    if arguments.stated and last:
+    if arguments.raw and last:
         yield f"its arguments lack {last[1]}", None, last[0]
 
 

@@ -18,7 +18,7 @@ def described(kinds: Collection[str], groups: Iterable[Mapping[str, Any]], argum
     groups, names = list(groups), []
     if not kinds:
         return "SGD" if keeps_nothing(groups) else ""
-    if arguments.stated.get("optimizer") == "sgd":
+    if arguments.raw.get("optimizer") == "sgd":
         names.append("SGD with momentum" if MOMENTUM in kinds else "SGD")
     elif MOMENTUM in kinds:
         names.append("Muon")

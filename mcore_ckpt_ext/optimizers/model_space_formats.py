@@ -42,8 +42,8 @@ def is_layer_wise(arguments: JobArguments) -> bool:
     `use_layer_wise_distributed_optimizer` since core_v0.17; before it, the optimizer's name alone
     (megatron/training/arguments.py).
     """
-    named = str(arguments.stated.get("optimizer") or "")
-    return bool(arguments.stated.get("use_layer_wise_distributed_optimizer")) or named.startswith("dist_")
+    named = str(arguments.raw.get("optimizer") or "")
+    return bool(arguments.raw.get("use_layer_wise_distributed_optimizer")) or named.startswith("dist_")
 
 
 def encoding_of(keys: StoredKeys) -> dict[str, str]:

@@ -41,7 +41,7 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
             "Megatron would read other values as masters); or with --no-load-optim",
         )
     in_flat_buffers = keys is not None and any(".gbuf_idx_" in key for key in keys)
-    if in_flat_buffers and not holder.arguments.is_known("tensor_model_parallel_size"):
+    if in_flat_buffers and not holder.arguments.is_set("tensor_model_parallel_size"):
         raise UnsupportedCheckpointError(
             "the optimizer state is stored in flat buffers, and the parallel layout that they were written "
             "under is unknown",

@@ -37,7 +37,7 @@ def _distinct(
         live.pop("step", None)
         for bound, rate in _BOUNDS_OF_RATES.items():
             # A group with a rate of its own, as of --decoupled-lr, keeps it.
-            if group.get(bound) is not None and group[bound] == written.stated.get(rate):
-                live[bound] = running.stated.get(rate, group[bound])
+            if group.get(bound) is not None and group[bound] == written.raw.get(rate):
+                live[bound] = running.raw.get(rate, group[bound])
         found.setdefault(repr((rule_of(live), identity(live, REFINED_IDENTITY))), live)
     return found

@@ -78,7 +78,7 @@ def simulated_chain(
     inner = [kind(own, has_remainders and is_aware) for own in groups]
     if not running.use_distributed_optimizer:
         return Chain((), [(SimulatedWhole(one), None) for one in inner], ())
-    quantized = bool(running.stated.get("fp8_param_gather") or running.stated.get("fp4_param_gather"))
+    quantized = bool(running.raw.get("fp8_param_gather") or running.raw.get("fp4_param_gather"))
     config = SimpleNamespace(
         use_precision_aware_optimizer=is_aware,
         use_precision_aware_optimizer_no_fp8_or_ds_fp8=is_aware and not quantized,

@@ -60,7 +60,7 @@ def rehearse(
     *,
     megatron_version: str | None = None,
     full: bool = False,
-    stated: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, Any] | None = None,
     changes: Mapping[str, Any] | None = None,
     any_change: bool = False,
     team: Team | None = None,
@@ -73,7 +73,7 @@ def rehearse(
         sizes: the size of each dimension, by its name in `ParallelLayout`; see `target.sizes_in`.
         megatron_version: the release that will run; by default the installed one, else the newest known.
         full: compare all masters with their weights, not only samples.
-        stated: arguments of the job that wrote, which the checkpoint does not state.
+        arguments: arguments of the job that wrote, which the checkpoint does not state.
         changes: arguments in which the job that resumes differs, beside its layout.
         any_change: accept every argument among the changes, as far as the checkpoint's own model has the job's shapes.
         team: the processes that share the work, each with the same arguments; by default this one alone.
@@ -93,7 +93,7 @@ def rehearse(
             folder = iteration_folder(as_path(path))
             plain = replace(plain, path=str(folder))
             checkpoint = on_every_rank(_LOOKING, gpus, lambda: _opened(folder))
-            written = with_shown_arguments(checkpoint, checkpoint.arguments.changed(**(stated or {})))
+            written = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**(arguments or {})))
             plain = replace(plain, old_layout=str(ParallelLayout.from_arguments(written)))
             job = on_every_rank(
                 PLANNING, gpus, lambda: target_job(checkpoint, written, gpus, sizes, version, changes or {}),
@@ -107,7 +107,7 @@ def rehearse(
         )  # fmt: skip
         if job.refused is not None:
             return replace(plain, refusal=f"Megatron does not accept this layout: {job.refused}")
-        tokens = new_tokens(checkpoint.vocabulary_rows, Namespace(**job.arguments.stated))
+        tokens = new_tokens(checkpoint.vocabulary_rows, Namespace(**job.arguments.raw))
         if tokens:
             return replace(plain, refusal=str(refusal(tokens, str(folder.parent))), is_verbatim=True)
         return _Rehearsing(folder, written, job, version, plain, team or SingleProcess()).result(full=full)
@@ -154,7 +154,7 @@ class _Rehearsing:
         shares = Shares(
             simulated, checkpoint, on_every_rank(PLANNING, ranks, lambda: self._groups(checkpoint)),
             DataParallelRanks(simulated, checkpoint, self._version),
-            own_bounds=takes_own_bounds(running.stated, self._version), team=self._team,
+            own_bounds=takes_own_bounds(running.raw, self._version), team=self._team,
         )  # fmt: skip
         shares.plan()
         shares.find_weights()
@@ -173,7 +173,7 @@ class _Rehearsing:
     def _inspect(self) -> None:
         """What the first look at a checkpoint refuses, and who loads the optimizer (`load_decision`)."""
         running, folder, checkpoint = self._job.arguments, self._folder, open_checkpoint(self._folder)
-        groups, arguments = self._groups(checkpoint), Namespace(**running.stated)
+        groups, arguments = self._groups(checkpoint), Namespace(**running.raw)
         index = checkpoint.format_reader.index
         dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
         chain = simulated_chain(
@@ -206,7 +206,7 @@ class _Rehearsing:
         yield "the job builds the model, and its optimizer, by the same arguments as the job that wrote the checkpoint"
         yield "not rehearsed: random states, extra states of modules, warm-up and decay, tokenizer, data, and memory"
         for name in _WITHOUT_DISTRIBUTED:
-            if self._job.arguments.stated.get(name):
+            if self._job.arguments.raw.get(name):
                 yield f"the job runs without --{name.replace('_', '-')}: that optimizer is not simulated"
         if unknown := unknown_arguments(self._written):
             yield f"Megatron accepts the layout as far as it depends on {', '.join(unknown)}: not stored (--argument)"
@@ -243,7 +243,7 @@ def _look_around(path: Path) -> SharedIndex | None:
 
 def _is_adam(running: JobArguments) -> bool:
     """Whether Adam steps all parameters, whose optimizers are simulated."""
-    return kind_named(running.stated) in (None, "adam")
+    return kind_named(running.raw) in (None, "adam")
 
 
 def _extra_parameter_orders(checkpoint: CheckpointView) -> tuple[str, ...]:

@@ -24,10 +24,10 @@ def scheduler_refusal(stored: Mapping[str, Any], running: JobArguments) -> str |
         stored: its state in the checkpoint.
         running: the arguments of the job.
     """
-    if running.stated.get("override_opt_param_scheduler") or running.stated.get("use_checkpoint_opt_param_scheduler"):
+    if running.raw.get("override_opt_param_scheduler") or running.raw.get("use_checkpoint_opt_param_scheduler"):
         return None
     for name, (key, label) in _COMPARED.items():
-        own = running.stated.get(name)
+        own = running.raw.get(name)
         if own is not None and key in stored and own != stored[key]:
             return (
                 f"Megatron's scheduler refuses another {label}, {own} instead of {stored[key]}, without "

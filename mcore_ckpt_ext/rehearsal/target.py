@@ -120,8 +120,8 @@ def target_job(
         return TargetJob(written, layout, "", reason)
     best = result.found[0]
     changed = {**arguments_of(best), **changes}
-    changed.setdefault("padded_vocab_size", _rows(checkpoint, written.changed(**changed), sizes["tensor"]))
-    running = written.changed(source="the arguments of the job that resumes", **changed)
+    changed.setdefault("padded_vocab_size", _rows(checkpoint, written.replace(**changed), sizes["tensor"]))
+    running = written.replace(source="the arguments of the job that resumes", **changed)
     return TargetJob(running, ParallelLayout.from_arguments(running), " ".join(flags_of(best)))
 
 
@@ -140,7 +140,7 @@ def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArg
             found=shortened(str(pattern), 60),
             expected=f"{shortened(stored, 60)}, divided otherwise by |",
         )
-    return written.changed(hybrid_layer_pattern=pattern)
+    return written.replace(hybrid_layer_pattern=pattern)
 
 
 def _rows(checkpoint: CheckpointView, running: JobArguments, tensor: int) -> int | None:

@@ -68,4 +68,4 @@ class FixedEpsilon(Llama):
     """Reads another epsilon than it writes."""
 
     def arguments(self, config: Config) -> ModelArguments:
-        return super().arguments(config).changed(layernorm_epsilon=1e-6)
+        return super().arguments(config).replace(layernorm_epsilon=1e-6)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from mcore_ckpt_ext.job.assignments import parse_assignments
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.options import PINS
 from mcore_ckpt_ext.rehearsal.rehearse import rehearse
@@ -40,7 +40,7 @@ def rehearsal_of_resume(run: Path, layout: Layout) -> Rehearsal:
     """Rehearse the resume of a job that differs from the one that saved in its layout alone."""
     arguments = {
         **dict.fromkeys(_OF_STAGES),
-        **stated_arguments(_stated(layout.flags)),
+        **parse_assignments(_stated(layout.flags)),
         "padded_vocab_size": layout.vocabulary,
         "world_size": layout.ranks,
         "tensor_model_parallel_size": layout.tensor,

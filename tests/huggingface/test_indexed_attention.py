@@ -40,13 +40,13 @@ def test_a_frequency_without_an_offset() -> None:
 
 
 def test_only_layers_with_an_indexer_have_its_tensors() -> None:
-    arguments = arguments_for("FSF").changed(mtp_num_layers=1)
+    arguments = arguments_for("FSF").replace(mtp_num_layers=1)
     names = {tensor.name for tensor in FAMILY.tensors(arguments)}
     found = [f"model.layers.{layer}.self_attn.indexer.wk.weight" in names for layer in range(4)]
     assert found == [True, False, True, True]  # the MTP layer has one of its own
 
 
 def test_an_mtp_layer_that_shares_is_refused() -> None:
-    arguments = arguments_for("FSF").changed(mtp_num_layers=2)
+    arguments = arguments_for("FSF").replace(mtp_num_layers=2)
     assert FAMILY.mismatches(arguments) == ["an MTP layer without its own indexer"]
-    assert FAMILY.mismatches(arguments_for("FFSF").changed(mtp_num_layers=2)) == []
+    assert FAMILY.mismatches(arguments_for("FFSF").replace(mtp_num_layers=2)) == []

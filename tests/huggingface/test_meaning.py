@@ -45,7 +45,7 @@ def configuration(name: str, **changes: Any) -> dict[str, Any]:
 def arguments_of(name: str, **changes: Any) -> ModelArguments:
     """The arguments of a job that trains the model, but for some changes."""
     arguments = family_of(name).arguments(configuration(name))
-    return complete(JobArguments.of({**arguments.stated(), **changes}))
+    return complete(JobArguments.of({**arguments.as_dict(), **changes}))
 
 
 def test_every_argument_has_one_class() -> None:
@@ -80,7 +80,7 @@ def test_no_family_passes_over_an_argument(name: str) -> None:
     for argument, neutral in NEUTRAL.items():
         if argument not in expressed:
             other = "other" if neutral is None or isinstance(neutral, str) else not neutral
-            with_it = complete(JobArguments.of({**arguments.stated(), argument: _valued(argument, other)}))
+            with_it = complete(JobArguments.of({**arguments.as_dict(), argument: _valued(argument, other)}))
             assert any(reason.startswith(f"{argument} is ") for reason in family.mismatches(with_it)), argument
 
 
@@ -338,14 +338,14 @@ def test_activations_of_other_loops(function: str, gated: bool, found: dict[str,
         name: value for name, value in found.items() if value
     }
     arguments = arguments_of("gpt2")
-    changed = replace(arguments, job=arguments.job.changed(**stated))
+    changed = replace(arguments, job=arguments.job.replace(**stated))
     assert bool(family_of("gpt2").mismatches(changed)) == ("activation_func" in stated)
 
 
 def test_an_unknown_rotary_base() -> None:
     """A description of another loop leaves out what it pleases: Megatron's default is not what it means."""
     job = arguments_of("llama").job
-    stated = {name: value for name, value in job.stated.items() if name != "rotary_base"}
+    stated = {name: value for name, value in job.raw.items() if name != "rotary_base"}
     with pytest.raises(UnsupportedCheckpointError, match="--argument rotary_base"):
         complete(JobArguments.of(stated, is_complete=False))
 
@@ -353,7 +353,7 @@ def test_an_unknown_rotary_base() -> None:
 @pytest.mark.parametrize("flag", ["export_qk_l2_norm", "export_moe_apply_probs_on_input"])
 def test_flags_of_modelopt_that_count(flag: str) -> None:
     arguments = arguments_of("llama")
-    changed = replace(arguments, job=arguments.job.changed(**{flag: True}))
+    changed = replace(arguments, job=arguments.job.replace(**{flag: True}))
     assert any(flag in mismatch_reason for mismatch_reason in family_of("llama").mismatches(changed))
 
 
@@ -586,7 +586,7 @@ def test_a_default_of_the_class_is_neutral() -> None:
 
 def test_no_key_with_an_effect_is_taken_over_from_another_model() -> None:
     """`--tokenizer FOLDER` may name a model whose attention sees chunks; what its class does not read is carried."""
-    arguments = arguments_of("llama").changed(vocab_size=VOCABULARY)
+    arguments = arguments_of("llama").replace(vocab_size=VOCABULARY)
     published = configuration("llama", attention_chunk_size=3, query_multiplier=3)
     found = family_of("llama").updated_config(published, arguments)
     assert found is not None

@@ -36,8 +36,8 @@ WRITTEN = {
 def test_unstated_values_are_unknown() -> None:
     job = JobArguments.of({"num_experts": None, "swiglu": True, "of_a_fork": 7})
     assert job.swiglu is True
-    assert (job.num_experts, job.is_known("num_experts")) == (None, True)
-    assert (job.normalization, job.is_known("normalization")) == (None, False)
+    assert (job.num_experts, job.is_set("num_experts")) == (None, True)
+    assert (job.normalization, job.is_set("normalization")) == (None, False)
     assert job.value("of_a_fork") == 7
     assert job.version is None
     with pytest.raises(UnsupportedCheckpointError, match="num_experts.*some file"):
@@ -76,11 +76,11 @@ def test_values_that_contradict_each_other_are_refused(stated: Mapping[str, Any]
 
 def test_a_changed_job_is_checked_too_and_the_first_one_stays() -> None:
     job = JobArguments.of({**SIZES, "of_a_fork": 7}, source="some file")
-    other = job.changed(num_layers=8)
-    assert (job.num_layers, other.num_layers, other.stated["num_layers"]) == (4, 8, 8)
+    other = job.replace(num_layers=8)
+    assert (job.num_layers, other.num_layers, other.raw["num_layers"]) == (4, 8, 8)
     assert (other.source, other.value("of_a_fork")) == ("some file", 7)
     with pytest.raises(UnreadableCheckpointError, match="num_layers"):
-        job.changed(num_layers=-8)
+        job.replace(num_layers=-8)
 
 
 @pytest.mark.parametrize("name", INTACT)
@@ -108,9 +108,9 @@ def test_a_model_is_complete_and_says_what_it_is_made_of() -> None:
     model = complete(job)
     assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (256, 8, 8)
     assert (model.layernorm_epsilon, model.position_embedding_type) == (1e-6, "rope")
-    assert model.stated()["of_a_fork"] == model.value("of_a_fork") == 7
+    assert model.as_dict()["of_a_fork"] == model.value("of_a_fork") == 7
     with pytest.raises(UnsupportedCheckpointError, match="max_position_embeddings"):
-        model.known("max_position_embeddings")
+        model.required("max_position_embeddings")
     with pytest.raises(UnsupportedCheckpointError, match="hidden_size.*some file"):
         complete(JobArguments.of({"num_layers": 4}, source="some file"))
 
@@ -122,9 +122,9 @@ def test_a_model_with_unknown_query_groups_is_refused() -> None:
 
 def test_a_changed_model_is_another_one_and_has_the_same_arguments() -> None:
     model = complete(JobArguments.of(SIZES))
-    assert (model.changed(num_layers=8).num_layers, model.num_layers) == (8, 4)
+    assert (model.replace(num_layers=8).num_layers, model.num_layers) == (8, 4)
     with pytest.raises(TypeError, match="numlayers"):
-        model.changed(numlayers=8)
+        model.replace(numlayers=8)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -135,7 +135,7 @@ def test_a_row_has_a_default_that_its_argument_can_have(name: str) -> None:
 
 @pytest.mark.parametrize("fixture", WRITTEN)
 def test_a_row_is_of_the_releases_whose_jobs_have_its_argument(fixture: str) -> None:
-    stated = open_checkpoint(fixture_named(fixture).run).arguments.stated
+    stated = open_checkpoint(fixture_named(fixture).run).arguments.raw
     parsed = {name for name, row in ROWS.items() if WRITTEN[fixture] in row.releases}
     assert parsed - stated.keys() == set()
     assert {name for name in ROWS.keys() - parsed if stated.get(name)} == set()

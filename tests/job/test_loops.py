@@ -104,7 +104,7 @@ def test_what_the_index_shows_is_so(name: str, with_grid: bool) -> None:
     checkpoint = open_checkpoint(fixture_named(name).run)
     index = checkpoint.format_reader.index
     assert index is not None
-    stated = checkpoint.arguments.stated
+    stated = checkpoint.arguments.raw
     grid = checkpoint.random_state_grid() if with_grid else None
     shown = infer_layout(index, grid, {"context_parallel_size": stated["context_parallel_size"]})
     assert shown == {size: stated[size] for size in shown}

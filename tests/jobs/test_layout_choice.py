@@ -238,7 +238,7 @@ def _splits(dice: random.Random, layers: int, pipeline: int) -> list[dict[str, A
 def choice_of(case: Case, job: JobArguments, table: ModelTable, version: Version) -> Choice:
     """The case as this package sees it."""
     extra = job.mtp_num_layers or 0
-    job = job.changed(transformer_impl=case.implementation)
+    job = job.replace(transformer_impl=case.implementation)
     split = applied_split(job, case.split, case.layout.pipeline, case.layout.virtual_pipeline, extra)
     return Choice(job, table, case.layout, split, case.micro_batch, case.global_batch, version)
 
@@ -285,7 +285,7 @@ def models(
     found = {case.model: table_of(result) for case, result in zip(cases, answers["results"], strict=True)}
     if release[0] >= (0, 17):  # before, a pattern named no segments
         job, table = found["hybrid"]
-        found["hybrid in segments"] = job.changed(hybrid_layer_pattern="M*|M-|M*|M-"), table
+        found["hybrid in segments"] = job.replace(hybrid_layer_pattern="M*|M-|M*|M-"), table
     return found
 
 
@@ -318,7 +318,7 @@ def test_what_is_listed(
         for gpus, implementation in ((8, "local"), (12, "transformer_engine"), (24, "local")):
             wish = SearchRequest(gpus, 8, release[0])
             old = replace(plain_layout(), data=gpus, world=gpus)
-            job = job.changed(transformer_impl=implementation)
+            job = job.replace(transformer_impl=implementation)
             found = search(job, table, old, wish, Buffers(4)).found
             for one in dice.sample(found, min(5, len(found))):
                 choice = one.choice

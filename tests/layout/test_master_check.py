@@ -234,7 +234,7 @@ def test_what_is_quantised() -> None:
     names += ["embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"]
     assert [name for name in names if is_quantised(name, arguments)] == names[:3]
     assert not any(is_quantised(name, JobArguments.of({})) for name in names)
-    but_first_and_last = arguments.changed(first_last_layers_bf16=True)
+    but_first_and_last = arguments.replace(first_last_layers_bf16=True)
     found = [number for number in range(4) if is_quantised(f"decoder.layers.{number}.{plain[1]}", but_first_and_last)]
     assert found == []
     layers = [f"decoder.layers.{number}.mlp.linear_fc1.weight" for number in range(4)]

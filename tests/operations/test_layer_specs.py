@@ -72,7 +72,7 @@ def test_a_model_that_0_19_does_not_build_of_the_other_layers() -> None:
 
 def test_a_third_layer_spec() -> None:
     source = open_checkpoint(fixture_named("p21").run)
-    other = source.arguments.changed(transformer_impl="inference_optimized")
+    other = source.arguments.replace(transformer_impl="inference_optimized")
     source = replace(source, job=replace(source.job, arguments=lambda: other))
     with pytest.raises(UnsupportedCheckpointError, match="other layer specs.*found: inference_optimized"):
         under_layer_spec(source, "local")

@@ -245,7 +245,7 @@ def test_least_memory_of_all() -> None:
 def test_a_number_of_layers_that_the_weights_contradict() -> None:
     """It is refused, with the number that they have."""
     with pytest.raises(UnsupportedCheckpointError, match="num_layers 5; expected: 4 layers"):
-        plan(fixture_named("p01").run, 6, stated={"num_layers": 5})
+        plan(fixture_named("p01").run, 6, arguments={"num_layers": 5})
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +260,7 @@ def without_arguments(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_without_arguments_tensors_show_precision_and_optimizer(without_arguments: Path) -> None:
     """What is needed and does not follow from the tensors is named, and no batch size is made up."""
     stated = {"num_attention_heads": 4, "seq_length": 32}
-    found = plan(without_arguments, 4, pins={"tp": 2, "pp": 2}, stated=stated)
+    found = plan(without_arguments, 4, pins={"tp": 2, "pp": 2}, arguments=stated)
     known = plan(fixture_named("p01").run, 4, pins={"tp": 2, "pp": 2})
     assert found.unknown == ("global_batch_size", "micro_batch_size", "make_vocab_size_divisible_by")
     assert found.layouts[0].memory.static == pytest.approx(known.layouts[0].memory.static, rel=0.01)
@@ -269,10 +269,10 @@ def test_without_arguments_tensors_show_precision_and_optimizer(without_argument
 
 def test_without_arguments_a_rehearsal_names_what_stays_unknown(without_arguments: Path) -> None:
     """It is as certain as what the checkpoint and the user say."""
-    found = rehearse(without_arguments, 4, sizes_in("tp=2"), stated={"seq_length": 32})
+    found = rehearse(without_arguments, 4, sizes_in("tp=2"), arguments={"seq_length": 32})
     assert found.will_succeed
     assert any("num_attention_heads, global_batch_size, micro_batch_size, " in one for one in found.given)
-    refused = rehearse(without_arguments, 3, sizes_in("tp=3"), stated={"num_attention_heads": 4})
+    refused = rehearse(without_arguments, 3, sizes_in("tp=3"), arguments={"num_attention_heads": 4})
     assert str(refused.refusal).endswith("4 attention heads cannot be divided by TP 3")
 
 

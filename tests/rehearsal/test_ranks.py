@@ -66,7 +66,7 @@ def test_places_with_context_parallelism() -> None:
         "data_parallel_size": 2,
     }
     version = Version(0, 19)
-    job = SimulatedJob(checkpoint, checkpoint.arguments.changed(**sizes), version)
+    job = SimulatedJob(checkpoint, checkpoint.arguments.replace(**sizes), version)
     ranks = DataParallelRanks(job, checkpoint, version)
     found = [ranks.places(rank) for rank in range(8)]
     assert found == [[(ModelRank(0, rank % 2), rank // 2)] for rank in range(8)]

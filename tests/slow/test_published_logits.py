@@ -118,7 +118,7 @@ def _case(name: str, folder: Path, spec: LayerSpec) -> dict[str, Any]:
     assert isinstance(checkpoint, HuggingFaceCheckpoint)
     experts = 2 if checkpoint.model.num_experts else 1
     # Megatron shares an indexer among tensor-parallel ranks with sequence parallelism only.
-    tensor = 1 if experts > 1 or "dsa" in str(checkpoint.model.stated_value("experimental_attention_variant")) else 2
+    tensor = 1 if experts > 1 or "dsa" in str(checkpoint.model.get("experimental_attention_variant")) else 2
     return {
         "name": name, "run": str(folder / "run"), "tensor": tensor, "expert": experts, "vocabulary": VOCABULARY,
         "flags": [*checkpoint.training_flags(), "--transformer-impl", spec], "answer": str(folder / "answer"),

@@ -55,7 +55,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         arrays: dict[str, StoredArray] = {}
         halves: dict[str, list[StoredArray | None]] = {}
         for key, array in self._parameters():
-            name, half = parameter_of(key, self.stated_arguments)
+            name, half = parameter_of(key, self.recorded_arguments)
             if half is None:
                 _add(arrays, replace(array, key=self._prefix(array.key) + name))
             else:
@@ -84,10 +84,11 @@ class FsdpCheckpoint(FlattenedCheckpoint):
             UnsupportedCheckpointError: there are fewer layers than the job had.
         """
         found = len({parse(key).layer for key in keys} - {None})
-        if found and found < (self.stated_arguments.num_layers or 0):
+        if found and found < (self.recorded_arguments.num_layers or 0):
             raise UnsupportedCheckpointError(
                 "the layer numbers of pipeline stages are unknown in this format",
-                found=f"{found} layers", expected=f"{self.stated_arguments.num_layers}, as the job's arguments have it",
+                found=f"{found} layers",
+                expected=f"{self.recorded_arguments.num_layers}, by the arguments of the job",
                 where=str(self.folder), hint="resume it with stock Megatron",
             )  # fmt: skip
 
@@ -106,7 +107,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     def _weight_and_master(self, array: StoredArray) -> dict[str, StoredArray]:
         """The weight and the master in an fp32 array; empty for other arrays, which are weights only."""
-        known = self.stated_arguments
+        known = self.recorded_arguments
         computes_in = "bfloat16" if known.bf16 else "float16" if known.fp16 else "float32"
         if array.dtype != "float32" or is_module_buffer(array.key):
             return {}
@@ -123,9 +124,9 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         Raises:
             UnsupportedCheckpointError: their parts take turns in it.
         """
-        gated = self.stated_arguments.quick_geglu or self.stated_arguments.gated_linear_unit
-        takes_turns = is_first_linear(key) and gated and not self.stated_arguments.swiglu
-        if ".mixer." in key or (takes_turns and (self.stated_arguments.tensor_model_parallel_size or 1) > 1):
+        gated = self.recorded_arguments.quick_geglu or self.recorded_arguments.gated_linear_unit
+        takes_turns = is_first_linear(key) and gated and not self.recorded_arguments.swiglu
+        if ".mixer." in key or (takes_turns and (self.recorded_arguments.tensor_model_parallel_size or 1) > 1):
             raise UnsupportedCheckpointError(
                 "Megatron-FSDP stores this parameter with the parts of its tensor-parallel ranks in turn, which is not "
                 "read", where=key,
@@ -161,7 +162,9 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     @override
     def extra_states(self) -> Mapping[str, Any]:
-        return fresh_extra_states(self.weights.names(), self.stated_arguments.transformer_impl == "transformer_engine")
+        return fresh_extra_states(
+            self.weights.names(), self.recorded_arguments.transformer_impl == "transformer_engine"
+        )
 
     @override
     def kind_of(self, key: str) -> str:
@@ -169,7 +172,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
             return key.rpartition(".")[2]
         if not key.startswith(_MODEL):
             return OTHER
-        is_master = _MASTER + parameter_of(key.removeprefix(_MODEL), self.stated_arguments).name in self.index.arrays
+        is_master = _MASTER + parameter_of(key.removeprefix(_MODEL), self.recorded_arguments).name in self.index.arrays
         return FP32_PARAM if is_master else WEIGHT
 
 

@@ -125,7 +125,7 @@ def text_beside(checkpoint: CheckpointView) -> CheckpointView:
     view = renamed(checkpoint, {name: name.removeprefix(PREFIX) for name in names})
     text = frozenset(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
     # Of positions in a text the three axes are one.
-    arguments = lazy(lambda: view.arguments.changed(position_embedding_type="rope"))
+    arguments = lazy(lambda: view.arguments.replace(position_embedding_type="rope"))
     return replace(view, job=replace(view.job, arguments=arguments), whole_model=WholeModel(kind, text))
 
 
@@ -196,7 +196,7 @@ def checked_whole(
     said, trained = family.config(family.arguments(text, neutral)), family.config(arguments)
     wrong = [f"{key} is {said.get(key)!r}, not {value!r}" for key, value in trained.items()
              if key not in _OF_TRAINING and said.get(key) != value]  # fmt: skip
-    axes = checkpoint.arguments.stated.get("mrope_section")
+    axes = checkpoint.arguments.raw.get("mrope_section")
     if axes is not None and list(axes) != list(sections_of(beside) or ()):
         wrong.append(f"mrope_section is {sections_of(beside)}, not {axes}")
     _refuse(wrong, checkpoint)

@@ -72,7 +72,7 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
         )  # fmt: skip
     neutral = neutral_keys(config, str(whole.get("model_type")), whole)
     arguments = family.arguments(config, neutral)
-    arguments = arguments.changed(transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
+    arguments = arguments.replace(transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
     if mismatches := family.mismatches(arguments):
         raise UnsupportedCheckpointError(
             f"config.json describes {with_indefinite_article(family.name)} that Megatron would compute differently",
@@ -91,7 +91,7 @@ def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folde
         trained: the arguments of the job.
         folder: the folder.
     """
-    tokens = int(model.known("vocab_size"))
+    tokens = int(model.required("vocab_size"))
     if (rows := trained.padded_vocab_size or 0) > tokens:
         return UnsupportedCheckpointError(
             "the job of the optimizer padded its vocabulary, and a Hugging Face folder has no such rows",
@@ -116,7 +116,7 @@ def common_state(model: ModelArguments, vocabulary: int, dtypes: Sequence[str]) 
         dtypes: of its tensors, the most frequent one first.
     """
     arguments = {
-        **model.stated(),
+        **model.as_dict(),
         "padded_vocab_size": -(-vocabulary // _PADDING) * _PADDING,
         "make_vocab_size_divisible_by": _PADDING,
         "seq_length": model.max_position_embeddings,

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.target import Target, check_choice, check_sizes
-from mcore_ckpt_ext.job.stated import stated_arguments
+from mcore_ckpt_ext.job.assignments import parse_assignments
 
 SHARD_BYTES = 5 * 10**9
 DTYPES = ("float32", "bfloat16", "float16")
@@ -70,7 +70,7 @@ class HuggingFace(Target):
         Raises:
             UsageError: a value makes no sense.
         """
-        stated_arguments(self.arguments)
+        parse_assignments(self.arguments)
         check_sizes(vocab_size=self.vocab_size, max_shard_size=self.max_shard_size, lora_alpha=self.lora_alpha)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("kind", self.kind, EXPORTED_KINDS)

@@ -97,7 +97,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
         held = self.family.mtp_layers(stored, self.model)
         self._holds_no_mtp, layers = not held, held if mtp else 0
-        self.model = self.model.changed(mtp_num_layers=layers or None)
+        self.model = self.model.replace(mtp_num_layers=layers or None)
         self.left_out: list[str] = []
         self._weights = ModelSpaceWeights(self._matched(stored))
 
@@ -222,7 +222,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @property
     @override
     def vocabulary(self) -> int:
-        return int(self.model.known("vocab_size"))
+        return int(self.model.required("vocab_size"))
 
     @property
     @override

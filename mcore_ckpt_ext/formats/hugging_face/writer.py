@@ -49,8 +49,8 @@ from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, noting
 from mcore_ckpt_ext.formats.peft.writer import lay_out as lay_out_adapters
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.assignments import parse_assignments
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
-from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
@@ -91,7 +91,7 @@ class HuggingFaceTarget:
         self._seeing = seeing_tensors(checkpoint, beside)
         of_images = {tensor.regions[0].name for tensor in self._seeing}
         names = [name for name in checkpoint.weights.names() if name not in of_images]
-        stated = stated_arguments(options.arguments)
+        stated = parse_assignments(options.arguments)
         if unknown := sorted(set(stated) - classified(stated)):
             raise UsageError(
                 "Megatron has no such argument", found=unknown[0], expected="as Megatron's arguments are stored: "
@@ -99,9 +99,9 @@ class HuggingFaceTarget:
             )  # fmt: skip
         self._where = "".join((str(checkpoint.folder), *(f", --argument {text}" for text in options.arguments)))
         known = checkpoint.arguments
-        model = complete(known.changed(source=self._where, **stated) if stated else known)
+        model = complete(known.replace(source=self._where, **stated) if stated else known)
         self._check_ignored(model, stated)
-        arguments = model.changed(vocab_size=self._vocabulary())
+        arguments = model.replace(vocab_size=self._vocabulary())
         once = (text_config(beside) or beside).get("model_type")
         self.fit: Fit = family_of_megatron(arguments, names, family, once, self._where)
         if lost := unwritten(self.fit.family, self.fit.arguments):
@@ -128,7 +128,7 @@ class HuggingFaceTarget:
     def _check_ignored(self, model: ModelArguments, stated: Collection[str]) -> None:
         """Refuse arguments that the job may have been told in vain; a model to begin with has not been trained yet."""
         found = {name: value for name, value in ignored(model).items() if name not in stated}
-        if found and not self._checkpoint.released and self._checkpoint.arguments.is_known(_OF_PRETRAIN_GPT):
+        if found and not self._checkpoint.released and self._checkpoint.arguments.is_set(_OF_PRETRAIN_GPT):
             default = {
                 "rope_scaling_factor": "=8",
                 "rotary_seq_len_interpolation_factor": f"={model.rotary_seq_len_interpolation_factor} since 0.19, "

@@ -312,7 +312,7 @@ class LegacyCheckpoint(FormatReader):
     def _expert_index(self, rank: LegacyRank) -> int:
         """The rank's place among all expert ranks, counted in whichever of the two ways its version counts."""
         layout = self.layout
-        if self.arguments.is_known("expert_tensor_parallel_size"):
+        if self.arguments.is_set("expert_tensor_parallel_size"):
             tensor = rank.tensor % layout.expert_tensor
             return tensor + layout.expert_tensor * (rank.expert + layout.expert * rank.pipeline)
         return rank.tensor + layout.tensor * (rank.pipeline + layout.pipeline * rank.expert)

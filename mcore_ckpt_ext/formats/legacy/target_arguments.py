@@ -33,7 +33,7 @@ def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments
     data = max(1, source.world // ranks)
     changes: dict[str, Any] = {}
     if pipeline != source.pipeline:
-        changes |= {name: None for name in _SPREADING if written.is_known(name)}
+        changes |= {name: None for name in _SPREADING if written.is_set(name)}
     changes |= {
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
@@ -49,7 +49,7 @@ def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments
         "use_distributed_optimizer": not (checkpoint.optimizer_format and checkpoint.chain()),
         **without_fsdp(written),
     }
-    return written.changed(**changes)
+    return written.replace(**changes)
 
 
 def _check_layout_known(checkpoint: CheckpointView, target: Legacy) -> None:

@@ -115,7 +115,7 @@ class LegacyTarget:
 
     @cached_property
     def _state(self) -> PortableState:
-        return PortableState.of(self._checkpoint, argparse.Namespace(**self._arguments.stated), self._version)
+        return PortableState.of(self._checkpoint, argparse.Namespace(**self._arguments.raw), self._version)
 
     @cached_property
     def _writers(self) -> Mapping[tuple[int, int, int], int]:

@@ -158,7 +158,7 @@ class PeftCheckpoint(WeightsAlone):
     def common(self) -> dict[str, Any]:
         """What a release checkpoint says: of the model, and of its adapters."""
         arguments = {
-            **self._fit.arguments.stated(), **{f"{name}_parallel_size": 1 for name in _LAYOUT},
+            **self._fit.arguments.as_dict(), **{f"{name}_parallel_size": 1 for name in _LAYOUT},
             "virtual_pipeline_model_parallel_size": None, "world_size": 1, "iteration": 0, "consumed_train_samples": 0,
             "lora_alpha": self.config.get("lora_alpha", _ALPHA), "lora_dropout": self.config.get("lora_dropout"),
             "use_rslora": bool(self.config.get("use_rslora")),

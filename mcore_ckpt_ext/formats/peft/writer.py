@@ -16,7 +16,7 @@ from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
 from mcore_ckpt_ext.formats.laid_out import OutputPlan
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.job.stated import stated_arguments
+from mcore_ckpt_ext.job.assignments import parse_assignments
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -36,7 +36,7 @@ class PeftTarget:
         self._checkpoint = checkpoint
         self._check_options(options)
         self.left_out = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
-        self.fit: Fit = fit_of_adapters(checkpoint, family, stated_arguments(options.arguments))
+        self.fit: Fit = fit_of_adapters(checkpoint, family, parse_assignments(options.arguments))
         self._adapters = adapters_in(checkpoint, self.fit)
         self._scaling = scaling_of(checkpoint, options.lora_alpha)
 

@@ -64,7 +64,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
         """Each weight by its name in model space, in the order of registration."""
         for key, array in self.stored_index.arrays.items():
             if key.startswith(MODEL) and not is_extra_state(key):
-                yield check_whole(model_space_name(key.removeprefix(MODEL), 0, 0, self.stated_arguments), NAME), array
+                yield check_whole(model_space_name(key.removeprefix(MODEL), 0, 0, self.recorded_arguments), NAME), array
 
     def _state(self, weights: Mapping[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
         """Masters and moments by the keys that `torch_dist` would have for them."""
@@ -94,7 +94,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
         for name, weight in weights.items():
             if is_module_buffer(name):
                 continue
-            group = group_that_holds(name, weight.shape, self._groups, self.stated_arguments)
+            group = group_that_holds(name, weight.shape, self._groups, self.recorded_arguments)
             is_half = weight.dtype != "float32"
             if not ids[group] or (is_half and not halves[group]):
                 raise self._unknown("no state for it", name)
@@ -142,7 +142,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
     @override
     def extra_states(self) -> Mapping[str, Any]:
         return {
-            model_space_name(key.removeprefix(MODEL), 0, 0, self.stated_arguments): self._stored_object(key)
+            model_space_name(key.removeprefix(MODEL), 0, 0, self.recorded_arguments): self._stored_object(key)
             for key in self.stored_index.objects
             if key.startswith(MODEL) and is_extra_state(key)
         }

@@ -67,7 +67,7 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
         stated = checkpoint.arguments
         # What only some description tells of is not filled up with defaults.
         section = {
-            name: value for name, value in model_fields(model).items() if stated.is_complete or stated.is_known(name)
+            name: value for name, value in model_fields(model).items() if stated.is_complete or stated.is_set(name)
         }
         fit = family_of_megatron(model, checkpoint.names(WEIGHT))
     except CheckpointError as error:
@@ -81,7 +81,7 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
 
 def train_state(checkpoint: CheckpointView) -> bytes:
     """The bytes of `train_state.pt`: tensors of one number, by name."""
-    stated = checkpoint.arguments.stated
+    stated = checkpoint.arguments.raw
     counts = {name: int(stated.get(name) or 0) for name in COUNTED}
     operations = float(checkpoint.common.get("num_floating_point_operations_so_far") or 0)
     state = {

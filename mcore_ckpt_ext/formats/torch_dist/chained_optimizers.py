@@ -93,7 +93,7 @@ class ChainedOptimizers:
         return (
             SPLITS_LAYER_WISE.is_of(self._version)
             and is_layer_wise(arguments)
-            and arguments.stated.get("use_layer_wise_param_layout") is not False
+            and arguments.raw.get("use_layer_wise_param_layout") is not False
             and 0 < len(others) < len(self._source)
             and not has_experts(others)
         )

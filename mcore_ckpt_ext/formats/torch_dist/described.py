@@ -102,7 +102,7 @@ class DescribedCheckpoint(FormatReader):
 
     @abstractmethod
     def _read_index(self) -> DcpIndex:
-        """What `.metadata` says; of the job only `stated_arguments` are known by then."""
+        """What `.metadata` says; of the job only `recorded_arguments` are known by then."""
 
     @abstractmethod
     def _read_common(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class DescribedCheckpoint(FormatReader):
         return own if own is not None and own.is_complete else self.description.arguments
 
     @cached_property
-    def stated_arguments(self) -> JobArguments:
+    def recorded_arguments(self) -> JobArguments:
         """The properties of the job that are known without the index."""
         own = self._stated_by_megatron
         return own if own is not None and own.is_complete else self._described().arguments
@@ -147,7 +147,7 @@ class DescribedCheckpoint(FormatReader):
         found, external = self._described(), self._external
         if self._lender is not None:
             found = found.with_model(described_by_model(self._lender))
-        shown = infer_layout(self.index, self.random_state_grid(), {**found.arguments.stated, **external.layout})
+        shown = infer_layout(self.index, self.random_state_grid(), {**found.arguments.raw, **external.layout})
         shown_of_model = infer_model_config(self.index.arrays, self.weights.names() or external.weights)
         return completed(found, {**shown_of_model, **shown}, self._facts, self.folder)
 

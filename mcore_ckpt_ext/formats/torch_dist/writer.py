@@ -126,7 +126,7 @@ class TorchDistTarget:
 
     def _about_the_arguments(self) -> Iterator[str]:
         """Arguments that stock Megatron requires and compares (`check_checkpoint_args`, 0.7 to 0.19)."""
-        missing = [name for name in _COMPARED if not self._checkpoint.arguments.is_known(name)]
+        missing = [name for name in _COMPARED if not self._checkpoint.arguments.is_set(name)]
         if missing and self._with_arguments and not self._checkpoint.released:
             yield f"{' and '.join(missing)} of the job, which stock Megatron requires, is unknown"
 

@@ -174,7 +174,7 @@ def reads(*places: str) -> tuple[BridgeField, ...]:
 SAME = bridge()
 
 
-class Stated:
+class PartialArguments:
     """Arguments as a job states them: each may be unknown."""
 
     def value_of(self, name: str) -> Any:
@@ -182,7 +182,7 @@ class Stated:
         raise NotImplementedError
 
 
-class Complete:
+class CompleteArguments:
     """Arguments that all have a value, though that may be Megatron's None."""
 
     def value_of(self, name: str) -> Any:
@@ -222,10 +222,10 @@ class Argument(Generic[T, D]):
     @overload
     def __get__(self, instance: None, owner: type) -> Argument[T, D]: ...
     @overload
-    def __get__(self, instance: Stated, owner: type) -> T | None: ...
+    def __get__(self, instance: PartialArguments, owner: type) -> T | None: ...
     @overload
-    def __get__(self, instance: Complete, owner: type) -> D: ...
-    def __get__(self, instance: Stated | Complete | None, owner: type) -> Any:
+    def __get__(self, instance: CompleteArguments, owner: type) -> D: ...
+    def __get__(self, instance: PartialArguments | CompleteArguments | None, owner: type) -> Any:
         return self if instance is None else instance.value_of(self.name)
 
     @property

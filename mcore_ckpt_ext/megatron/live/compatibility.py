@@ -51,7 +51,7 @@ def name_map_for(checkpoint: CheckpointView, live: set[str], arguments: JobArgum
 
 def becomes_hybrid(written: JobArguments, running: JobArguments) -> bool:
     """Whether a hybrid model is to go on from a GPT (`_maybe_setup_gpt_to_hybrid_load`, checkpointing.py, 0.19.2)."""
-    was_hybrid = written.hybrid_layer_pattern or written.stated.get("hybrid_override_pattern")
+    was_hybrid = written.hybrid_layer_pattern or written.raw.get("hybrid_override_pattern")
     return bool(running.hybrid_layer_pattern) and not was_hybrid
 
 

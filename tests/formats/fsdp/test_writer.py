@@ -89,7 +89,7 @@ def test_to_every_format(target: Target, tmp_path: Path) -> None:
     assert compare(run, tmp_path / "out").equal
     assert verify(tmp_path / "out").sound
     if not isinstance(target, Canonical):
-        assert not open_checkpoint(tmp_path / "out").arguments.stated["use_megatron_fsdp"]
+        assert not open_checkpoint(tmp_path / "out").arguments.raw["use_megatron_fsdp"]
     convert(run, tmp_path / "hf", HuggingFace())
     assert compare(tmp_path / "hf", run).equal
 

@@ -72,7 +72,7 @@ def test_to_every_format(target: Target, tmp_path: Path) -> None:
     assert compare(run, tmp_path / "out").equal
     assert verify(tmp_path / "out").sound
     assert report.proven_elements == open_checkpoint(run).arguments.num_layers * 12_704 + 9_280
-    assert not open_checkpoint(tmp_path / "out").arguments.stated["use_torch_fsdp2"]
+    assert not open_checkpoint(tmp_path / "out").arguments.raw["use_torch_fsdp2"]
 
 
 def test_masters_that_are_not_those_of_their_weights(fsdp2: Fixture, tmp_path: Path) -> None:

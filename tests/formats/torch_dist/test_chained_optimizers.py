@@ -47,7 +47,7 @@ def test_a_job_without_the_layout_keeps_its_optimizer_whole() -> None:
     """`--no-use-layer-wise-param-layout` in the source's arguments."""
     source = open_checkpoint(fixture_named("p44").run)
     for layout, split in ((True, [False, True]), (False, [False, False])):
-        arguments = source.arguments.changed(use_layer_wise_param_layout=layout)
+        arguments = source.arguments.replace(use_layer_wise_param_layout=layout)
         chain = ChainedOptimizers(_with(source, arguments), (0, 20), has_expert_optimizer=False)
         assert [SHARDING_MARK in child for child in chain.entries("fully_reshardable")] == split
 

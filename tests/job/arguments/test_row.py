@@ -12,9 +12,9 @@ from mcore_ckpt_ext.job.arguments.row import (
     NOTHING,
     SAME,
     Argument,
-    Complete,
+    CompleteArguments,
     Condition,
-    Stated,
+    PartialArguments,
     bridge,
     changes,
     off,
@@ -37,14 +37,14 @@ class Table:
     chains = Argument(SWITCH.default(False), flag=switch(spelled="--with-chains"), bridge=bridge(ON_ICE, WITH_WHEELS))
 
 
-class Vehicle(Table, Stated):
+class Vehicle(Table, PartialArguments):
     """A job."""
 
     def value_of(self, name: str) -> Any:
         return {"wheels": 4.0, "ground": "ice"}.get(name)
 
 
-class Model(Table, Complete):
+class Model(Table, CompleteArguments):
     """A model."""
 
     def value_of(self, name: str) -> Any:

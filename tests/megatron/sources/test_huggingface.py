@@ -46,7 +46,7 @@ def described(folder: Path, config: dict[str, Any]) -> Path:
 
 def arguments(folder: Path, **others: Any) -> Namespace:
     """Of a job that trains the model of a folder, as Megatron's parser would have them."""
-    stated = described_model(folder).arguments.stated()
+    stated = described_model(folder).arguments.as_dict()
     return Namespace(**{**stated, "load": str(folder), "ckpt_format": "torch_dist", **others})
 
 

@@ -188,7 +188,7 @@ def switched(chain: Chain, written: JobArguments, kind: str | None, stored_remai
 
 def is_another_kind(written: JobArguments, kind: str | None) -> bool:
     """Whether a job has another optimizer than the job that wrote the checkpoint: `kind`, as `kind_named` gives it."""
-    return len({name for name in (kind_named(written.stated), kind) if name}) > 1
+    return len({name for name in (kind_named(written.raw), kind) if name}) > 1
 
 
 def kind_named(stated: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.errors import UsageError, shortened
 _WORDS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
-def stated_arguments(texts: Iterable[str]) -> dict[str, Any]:
+def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     """Return arguments by name; a value that is neither JSON nor a word of Python's stays text.
 
     Args:

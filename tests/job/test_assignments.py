@@ -7,7 +7,7 @@ import pytest
 from mcore_ckpt_ext import HuggingFace
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UsageError
-from mcore_ckpt_ext.job.stated import stated_arguments
+from mcore_ckpt_ext.job.assignments import parse_assignments
 from tests.harness.checkpoints import fixture_named
 
 
@@ -26,14 +26,14 @@ from tests.harness.checkpoints import fixture_named
     ],
 )
 def test_values(text: str, value: object) -> None:
-    (found,) = stated_arguments([text]).values()
+    (found,) = parse_assignments([text]).values()
     assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize("texts", [["swiglu"], ["=1"], ["a b=1"], ["swiglu=1", "swiglu=2"]])
 def test_bad_input(texts: list[str]) -> None:
     with pytest.raises(UsageError):
-        stated_arguments(texts)
+        parse_assignments(texts)
     with pytest.raises(UsageError):
         HuggingFace(arguments=texts)
 
