@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from types import SimpleNamespace
@@ -202,6 +202,24 @@ def some(names: Sequence[str], shown: int = 4) -> str:
     """The first names, and how many more there are."""
     more = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks for a message, three or more in a row as a range: `0 to 7, 9, 11`.
+
+    Args:
+        ranks: in ascending order.
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return some(
+        [part for run in runs for part in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))],
+        shown=8,
+    )
 
 
 def readable(size: int) -> str:

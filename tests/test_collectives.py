@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mcore_ckpt_ext.collectives import Failure, agreed, agreed_among, gather
-from mcore_ckpt_ext.errors import ResumeRefusedError
+from mcore_ckpt_ext.collectives import Failure, agreed, agreed_among, gather, listed_of_all
+from mcore_ckpt_ext.errors import ResumeRefusedError, format_ranks
 
 RANKS = 8
 # What each rank tells.
@@ -51,6 +51,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[A
 @pytest.mark.parametrize("name", ITEMS)
 def test_every_rank_gathers_the_values_of_all(name: str, told: dict[int, dict[str, list[Any]]]) -> None:
     assert [told[rank][name] for rank in range(RANKS)] == [ITEMS[name]] * RANKS
+
+
+def test_ranks_with_the_same_reason_are_joined() -> None:
+    reasons = ["out of memory"] * 512 + ["no such file", "no such file"] + ["out of memory"] * 510
+    assert listed_of_all(reasons) == "rank 0 to 511, 514 to 1023: out of memory\n  rank 512, 513: no such file"
+    assert format_ranks(range(0, 1024, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 504 more"
 
 
 def test_of_a_failure_that_megatron_collects_only_the_failed_rank_is_reported() -> None:

@@ -8,7 +8,7 @@ import platform
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.folding import alike
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, table
 from mcore_ckpt_ext.cli.torch_plugins import failures_explained, is_registered
@@ -45,6 +46,11 @@ _LOOPS = {
 }
 # torch/__init__.py:_is_device_backend_autoload_enabled, 2.5 to 2.15.
 _AUTOLOAD = Setting("TORCH_DEVICE_BACKEND_AUTOLOAD", "0: torch loads no plugins", True, lambda text: text == "1")
+# What lines of these names are called where they are joined with a count.
+_GROUPS = {
+    **dict.fromkeys((setting.name for setting in (*SETTINGS, _AUTOLOAD)), "environment variables"),
+    **dict.fromkeys(map(str, PATCH_POINTS), "patch points"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--save", metavar="FOLDER", type=Path, help="also check whether files can be written there")
+    parser.add_argument("--all", action="store_true", help="list every environment variable and every patch point")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -77,10 +84,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_result("doctor", report, 0 if report.healthy else 1)
     else:
-        table((item.what, Painted(item.state, _STYLES[item.state]), item.found) for item in lines)
+        joined = [[item] for item in lines] if arguments.all else alike(lines, _kind)
+        table((_name(items), Painted(items[0].state, _STYLES[items[0].state]), items[0].found) for items in joined)
         line()
+        if len(joined) < len(lines):
+            line(f"{len(lines)} checks in {len(joined)} lines; --all lists each check")
         line(_verdict(report))
     return 0 if report.healthy else 1
+
+
+def _kind(item: Line) -> tuple[str, State, str]:
+    """Return what the checks of a joined line have in common: the group, or the name outside of any, and the result."""
+    return _GROUPS.get(item.what, item.what), item.state, item.found
+
+
+def _name(items: Sequence[Line]) -> str:
+    """Return the name of one check, or how many of which group have the same result."""
+    return items[0].what if len(items) == 1 else f"{len(items)} {_GROUPS[items[0].what]}"
 
 
 def _verdict(report: Report) -> Painted:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, refuse_different, summary
 from mcore_ckpt_ext.colossalai.wrapper import Wrapped
-from mcore_ckpt_ext.errors import ResumeRefusedError
+from mcore_ckpt_ext.errors import ResumeRefusedError, format_ranks
 from mcore_ckpt_ext.group_device import payload_device
 
 
@@ -65,7 +65,7 @@ def same_content(
     if lacking:
         raise ResumeRefusedError(
             f"calling {call}; {untouched}",
-            found=f"nothing on rank {', '.join(map(str, lacking))}, rank 0 of a ZeRO group",
+            found=f"nothing on rank {format_ranks(lacking)}, rank 0 of a ZeRO group",
             expected="the whole state dict on every rank, or on rank 0 of every ZeRO group and an empty one elsewhere",
         )
     outline = _outline_of_first(zero, content)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.colossalai.ranks import Ranks
-from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, format_ranks
 from mcore_ckpt_ext.storage.crc32 import crc32
 
 _WHOLE_BYTES = 16 << 20
@@ -80,7 +80,7 @@ def _sides(by_rank: Mapping[int, Digests], path: str) -> str:
     for rank, one in by_rank.items():
         sides.setdefault(one.get(path), []).append(rank)
     return "; ".join(
-        f"rank {', '.join(map(str, ranks))}: {'no such entry' if digest is None else digest}"
+        f"rank {format_ranks(ranks)}: {'no such entry' if digest is None else digest}"
         for digest, ranks in sides.items()
     )
 

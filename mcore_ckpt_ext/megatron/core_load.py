@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed, gather, is_first_rank, rank_and_size
-from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, format_ranks
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.views import is_before_first_step
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -144,7 +144,7 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
     def inspect_here() -> None:
         served = [request for request in requests if serves(request.optimizer)] if speaks else []
         if served and any(not _decided(folder, one.optimizer, _fits(folder, one)).is_stock for one in served):
-            ranks = ", ".join(str(rank) for rank, asks in enumerate(ask) if not asks)
+            ranks = format_ranks(rank for rank, asks in enumerate(ask) if not asks)
             raise UnsupportedCheckpointError(
                 "Megatron cannot load this optimizer, and some ranks have no optimizer",
                 found=f"no optimizer on rank {ranks}, as where a rank trains no parameter", where=str(folder),

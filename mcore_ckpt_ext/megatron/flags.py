@@ -109,7 +109,7 @@ def check_settings() -> None:
             "an environment variable has an invalid value",
             found="; ".join(f"{setting.name}={setting.text}" for setting in wrong),
             expected="; ".join(f"{setting.name}: {setting.meaning}" for setting in wrong),
-            hint="correct it, or unset it; to list all of them: mcore-ckpt doctor",
+            hint="correct it, or unset it; to list all of them: mcore-ckpt doctor --all",
         )
 
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -149,8 +149,7 @@ class HookRegistry:
                 for patch_point in self._seams
                 if patch_point not in self._patches and patch_point.module in sys.modules
             ]
-        for patch_point in late:
-            self._patch(patch_point, sys.modules[patch_point.module])
+        self._patch([(patch_point, sys.modules[patch_point.module]) for patch_point in late])
 
     def uninstall(self) -> None:
         """Give back every original, and stop watching."""
@@ -170,12 +169,26 @@ class HookRegistry:
             return [self._status(patch_point) for patch_point in self._seams]
 
     def _after_import(self, name: str, module: ModuleType) -> None:
-        for patch_point in self._seams:
-            if patch_point.module == name:
-                self._patch(patch_point, module)
+        self._patch([(patch_point, module) for patch_point in self._seams if patch_point.module == name])
 
-    def _patch(self, patch_point: PatchPoint, module: ModuleType) -> None:
-        """Wrap one patch point; whatever goes wrong is noted, and the framework stays as it is."""
+    def _patch(self, found: Iterable[tuple[PatchPoint, ModuleType]]) -> None:
+        """Wrap patch points; failures are recorded, one log line for each reason, and the framework stays as it is."""
+        failed: dict[str, list[str]] = {}
+        for patch_point, module in found:
+            reason = self._patch_one(patch_point, module)
+            if reason is not None:
+                failed.setdefault(reason, []).append(str(patch_point))
+        if is_logging_rank():
+            for reason, names in failed.items():
+                verb = "is left as it is" if len(names) == 1 else "are left as they are"
+                own_logger().warning("%s %s: %s", ", ".join(names), verb, reason)
+
+    def _patch_one(self, patch_point: PatchPoint, module: ModuleType) -> str | None:
+        """Wrap one patch point.
+
+        Returns:
+            The reason why it is not wrapped; None if it is, or if this reason was logged before.
+        """
         try:
             original = _checked_target(patch_point, module)
             if not self._is_ours(patch_point, original):
@@ -186,7 +199,8 @@ class HookRegistry:
                     )
                 self._commit(patch_point, module, _Patch(patch_point, original, replacement))
         except Exception as error:  # noqa: BLE001 - a failing hook must not break the framework's import
-            self._refuse(patch_point, error)
+            return self._refuse(patch_point, error)
+        return None
 
     def _commit(self, patch_point: PatchPoint, module: ModuleType, patch: _Patch) -> None:
         with self._lock:
@@ -196,13 +210,13 @@ class HookRegistry:
                 self._patches.setdefault(patch_point, []).append((module, patch))
                 self._reasons.pop(patch_point, None)
 
-    def _refuse(self, patch_point: PatchPoint, error: Exception) -> None:
+    def _refuse(self, patch_point: PatchPoint, error: Exception) -> str | None:
+        """Record why a patch point is not wrapped; return the reason if it is a new one."""
         reason = str(error) if isinstance(error, PatchPointMismatchError) else f"{type(error).__name__}: {error}"
         with self._lock:
             told = self._reasons.get(patch_point) == reason
             self._reasons[patch_point] = reason
-        if is_logging_rank() and not told:
-            own_logger().warning("%s is left as it is: %s", patch_point, reason)
+        return None if told else reason
 
     def _is_ours(self, patch_point: PatchPoint, function: Function) -> bool:
         with self._lock:

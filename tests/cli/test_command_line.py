@@ -16,6 +16,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import COMMANDS, main
 from mcore_ckpt_ext.cli.output import escaped, line
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.settings import SETTINGS
 from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position
 
@@ -150,6 +151,8 @@ def test_doctor_where_megatron_is_not_installed(without_megatron: dict[str, str]
     found = command(without_megatron, "doctor", interpreter=["-S"])
     assert found.returncode == 0, found.stdout
     assert found.stdout.splitlines()[-1].startswith("no check failed, but Megatron is not installed here")
+    # One line for each missing framework, none for each function of it.
+    assert found.stdout.count("not installed: ModuleNotFoundError: No module named 'megatron'") == 1
 
 
 def test_doctor_with_a_checkout_of_megatron(without_megatron: dict[str, str], tmp_path: Path) -> None:
@@ -183,6 +186,23 @@ def test_doctor_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.Capt
     told = capsys.readouterr().out
     assert "the sidecar would be missing" in told
     assert "yes, at the end of `import torch`" in told
+
+
+@pytest.mark.parametrize("show_all", [False, True])
+def test_doctor_joins_equal_lines_with_a_count(
+    show_all: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for setting in SETTINGS:
+        monkeypatch.delenv(setting.name, raising=False)
+    monkeypatch.setenv("MCORE_CKPT_EXT", "0")
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    unset = len(SETTINGS) - 1
+    assert main(["doctor", *(["--all"] if show_all else [])]) == 0
+    out = capsys.readouterr().out
+    assert out.count("not set") == (unset if show_all else 1)
+    assert (f"{unset} environment variables" in out) == (not show_all)
+    assert ("--all lists each check" in out) == (not show_all)
+    assert "MCORE_CKPT_EXT " in out and "TORCH_DEVICE_BACKEND_AUTOLOAD" in out  # results of their own
 
 
 def test_doctor_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

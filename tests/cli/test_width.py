@@ -30,7 +30,7 @@ FILES = 1024
         ["verify", "p01"],
         ["diff", "p01", "p10"],
         ["plan", "p22", "--gpus", "8"],
-        ["doctor"],
+        ["doctor", "--all"],
     ],
     ids=lambda words: " ".join(words),
 )

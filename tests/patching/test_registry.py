@@ -221,6 +221,19 @@ def test_an_unexpected_target_is_left_alone_and_reported_once(registry, framewor
     assert reason in caplog.text
 
 
+def test_patch_points_with_the_same_reason_are_logged_in_one_line(framework, caplog):
+    module, wrapper = f"{framework.name}.checkpointing", f"{framework.name}.wrappers:wrap_badly"
+    registry = HookRegistry([PatchPoint(module, name, wrapper, ()) for name in ("load", "untouched")])
+    try:
+        with listening(caplog):
+            registry.install()
+            _import(framework, "checkpointing")
+    finally:
+        registry.uninstall()
+    (record,) = caplog.records
+    assert f"{module}.load, {module}.untouched are left as they are: RuntimeError" in record.getMessage()
+
+
 def test_only_the_first_rank_logs(registry, framework, caplog, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     framework.write("checkpointing", "load = 3")

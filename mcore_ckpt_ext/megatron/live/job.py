@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.errors import ModelMismatchError, format_ranks
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.megatron.live.model import (
     NEW,
@@ -97,9 +97,7 @@ def check_same_kinds(views: Sequence[RankSummary]) -> None:
         return
     raise ModelMismatchError(
         "the ranks of this job have different kinds of optimizers",
-        found="; ".join(
-            f"{' and '.join(sorted(kinds))} on rank {', '.join(map(str, ranks_of[kinds]))}" for kinds in ordered
-        ),
+        found="; ".join(f"{' and '.join(sorted(kinds))} on rank {format_ranks(ranks_of[kinds])}" for kinds in ordered),
         expected="the same on all ranks",
         hint="start all ranks with the same options (--optimizer-offload-fraction, --use-precision-aware-optimizer)",
     )
