@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, format_ranks, in_words
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, format_error, format_ranks
 from mcore_ckpt_ext.group_device import control_device
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
@@ -231,7 +231,7 @@ def text_of(error: BaseException) -> str:
     """
     if isinstance(error, Failure) and not _has_own_message(error):
         return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
-    return in_words(error)
+    return format_error(error)
 
 
 def _has_own_message(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""The errors of this package: a sentence, what was found, what was expected, where, and a hint."""
+"""The errors of this package: a sentence, the value found, the value expected, the place, and a hint."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 class CheckpointError(RuntimeError):
     """Base class of the errors that this package raises for users.
 
-    It is a RuntimeError, because Megatron, ColossalAI and PyTorch raise one when they refuse a checkpoint: programs
-    that catch theirs also catch this one. `patching.replaced_errors` adds the other errors of a patched function.
+    It is a RuntimeError because Megatron, ColossalAI and PyTorch raise a RuntimeError when they refuse a checkpoint:
+    programs that catch their error also catch this one. `patching.replaced_errors` adds other base classes, namely
+    the errors that the original of a patched function raises.
 
     Args:
-        message: one sentence, what is wrong.
-        found: what the checkpoint, the disk or the live model holds.
-        expected: what had to be there.
-        where: file, tensor, rank.
-        hint: a command, flag or step that solves the problem; by default that of the error's class.
+        message: one sentence that describes the problem.
+        found: the value in the checkpoint, on disk or in the live model.
+        expected: the value that is required there.
+        where: file, tensor or rank.
+        hint: a command, flag or step that solves the problem; by default the hint of the error's class.
 
     Attributes:
         message: the sentence alone.
-        details: the texts of `found`, `expected`, `where` and `hint`, where there are such.
+        details: the texts of `found`, `expected`, `where` and `hint`; arguments that were None are absent.
 
     Example:
         >>> try:
@@ -55,9 +56,9 @@ class CheckpointError(RuntimeError):
     ) -> None:
         hint = self._default_hint if hint is None else hint
         values = zip(DETAILS, (found, expected, where, hint), strict=True)
-        self.message = escaped(message, keeps="\n\t")  # as PyTorch's own messages have them
+        self.message = escape(message, keeps="\n\t")  # PyTorch's own messages contain both
         self.details = {
-            label: escaped(value if isinstance(value, str) else shown(value))
+            label: escape(value if isinstance(value, str) else format_value(value))
             for label, value in values
             if value is not None
         }
@@ -66,7 +67,7 @@ class CheckpointError(RuntimeError):
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """A file is missing, truncated, damaged, or not what its metadata says."""
+    """A file is missing, truncated or damaged, or contradicts its metadata."""
 
     _default_hint = "use another copy, or another iteration where there is one"
 
@@ -78,7 +79,7 @@ class UnsafePickleError(CheckpointError):
 
 
 class UnsupportedCheckpointError(CheckpointError):
-    """The checkpoint is intact, but of a kind that this package does not read."""
+    """The checkpoint is intact, but this package does not read its kind."""
 
 
 class PackingError(CheckpointError):
@@ -86,7 +87,7 @@ class PackingError(CheckpointError):
 
 
 class ProofError(CheckpointError):
-    """A parameter's fp32 master does not round to the weight stored beside it."""
+    """A parameter's fp32 master does not round to the weight in the same checkpoint."""
 
 
 class ModelMismatchError(CheckpointError):
@@ -106,23 +107,23 @@ class UsageError(CheckpointError):
 
 
 class DestinationError(CheckpointError):
-    """The destination exists already, or cannot be written; nothing was published."""
+    """The destination exists already or cannot be written; it was left unchanged."""
 
 
-def escaped(text: str, keeps: str = "") -> str:
-    """Escape control characters and characters that reverse the direction of text, except those in `keeps`."""
+def escape(text: str, keeps: str = "") -> str:
+    """Escape control characters and characters that reverse the direction of text, except the ones in `keeps`."""
     return "".join(
         c if c.isprintable() or c in keeps else c.encode("unicode_escape", "surrogatepass").decode() for c in text
     )
 
 
-def in_words(error: BaseException) -> str:
-    """Return the text of an error; that of other packages begins with its class."""
+def format_error(error: BaseException) -> str:
+    """Return the message of an error, preceded by its class unless it is a `CheckpointError`."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def with_indefinite_article(noun: str) -> str:
-    """Return the noun with "a" or "an", by its pronunciation: "an MTP layer"."""
+    """Put "a" or "an" before a noun, by its pronunciation: "an MTP layer"."""
     alone = noun.startswith(("lm_", "mtp")) or (noun[:2].isupper() and noun[0] in "AEFHILMNORSX")
     return f"{'an' if alone or noun[:1] in 'aeioAEIO' else 'a'} {noun}"
 
@@ -130,9 +131,9 @@ def with_indefinite_article(noun: str) -> str:
 _MOST_TEXT = 300
 
 
-def shortened(text: str, most: int = _MOST_TEXT) -> str:
+def shorten(text: str, most: int = _MOST_TEXT) -> str:
     """Escape and shorten an untrusted text for a message."""
-    return escaped(text if len(text) <= most else f"{text[:most]}...")
+    return escape(text if len(text) <= most else f"{text[:most]}...")
 
 
 _BRACKETS: dict[type, str] = {list: "[]", tuple: "()", set: "{}", frozenset: "{}", deque: "[]", dict: "{}"}
@@ -140,10 +141,10 @@ _OPAQUE = (Namespace, SimpleNamespace, bytes, bytearray, slice)
 _MOST_ITEMS, _DEEPEST = 8, 3
 
 
-def shown(value: object, depth: int = 0) -> str:
+def format_value(value: object, depth: int = 0) -> str:
     """Format an untrusted value for a message; unlike `repr`, the result is always short."""
     if isinstance(value, str):
-        return shortened(repr(value[:_MOST_TEXT]) if depth else value)
+        return shorten(repr(value[:_MOST_TEXT]) if depth else value)
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a whole number of {value.bit_length():,} bits"
     if isinstance(value, _OPAQUE):
@@ -152,14 +153,14 @@ def shown(value: object, depth: int = 0) -> str:
         for kind, brackets in _BRACKETS.items():
             if isinstance(value, kind):
                 return brackets[0] + (_items(value, depth + 1) if depth < _DEEPEST else "...") + brackets[1]
-    return shortened(str(value))
+    return shorten(str(value))
 
 
 def _items(value: Any, depth: int) -> str:
     first = list(islice(value, _MOST_ITEMS))
-    texts = [shown(item, depth) for item in first]
+    texts = [format_value(item, depth) for item in first]
     if isinstance(value, dict):
-        texts = [f"{text}: {shown(value[key], depth)}" for key, text in zip(first, texts, strict=True)]
+        texts = [f"{text}: {format_value(value[key], depth)}" for key, text in zip(first, texts, strict=True)]
     more = len(value) - len(first)
     one = "," if type(value) is tuple and len(value) == 1 else ""
     return ", ".join(texts) + one + (f" and {more:,} more" if more else "")
@@ -169,8 +170,11 @@ def _items(value: Any, depth: int) -> str:
 def reraise_as_unreadable(where: object) -> Iterator[None]:
     """Turn any error that untrusted metadata causes into an UnreadableCheckpointError.
 
+    Args:
+        where: the file or folder that holds the metadata.
+
     Raises:
-        UnreadableCheckpointError: instead of the error that a value of a wrong type, range or name causes.
+        UnreadableCheckpointError: a value of the metadata has a wrong type, range or name.
     """
     try:
         yield
@@ -178,7 +182,7 @@ def reraise_as_unreadable(where: object) -> Iterator[None]:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise UnreadableCheckpointError(
             "invalid metadata in the checkpoint: it is damaged, or of an unknown kind",
-            found=f"{shortened(f'{type(error).__name__}: {error}')} ({at.name}, line {at.lineno})",
+            found=f"{shorten(f'{type(error).__name__}: {error}')} ({at.name}, line {at.lineno})",
             where=str(where),
             hint="use another iteration, or find the damage: mcore-ckpt verify PATH; if it finds no error, please "
             "report this",
@@ -186,7 +190,7 @@ def reraise_as_unreadable(where: object) -> Iterator[None]:
 
 
 INTERRUPTED = "the save was interrupted or the copy is incomplete: use another iteration"
-"""The hint where a part of a checkpoint is missing."""
+"""The hint for a checkpoint of which a part is missing."""
 
 
 def io_hint(error: OSError) -> str:
@@ -198,10 +202,10 @@ def io_hint(error: OSError) -> str:
     return "check the disk and the file system, or use another iteration"
 
 
-def some(names: Sequence[str], shown: int = 4) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - shown
-    return ", ".join(names[:shown]) + (f" and {more:,} more" if more > 0 else "")
+def join_some(names: Sequence[str], limit: int = 4) -> str:
+    """Join the first names and the number of the others: `a, b, c, d and 12 more`."""
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -216,14 +220,14 @@ def format_ranks(ranks: Iterable[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    return some(
+    return join_some(
         [part for run in runs for part in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))],
-        shown=8,
+        limit=8,
     )
 
 
-def readable(size: int) -> str:
-    """A size with three digits and a unit: `1.50 GiB`."""
+def format_bytes(size: int) -> str:
+    """Format a size in bytes with three digits and a unit: `1.50 GiB`."""
     value, unit = float(size), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1

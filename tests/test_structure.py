@@ -314,7 +314,7 @@ def test_which_modules_lead_to_cycles() -> None:
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("from mcore_ckpt_ext.errors import some", {"mcore_ckpt_ext.errors", "mcore_ckpt_ext.errors.some"}),
+        ("from mcore_ckpt_ext.errors import join_some", {"mcore_ckpt_ext.errors", "mcore_ckpt_ext.errors.join_some"}),
         ("def late():\n    import mcore_ckpt_ext.errors", {"mcore_ckpt_ext.errors"}),
         ("if TYPE_CHECKING:\n    import mcore_ckpt_ext.errors", set()),
         ("import torch", set()),

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import UsageError, readable
+from mcore_ckpt_ext.errors import UsageError, format_bytes
 from mcore_ckpt_ext.formats.hugging_face.options import DTYPES, EXPORTED_KINDS, QUANTIZATIONS
 from mcore_ckpt_ext.formats.target import LAYER_SPECS
 from mcore_ckpt_ext.formats.torch_dist.options import LOOPS
@@ -246,8 +246,9 @@ def _converted(arguments: argparse.Namespace, target: Target, team: Team) -> Rep
 
 
 def _planned(report: Report) -> Iterator[str]:
-    yield f"would write {report.destination}: {report.files} files, {readable(report.bytes_written)}"
-    yield f"would read {readable(report.bytes_read)} of tensors, through {readable(report.peak_memory)} of memory"
+    yield f"would write {report.destination}: {report.files} files, {format_bytes(report.bytes_written)}"
+    memory = format_bytes(report.peak_memory)
+    yield f"would read {format_bytes(report.bytes_read)} of tensors, through {memory} of memory"
 
 
 def _not_read(unread: Iterable[UnreadState]) -> Iterator[str]:
@@ -255,12 +256,12 @@ def _not_read(unread: Iterable[UnreadState]) -> Iterator[str]:
     for items in alike(unread, lambda item: (item.carried, item.why, without_numbers(item.key))):
         carried, why = items[0].carried, items[0].why
         keys = items[0].key if len(items) == 1 else f"{items[0].key}, and {len(items) - 1:,} more with other numbers"
-        size = readable(sum(item.nbytes for item in items))
+        size = format_bytes(sum(item.nbytes for item in items))
         yield f"{'copied unchanged' if carried else 'left out'}: {keys}, {size}: {why or 'unknown key'}"
 
 
 def _done(report: Report) -> Iterator[str]:
-    size = readable(report.bytes_written)
+    size = format_bytes(report.bytes_written)
     yield f"wrote {report.destination}: {report.files} files, {size} in {report.seconds:.1f} s"
     if report.proven_elements:
         yield f"verified: {report.proven_elements:,} masters {report.how}"

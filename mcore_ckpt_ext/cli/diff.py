@@ -15,7 +15,7 @@ from mcore_ckpt_ext.cli.page import check_place, comparison_page, write_page
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import readable, some
+from mcore_ckpt_ext.errors import format_bytes, join_some
 from mcore_ckpt_ext.model_space.tensors import KINDS
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _show(found: Comparison, most: int | None) -> None:
             line(f"  and {more:,} more of {kind.kind}; --all lists them")
     unread = [*(("A", item) for item in found.unread_a), *(("B", item) for item in found.unread_b)]
     for side, item in unread[:most]:
-        line(f"  not compared, unknown key: {item.key} of {side}, {readable(item.nbytes)}")
+        line(f"  not compared, unknown key: {item.key} of {side}, {format_bytes(item.nbytes)}")
     for side, copies in (("A", found.differing_copies_a), ("B", found.differing_copies_b)):
         if copies:
             from mcore_ckpt_ext.operations.replicas import in_words
@@ -124,7 +124,7 @@ def _conclusion(found: Comparison, unread: int) -> str:
         return "equal in every bit" if found.settings_equal is None else "equal in every bit, and in all settings"
     if found.tensors_equal:
         names = [setting.name for setting in found.settings if not setting.equal]
-        return f"DIFFERENT SETTINGS, tensors equal in every bit: {some(names)}"
+        return f"DIFFERENT SETTINGS, tensors equal in every bit: {join_some(names)}"
     if not all(kind.equal for kind in found.kinds):
         return "DIFFERENT"
     if unread:

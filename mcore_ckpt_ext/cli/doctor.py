@@ -21,7 +21,7 @@ from mcore_ckpt_ext.cli.folding import alike
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, table
 from mcore_ckpt_ext.cli.torch_plugins import failures_explained, is_registered
-from mcore_ckpt_ext.errors import UsageError, escaped
+from mcore_ckpt_ext.errors import UsageError, escape
 from mcore_ckpt_ext.job.releases import TORCH_IS_SUPPORTED, TORCH_LOADS_PLUGINS
 from mcore_ckpt_ext.megatron.patch_points import PATCH_POINTS
 from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
@@ -140,7 +140,7 @@ def _lines(save: Path | None) -> Iterator[Line]:
 def _import_failure(error: Exception) -> str:
     if isinstance(error, UsageError):
         return f"{error.message}: {error.details['found']}; {error.details['hint']}"
-    return f"cannot be imported: {type(error).__name__}: {escaped(str(error))}"
+    return f"cannot be imported: {type(error).__name__}: {escape(str(error))}"
 
 
 def _megatron() -> Line:
@@ -158,7 +158,7 @@ def _setting(setting: Setting[Any]) -> Line:
     """Whether a variable is set, and its effect; an invalid value has none."""
     if setting.text is None:
         return Line(setting.name, "ok", "not set")
-    found = f"{escaped(setting.text)!r}"
+    found = f"{escape(setting.text)!r}"
     if not setting.is_understood:
         return Line(setting.name, "FAILED", f"{found}: invalid value, ignored ({setting.meaning})")
     return Line(setting.name, "note", f"{found} ({setting.meaning})")

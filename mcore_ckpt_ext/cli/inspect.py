@@ -12,7 +12,7 @@ from mcore_ckpt_ext.cli.folding import alike, without_numbers
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, message, table
 from mcore_ckpt_ext.cli.page import check_place, inspection_page, write_page
-from mcore_ckpt_ext.errors import readable
+from mcore_ckpt_ext.errors import format_bytes
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.inspection import Inspection, StoredFile
@@ -109,9 +109,9 @@ def _writer(version: str) -> str:
 
 
 def _show_bytes(by_kind: Mapping[str, int], on_disk: int) -> None:
-    rows = [(kind, readable(size)) for kind, size in by_kind.items()]
-    rows.append(("archive overhead", readable(max(0, on_disk - sum(by_kind.values())))))
-    table([*rows, ("on disk", readable(on_disk))], right=[1])
+    rows = [(kind, format_bytes(size)) for kind, size in by_kind.items()]
+    rows.append(("archive overhead", format_bytes(max(0, on_disk - sum(by_kind.values())))))
+    table([*rows, ("on disk", format_bytes(on_disk))], right=[1])
 
 
 def _show_files(found: Inspection, *, show_all: bool) -> None:
@@ -141,13 +141,13 @@ def _folded_row(files: Sequence[StoredFile]) -> tuple[object, ...]:
         return _file_row(files[0], with_names=False)
     ranks = sorted({file.rank for file in files if file.rank is not None})
     sizes = [file.bytes_on_disk for file in files if file.bytes_on_disk is not None]
-    smallest, largest = (readable(size) for size in (min(sizes, default=0), max(sizes, default=0)))
+    smallest, largest = (format_bytes(size) for size in (min(sizes, default=0), max(sizes, default=0)))
     each = smallest if smallest == largest else f"{smallest} to {largest}"
     return (
         f"{files[0].file} to {files[-1].file}",
         f"{len(files):,} files" + (f" from ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else ""),
         each if sizes else Painted("MISSING", BAD),
-        f"{sum(file.records for file in files):,} records, {readable(sum(sizes))} in all",
+        f"{sum(file.records for file in files):,} records, {format_bytes(sum(sizes))} in all",
     )
 
 
@@ -158,7 +158,7 @@ def _ranks(count: int) -> str:
 def _file_row(file: StoredFile, *, with_names: bool) -> tuple[object, ...]:
     """Return the line of one file, with the names of the tensors in it or their number."""
     who = "" if file.rank is None else f"rank {file.rank}, writer {file.writer}"
-    size: object = Painted("MISSING", BAD) if file.bytes_on_disk is None else readable(file.bytes_on_disk)
+    size: object = Painted("MISSING", BAD) if file.bytes_on_disk is None else format_bytes(file.bytes_on_disk)
     tensors = len(file.tensors)
     held = f": {', '.join(file.tensors)}" if with_names else f" of {tensors:,} tensor{'s' if tensors != 1 else ''}"
     place = f"{who} ({file.place})" if who else file.place

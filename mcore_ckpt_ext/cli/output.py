@@ -16,7 +16,7 @@ from pathlib import PurePath
 from typing import TextIO, TypeAlias
 
 from mcore_ckpt_ext.cli.terminal import fitted, terminal_width, wrapped
-from mcore_ckpt_ext.errors import DETAILS, escaped
+from mcore_ckpt_ext.errors import DETAILS, escape
 
 _GAP = "  "
 # Of a terminal: "select graphic rendition" of ECMA-48.
@@ -70,7 +70,7 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), right: S
     On a terminal a table fits its width: the widest columns are broken into several lines.
     """
     all_rows: list[Sequence[object]] = [*([[Painted(text, SOFT) for text in header]] if header else []), *rows]
-    texts = [[escaped(str(cell)) for cell in row] for row in all_rows]
+    texts = [[escape(str(cell)) for cell in row] for row in all_rows]
     widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
     if (terminal := terminal_width()) is not None:
         widths = fitted(widths, terminal - len(_GAP) * len(widths))
@@ -124,6 +124,6 @@ def _write(stream: TextIO | None, parts: Sequence[str | Painted]) -> None:
     texts = []
     for part in parts:
         # One line, whatever a name in it holds: what follows a line break would pass for a line of this program's own.
-        text = escaped(str(part))
+        text = escape(str(part))
         texts.append(f"\x1b[{part.style}m{text}\x1b[0m" if isinstance(part, Painted) and shows_styles else text)
     stream.write("".join(texts).encode(encoding, "backslashreplace").decode(encoding) + "\n")

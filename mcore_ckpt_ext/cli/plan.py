@@ -13,7 +13,7 @@ from mcore_ckpt_ext.cli.page import check_place, plan_page, write_page
 from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_rehearsal
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
-from mcore_ckpt_ext.errors import UsageError, readable, shortened
+from mcore_ckpt_ext.errors import UsageError, format_bytes, shorten
 from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _pins(texts: list[str]) -> dict[str, int]:
         name, _, size = text.partition("=")
         if name not in PINS or not (size.isascii() and size.isdigit() and 0 < int(size) < 1 << 20):
             raise UsageError(
-                "--pin takes a dimension and its size", found=shortened(text),
+                "--pin takes a dimension and its size", found=shorten(text),
                 expected=f"one of {', '.join(PINS)}, and a whole number: tp=8",
             )  # fmt: skip
         pins[name] = int(size)
@@ -128,7 +128,7 @@ def _show(found: LayoutPlan) -> None:
 
 
 def _limit(found: LayoutPlan) -> str:
-    size = "" if found.gpu_memory is None else f"{readable(found.gpu_memory)}, "
+    size = "" if found.gpu_memory is None else f"{format_bytes(found.gpu_memory)}, "
     return f"{size}{found.gpu_memory_source}"
 
 
@@ -150,12 +150,16 @@ def _show_layouts(found: LayoutPlan) -> None:
         line(f"  note: {note}")
     memory = best.memory
     line(
-        f"  memory of the fullest GPU: weights {readable(memory.weights)}, gradients {readable(memory.gradients)}, "
-        f"optimizer {readable(memory.optimizer)}, activations {_activations(found)}"
+        f"  memory of the fullest GPU: weights {format_bytes(memory.weights)}, "
+        f"gradients {format_bytes(memory.gradients)}, optimizer {format_bytes(memory.optimizer)}, "
+        f"activations {_activations(found)}"
     )
     if memory.host:
-        line(f"  in the memory of its host: {readable(memory.host)} of the optimizer")
-    line(f"  read by all ranks: {readable(best.read_in_all)}; with --ckpt-ext-read-once: {readable(best.read_once)}")
+        line(f"  in the memory of its host: {format_bytes(memory.host)} of the optimizer")
+    line(
+        f"  read by all ranks: {format_bytes(best.read_in_all)}; "
+        f"with --ckpt-ext-read-once: {format_bytes(best.read_once)}"
+    )
     line(f"  to rehearse it: --gpus {found.gpus} --rehearse '{_in_pins(best)}'")
 
 
@@ -171,14 +175,14 @@ def _activations(found: LayoutPlan) -> str:
     return (
         f"not known without {lacking[0]}"
         if lacking
-        else f"{readable(found.layouts[0].memory.activations)} (an estimate)"
+        else f"{format_bytes(found.layouts[0].memory.activations)} (an estimate)"
     )
 
 
 def _show_what_excludes(found: LayoutPlan) -> None:
     if found.least_memory is not None:
         line()
-        least = f"{readable(found.least_memory)} ({found.least_layout})"
+        least = f"{format_bytes(found.least_memory)} ({found.least_layout})"
         line(Painted(f"no layout fits: the smallest needs {least}", BAD))
         line("hint: --recompute full keeps fewer activations; --all lists every layout")
     elif found.nearest:
@@ -188,8 +192,8 @@ def _show_what_excludes(found: LayoutPlan) -> None:
 
 def _cells(one: PlannedLayout) -> tuple[str | Painted, ...]:
     return (
-        one.layout, _split(one), readable(one.memory.total), _fit(one), f"{one.bubble:.0%}",
-        f"{one.micro_batch_size} / {one.global_batch_size}", readable(one.read_per_rank), _seconds(one),
+        one.layout, _split(one), format_bytes(one.memory.total), _fit(one), f"{one.bubble:.0%}",
+        f"{one.micro_batch_size} / {one.global_batch_size}", format_bytes(one.read_per_rank), _seconds(one),
         "yes" if one.stock_resumes else "no",
     )  # fmt: skip
 
@@ -209,4 +213,8 @@ def _fit(one: PlannedLayout) -> str | Painted:
 
 
 def _seconds(one: PlannedLayout) -> str:
-    return readable(one.read_in_all) if one.seconds is None else f"{readable(one.read_in_all)}, {one.seconds:,.0f} s"
+    return (
+        format_bytes(one.read_in_all)
+        if one.seconds is None
+        else f"{format_bytes(one.read_in_all)}, {one.seconds:,.0f} s"
+    )

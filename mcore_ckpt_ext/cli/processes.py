@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch.distributed
 
 from mcore_ckpt_ext.cli.output import message
-from mcore_ckpt_ext.errors import CheckpointError, UsageError, in_words
+from mcore_ckpt_ext.errors import CheckpointError, UsageError, format_error
 from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 
 Item = TypeVar("Item")
@@ -86,7 +86,7 @@ class _Together:
         except Exception as caught:  # noqa: BLE001 - raised again below
             error = caught
         try:
-            reasons = self.gather(None if error is None else in_words(error))
+            reasons = self.gather(None if error is None else format_error(error))
         except CheckpointError:
             if error is not None:
                 raise error from None

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from mcore_ckpt_ext.errors import readable
+from mcore_ckpt_ext.errors import format_bytes
 
 _TERMINAL_SECONDS = 0.2
 _PLAIN_SECONDS = 10.0
@@ -44,7 +44,8 @@ class Progress:
         rate = (done - self._first) / max(now - self._begun, 1e-6)
         left = (total - done) / rate if rate else 0.0
         share = 100 * done // max(total, 1)
-        line = f"{share:3d} %  {readable(done)} of {readable(total)}, {readable(int(rate))}/s, {_spoken(left)} left"
+        speed = f"{format_bytes(int(rate))}/s"
+        line = f"{share:3d} %  {format_bytes(done)} of {format_bytes(total)}, {speed}, {_spoken(left)} left"
         sys.stderr.write(f"\r{line:<78}" if self._terminal else f"{line}\n")
         if self._terminal and done == total:
             sys.stderr.write("\n")

@@ -9,7 +9,7 @@ from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, Painted, heading, line, message, table
 from mcore_ckpt_ext.cli.page import plan_page, write_page
-from mcore_ckpt_ext.errors import UsageError, readable
+from mcore_ckpt_ext.errors import UsageError, format_bytes
 from mcore_ckpt_ext.job.assignments import parse_assignments
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _show(found: Rehearsal) -> None:
                           f"each found once; placed by {' and '.join(found.order_sources)}"),
             ("weights", f"{found.weights:,} elements, each found once"),
             ("proof", _proof(found)),
-            ("to be read", f"{readable(found.bytes_read)} by all ranks"),
+            ("to be read", f"{format_bytes(found.bytes_read)} by all ranks"),
         ]
     )  # fmt: skip
     heading("taken for granted")
@@ -120,7 +120,7 @@ def _show(found: Rehearsal) -> None:
         heading("flags")
         line(f"  {found.flags}")
     line()
-    what = f"iteration {found.iteration} as {found.new_layout}, {readable(found.bytes_read)} to read"
+    what = f"iteration {found.iteration} as {found.new_layout}, {format_bytes(found.bytes_read)} to read"
     line(Painted(f"{_WILL_SUCCEED}: {what}", GOOD))
 
 

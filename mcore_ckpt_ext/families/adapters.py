@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.model_space.adapters import IN, MAGNITUDE, MARK, OUT, PARTS
 from mcore_ckpt_ext.model_space.names import module_and_leaf, of_experts
@@ -81,7 +81,7 @@ class Adapters:
         ranks = {one.rank for one in self.linears}
         if len(ranks) != 1:
             raise UnsupportedCheckpointError(
-                "the adapters have different ranks", found=some(sorted(map(str, ranks))),
+                "the adapters have different ranks", found=join_some(sorted(map(str, ranks))),
                 hint="merge them into their model, where each keeps its rank: --merge FOLDER --to hf",
             )  # fmt: skip
         return ranks.pop()
@@ -165,7 +165,7 @@ def shortest(adapted: set[str], modules: Collection[str]) -> set[str]:
 
 def _without_place(names: Sequence[str]) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
-        "these adapters have no known form in PEFT", found=some(list(names), 4),
+        "these adapters have no known form in PEFT", found=join_some(list(names), 4),
         expected="those of linears of attention and dense MLPs, of Megatron-Bridge's LoRA, DoRA or CanonicalLoRA",
         hint="use --to canonical, which keeps them unchanged",
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
 from mcore_ckpt_ext.families.adapters import (
     MAGNITUDES,
     PREFIX,
@@ -55,8 +55,8 @@ def adapters_read(
         parts = PARTS.get(name.rpartition(".")[2], ())
         if len(parts) != len(several[name]):
             raise UnsupportedCheckpointError(
-                "Megatron-Bridge has no adapters for the parts of this linear", found=some([one.name for one in ours]),
-                expected="one lora_A for all of them", where=name,
+                "Megatron-Bridge has no adapters for the parts of this linear",
+                found=join_some([one.name for one in ours]), expected="one lora_A for all of them", where=name,
             )  # fmt: skip
         for part, one in zip(parts, several[name], strict=True):
             found |= _tensors(f"{name}{MARK}{part}.", [one], shapes) if one in ours else {}
@@ -127,7 +127,7 @@ def bridge_peft(
 
 def _not_bridge_s(found: str, names: Sequence[str]) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
-        "Megatron-Bridge has no such adapters", found=f"{found}: {some(names, 2)}",
+        "Megatron-Bridge has no such adapters", found=f"{found}: {join_some(names, 2)}",
         expected="LoRA, DoRA or CanonicalLoRA of whole linears",
         hint="merge them into their model: --merge FOLDER --to hf",
     )  # fmt: skip

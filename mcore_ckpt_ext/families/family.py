@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shortened
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shorten
 from mcore_ckpt_ext.families.config_keys import (
     ABOUT_OTHER_FILES,
     OF_THE_FILE,
@@ -162,7 +162,7 @@ class Family:
         strange = sorted(key for key, value in config.items() if key not in known and value is not None)
         if not strange:
             return
-        shown = ", ".join(f"{key}: {shortened(repr(config[key]), _SHOWN)}" for key in strange[:_MOST_SHOWN])
+        shown = ", ".join(f"{key}: {shorten(repr(config[key]), _SHOWN)}" for key in strange[:_MOST_SHOWN])
         more = f", and {len(strange) - _MOST_SHOWN} more" if len(strange) > _MOST_SHOWN else ""
         accept = " ".join(f"--accept-key {key}" for key in strange[:_MOST_SHOWN])
         raise UnsupportedCheckpointError(

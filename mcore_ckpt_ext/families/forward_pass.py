@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from mcore_ckpt_ext.errors import escaped, shown, some
+from mcore_ckpt_ext.errors import escape, format_value, join_some
 from mcore_ckpt_ext.job.arguments.row import SHAPES, Alias, AnyBut, Changes, Condition, Noted
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.arguments.without_effect import without_effect
@@ -94,7 +94,7 @@ def unknown(arguments: ModelArguments) -> list[str]:
     set_ones = [name for name, value in named.items() if isinstance(value, (int, float, str, list, dict)) and value]
     if not set_ones:
         return []
-    listed = some([f"{escaped(name)} {shown(named[name])}" for name in set_ones])
+    listed = join_some([f"{escape(name)} {format_value(named[name])}" for name in set_ones])
     return [f"unknown arguments, which must not change what the model computes: {listed}"]
 
 

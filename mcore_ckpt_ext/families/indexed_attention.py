@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import shortened
+from mcore_ckpt_ext.errors import shorten
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.deepseek import (
     LATENT_ATTENTION,
@@ -95,7 +95,7 @@ def _indexers_of(config: Config) -> list[str]:
     if (listed := config.get(key)) is not None:
         kinds = [{"F": _FULL, "S": _SHARED}.get(kind, kind) for kind in listed]
         if len(kinds) != layers or {*kinds} - {_FULL, _SHARED}:
-            raise unrepresentable(key, shortened(repr(listed)), f"{_FULL} or {_SHARED}, for each of {layers} layers")
+            raise unrepresentable(key, shorten(repr(listed)), f"{_FULL} or {_SHARED}, for each of {layers} layers")
         return kinds
     frequency, offset = max(config.get(_FREQUENCY, 1), 1), config.get(_OFFSET, 2)
     return [_FULL if max(layer - offset + 1, 0) % frequency == 0 else _SHARED for layer in range(layers)]

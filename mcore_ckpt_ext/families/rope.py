@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from math import log
 from typing import Any
 
-from mcore_ckpt_ext.errors import shortened
+from mcore_ckpt_ext.errors import shorten
 from mcore_ckpt_ext.families.settings import Config, Custom, Setting, contradictory, mismatches, unrepresentable
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
@@ -70,7 +70,7 @@ def _why_not(found: Mapping[str, Any]) -> str:
     """
     kind = str(found["rope_type"])
     if kind not in ("longrope", "su"):
-        return shortened(repr(found))
+        return shorten(repr(found))
     factors = found.get("short_factor") or []
     own = [factor for factor in factors if factor != 1]
     if own:
@@ -86,7 +86,7 @@ def _why_not(found: Mapping[str, Any]) -> str:
 def _said(key: str, given: Any, config: Config, theta: float, ignored: Collection[str]) -> dict[str, Any]:
     """What one of both keys says, with what stands beside it in `config.json`."""
     if not isinstance(given, Mapping):
-        raise unrepresentable(key, shortened(repr(given)), "keys with values, or null")
+        raise unrepresentable(key, shorten(repr(given)), "keys with values, or null")
     found = {name: value for name, value in given.items() if value is not None and name not in ignored}
     found.setdefault("rope_type", found.pop("type", "default"))
     for name in ("rope_theta", _PART):

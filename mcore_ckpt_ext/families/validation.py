@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shortened
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shorten
 
 _WORD = re.compile(r"[\w.+*-]{0,1000}")
 _SHOWN = 80
@@ -28,7 +28,7 @@ def check_plain(arguments: Mapping[str, Any]) -> None:
         if value is not None and not _is_plain(value):
             raise UnsupportedCheckpointError(
                 "config.json has a value of an unsupported kind",
-                found=shortened(value, _SHOWN) if isinstance(value, str) else type(value).__name__,
+                found=shorten(value, _SHOWN) if isinstance(value, str) else type(value).__name__,
                 expected="a finite number, a word, or a list of numbers",
                 where=f"config.json, for Megatron's {name}",
             )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
 from mcore_ckpt_ext.families.adapters import Adapters, adapters_of
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
@@ -57,7 +57,7 @@ def check_names(checkpoint: CheckpointView, target: Target) -> None:
     if target.for_bridge and any(map(is_swift_s, own)):
         raise UnsupportedCheckpointError(
             "adapters of ms-swift are not written for Megatron-Bridge",
-            found=some(own, 2),
+            found=join_some(own, 2),
             where=str(checkpoint.folder),
             hint="convert in two steps: first with --to hf, then the PEFT folder with --to torch_dist --for bridge",
         )

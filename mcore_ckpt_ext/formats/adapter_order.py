@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mcore_ckpt_ext.errors import some
+from mcore_ckpt_ext.errors import join_some
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.model_space.adapters import is_adapter, is_swift_s, ordered_by_rank
@@ -36,7 +36,7 @@ def about_order(checkpoint: CheckpointView) -> list[str]:
         return []
     return [
         f"resume under TP{checkpoint.layout.tensor} only: {loop_of(found)} reads the rows of some adapters wrongly "
-        f"under another tensor parallel size: {some(found, 1)}"
+        f"under another tensor parallel size: {join_some(found, 1)}"
     ]
 
 
@@ -47,6 +47,6 @@ def about_norms(checkpoint: CheckpointView, who: str) -> list[str]:
         return []
     # `DoRALinear._get_weight_norm` (peft/dora_layers.py, megatron-bridge 0.3.1).
     return [
-        f"under {checkpoint.layout} Megatron-Bridge divided {some(names, 1)} by norms of each rank's columns alone: "
-        f"{who} another model than the one that was trained"
+        f"under {checkpoint.layout} Megatron-Bridge divided {join_some(names, 1)} by norms of each rank's columns "
+        f"alone: {who} another model than the one that was trained"
     ]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, some
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, join_some, shorten
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.json_text import parsed
@@ -156,8 +156,8 @@ def _code_notes(taken: Mapping[str, bytes]) -> Iterator[str]:
     for name in taken:
         if name.endswith(".json") and (named := json_of(taken, name).get(_CODE)):
             yield (
-                f"{name} names code ({_CODE}: {shortened(some(_names(named), 3))}), which is copied with it as a name "
-                "only: nothing here runs it, and transformers imports it with trust_remote_code=True"
+                f"{name} names code ({_CODE}: {shorten(join_some(_names(named), 3))}), which is copied with it as a "
+                "name only: nothing here runs it, and transformers imports it with trust_remote_code=True"
             )
 
 

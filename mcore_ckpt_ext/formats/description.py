@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import CheckpointError, UsageError, shortened
+from mcore_ckpt_ext.errors import CheckpointError, UsageError, shorten
 from mcore_ckpt_ext.job.facts import Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.loops import bridge, nemo, verl
@@ -112,7 +112,7 @@ def _train_state(reader: FolderReader) -> tuple[dict[str, int], tuple[str, ...]]
         content = archive.with_values(archive.load())
         counts = {name: int(content[name]) for name in bridge.COUNTED if name in content}
     except (CheckpointError, TypeError, ValueError, RuntimeError) as error:
-        return {}, (f"{bridge.TRAIN_STATE} is ignored: {shortened(str(error))}",)
+        return {}, (f"{bridge.TRAIN_STATE} is ignored: {shorten(str(error))}",)
     return {name: count for name, count in counts.items() if count >= 0}, ()
 
 
@@ -219,5 +219,5 @@ def _read(folder: Path, name: str, arguments_of: Callable[[str, str], JobArgumen
     except OSError as error:
         problem = error.strerror or str(error)
     except (ValueError, CheckpointError) as error:
-        problem = shortened(str(error))
+        problem = shorten(str(error))
     return Description(_partial({}, folder), name, (f"{name} is ignored: {problem}",))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from mcore_ckpt_ext.errors import escaped
+from mcore_ckpt_ext.errors import escape
 from mcore_ckpt_ext.lazy_torch import is_tensor, torch
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
 from mcore_ckpt_ext.storage.pickle_allowlist import hides_a_pickle
@@ -139,7 +139,7 @@ def _side_by_side(content: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tenso
 
 def about_emptied(emptied: Sequence[str]) -> list[str]:
     """What is to be said of states that could be neither split nor joined."""
-    return [f"extra states of {len(emptied)} modules are {_ABOUT}: {escaped(emptied[0])} and so on"] if emptied else []
+    return [f"extra states of {len(emptied)} modules are {_ABOUT}: {escape(emptied[0])} and so on"] if emptied else []
 
 
 def content_of(state: Any) -> bytes | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_only import adapters_in, fit_of_adapters
@@ -117,7 +117,7 @@ def _check_apart(base: CheckpointView, adapters: CheckpointView) -> None:
             where=str(adapters.folder), hint=f"pass --merge {adapters.folder}",
         )  # fmt: skip
     if own := [name for name in base.names(WEIGHT) if is_adapter(name)]:
-        raise UsageError("the model to merge into has adapters of its own", found=some(own, 2),
+        raise UsageError("the model to merge into has adapters of its own", found=join_some(own, 2),
                          where=str(base.folder), hint="merge its own adapters first")  # fmt: skip
 
 

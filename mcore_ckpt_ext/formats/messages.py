@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mcore_ckpt_ext.errors import some
+from mcore_ckpt_ext.errors import join_some
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.anatomy import pipelined_block
 from mcore_ckpt_ext.model_space.names import split_layer
@@ -39,7 +39,7 @@ def general_notices(checkpoint: CheckpointView) -> list[str]:
     state = checkpoint.optimizer if checkpoint.optimizer_format else None
     if state is not None and checkpoint.sidecar is not None:
         doubts = [doubt for buffers in state.buffers for doubt in buffers.disbelieved()]
-        found += [f"{SIDECAR_FILE} is ignored: {some(doubts, 1)}"] if doubts else []
+        found += [f"{SIDECAR_FILE} is ignored: {join_some(doubts, 1)}"] if doubts else []
     if state is not None and PARAM_REMAINDER in state.kinds:
         state.names()  # by now the packing is known
         known = " and ".join(state.order_sources())

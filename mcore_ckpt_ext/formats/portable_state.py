@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, escaped, shown
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, escape, format_value
 from mcore_ckpt_ext.formats.description import PARTIAL
 from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, of_each_expert
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -114,7 +114,7 @@ def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], li
         return found, []
     return found, [
         f"extra states of {len(emptied)} modules are written empty, for they hold pickles with other classes than "
-        f"this package writes (fp8 scaling is reinitialized): {escaped(emptied[0])} and so on"
+        f"this package writes (fp8 scaling is reinitialized): {escape(emptied[0])} and so on"
     ]
 
 
@@ -123,7 +123,7 @@ def _writable_random_states(checkpoint: CheckpointView) -> tuple[Mapping[tuple[i
     reason = next((found for state in states.values() if (found := first_unwritable(state))), None)
     if reason is None:
         return states, []
-    return {}, [f"the random states are left out: one names {escaped(reason)}"]
+    return {}, [f"the random states are left out: one names {escape(reason)}"]
 
 
 def _writable(
@@ -138,7 +138,7 @@ def _writable(
     """
     reasons = {key: reason for key, value in state.items() if (reason := first_unwritable(value)) is not None}
     notes = [
-        f"left out of {what}: {escaped(key)}, which names {escaped(reason)}"
+        f"left out of {what}: {escape(key)}, which names {escape(reason)}"
         for key, reason in reasons.items()
         if not reason.startswith(unmentioned)
     ]
@@ -246,7 +246,7 @@ def once(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             key = min(differing)
             raise UnreadableCheckpointError(
                 "ranks stored different settings of the same parameter group",
-                found=f"{escaped(key)} {shown(known[key])} and {shown(group[key])}",
+                found=f"{escape(key)} {format_value(known[key])} and {format_value(group[key])}",
                 expected="the same on all ranks",
                 hint="the checkpoint was edited, or mixes several checkpoints: use another iteration",
             )

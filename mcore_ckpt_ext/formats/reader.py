@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, shown
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, format_value
 from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, auxiliary_files
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.grid import weight_grid
@@ -211,7 +211,7 @@ class FormatReader(FormatTraits, ABC):
         stated = self.common.get("iteration", iteration_number(self.folder) or 0)
         if type(stated) is not int or not 0 <= stated < _MOST_ITERATIONS:
             raise UnreadableCheckpointError(
-                "invalid iteration number in the checkpoint", found=shown(stated),
+                "invalid iteration number in the checkpoint", found=format_value(stated),
                 expected="a whole number", where=str(self.folder), hint="its common state was edited: "
                     "use another iteration",
             )  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError, shortened
+from mcore_ckpt_ext.errors import CheckpointError, shorten
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, MOST_BYTES, Sidecar
@@ -50,7 +50,7 @@ def find_sidecar(folder: Path, arguments: JobArguments | None = None, iteration:
     except OSError as error:
         return FoundSidecar(problem=error.strerror or str(error))
     except (ValueError, OverBudgetError) as error:
-        return FoundSidecar(problem=shortened(str(error)))
+        return FoundSidecar(problem=shorten(str(error)))
     stale = _staleness(sidecar, folder, arguments, iteration)
     return FoundSidecar(problem=f"it is stale, {stale}: {REWRITTEN}") if stale else FoundSidecar(sidecar)
 

@@ -8,7 +8,7 @@ from importlib import metadata
 from inspect import signature
 from typing import ClassVar, Literal, TypeAlias
 
-from mcore_ckpt_ext.errors import UsageError, shortened
+from mcore_ckpt_ext.errors import UsageError, shorten
 from mcore_ckpt_ext.job.releases import HAS_KNOWN_FORMATS
 from mcore_ckpt_ext.versions import NEWEST, OLDEST, Version, parse_version
 
@@ -78,7 +78,7 @@ def version_number(version: str | None) -> Version:
     text = installed_version() if version is None else version
     found = parse_version(text)
     if found is None:
-        shown = shortened(repr(text), 40)
+        shown = shorten(repr(text), 40)
         raise UsageError("invalid version of Megatron", found=shown, expected="for example 0.16.1")
     if not HAS_KNOWN_FORMATS.is_of(found):
         expected = f"{OLDEST} to {NEWEST}, or what follows it"

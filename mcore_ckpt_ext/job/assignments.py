@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mcore_ckpt_ext.errors import UsageError, shortened
+from mcore_ckpt_ext.errors import UsageError, shorten
 
 # As Python, and Megatron in its list of arguments, spells what JSON spells otherwise.
 _WORDS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
@@ -25,9 +25,9 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     for text in texts:
         name, given, value = text.partition("=")
         if not given or not name.isidentifier():
-            raise UsageError("an argument has no name, or no value", found=shortened(text), expected="NAME=VALUE")
+            raise UsageError("an argument has no name, or no value", found=shorten(text), expected="NAME=VALUE")
         if name in found:
-            raise UsageError("an argument is given twice", found=shortened(name), expected="each name once")
+            raise UsageError("an argument is given twice", found=shorten(name), expected="each name once")
         try:
             found[name] = _WORDS[value] if value in _WORDS else json.loads(value)
         except (ValueError, RecursionError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from mcore_ckpt_ext.errors import PackingError, UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import PackingError, UnsupportedCheckpointError, join_some
 from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement, mismatch_reason
 from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
 from mcore_ckpt_ext.layout.local_model import LocalModels
@@ -101,7 +101,7 @@ def _contradiction(
         packing, problem = (None, None) if other.is_witnessed else _tried(group, other, read)
         if packing is not None and problem is None:
             moved = {name for key, places in _placed(packing).items() for name, _ in {*places} ^ {*placed[key]}}
-            return f"{other.label} fits by itself and places parameters differently: {some(sorted(moved))}"
+            return f"{other.label} fits by itself and places parameters differently: {join_some(sorted(moved))}"
     return None
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shown
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, format_value
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.model_space.names import is_first_linear
 from mcore_ckpt_ext.model_space.slices import Region
@@ -42,7 +42,8 @@ def _number(arguments: JobArguments, name: str) -> int:
     number = 1 if stated is None else stated
     if type(number) is not int or not 0 < number <= _MOST_SHARDS:
         raise UnreadableCheckpointError(
-            "the arguments of the job name an impossible number of weight shards", found=f"{name} {shown(stated)}"
+            "the arguments of the job name an impossible number of weight shards",
+            found=f"{name} {format_value(stated)}",
         )
     return number
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_ckpt_ext.errors import ModelMismatchError, shortened
+from mcore_ckpt_ext.errors import ModelMismatchError, shorten
 
 
 def check_schedule(scheduler: Any, stored: Mapping[str, Any] | None, folder: Path) -> None:
@@ -33,7 +33,7 @@ def check_schedule(scheduler: Any, stored: Mapping[str, Any] | None, folder: Pat
     except AssertionError as error:
         raise ModelMismatchError(
             "the schedule of the learning rate or weight decay differs from the checkpoint's",
-            found=shortened(str(error)),
+            found=shorten(str(error)),
             expected="the same, unless a flag selects one of the two",
             where=str(folder),
             hint="--override-opt_param-scheduler uses the schedule of the command line, "

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.collectives import agreed, attempt, is_first_rank
-from mcore_ckpt_ext.errors import escaped
+from mcore_ckpt_ext.errors import escape
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
@@ -115,7 +115,7 @@ def with_order_compared(
 def explain(decision: LoadDecision, folder: Path) -> None:
     """Print a decision where MCORE_CKPT_EXT_EXPLAIN requests it, each time that it is made."""
     if EXPLAIN.value and is_logging_rank():
-        own_logger().info("%s: %s", escaped(str(folder)), decision)
+        own_logger().info("%s: %s", escape(str(folder)), decision)
 
 
 def _assess_on_all_ranks(

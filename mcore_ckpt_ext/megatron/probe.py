@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import refusal_text
-from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, some
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, join_some
 from mcore_ckpt_ext.megatron.new_tokens import stored_vocabulary_rows
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.shared_index import index_of, is_moved
@@ -106,7 +106,7 @@ def check_all_see(seen: Sequence[tuple[bool, ...]], arguments: Any, load_arg: st
             raise ResumeRefusedError(
                 "mcore_ckpt_ext refused while inspecting the checkpoint; nothing is loaded\n  some ranks see no "
                 "checkpoint where others do",
-                found=f"no {TRACKER_FILE} on rank {some([str(rank) for rank in blind])}",
+                found=f"no {TRACKER_FILE} on rank {join_some([str(rank) for rank in blind])}",
                 expected="the same on all ranks",
                 where=str(folder),
                 hint="mount the folder on every machine, and start all ranks with the same --load",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
 
 _IN_LAYER = re.compile(r"^(.*\blayers\.\d+\.(?:transformer_layer\.)?)(.+)$")
 _ATTENTION = "self_attention."
@@ -49,7 +49,7 @@ def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
     strange = [layer + suffix for layer, own in layers.items() for suffix in own if _is_strange(suffix, own)]
     if strange:
         raise UnsupportedCheckpointError(
-            "the names of this layer's parameters in the other layer spec are unknown", found=some(strange, 3),
+            "the names of this layer's parameters in the other layer spec are unknown", found=join_some(strange, 3),
             expected="attention, plain or latent, and an MLP or experts",
             hint="keep the layer spec: leave --transformer-impl out",
         )  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, some
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, join_some
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.format import Format
 from mcore_ckpt_ext.formats.registry import format_of
@@ -78,10 +78,10 @@ def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> LocatedCheckpo
     newer = [entry.name for number, entry in sorted(iterations.items()) if named is not None and number > named]
     findings = []
     if newer:
-        what = f"it names {named}, but there is {some(newer)}: a save that was not finished"
+        what = f"it names {named}, but there is {join_some(newer)}: a save that was not finished"
         findings.append(warning(COMPLETE, where, what))
     if not folder.is_dir():
-        others = some([entry.name for entry in iterations.values()]) or "no other iteration"
+        others = join_some([entry.name for entry in iterations.values()]) or "no other iteration"
         findings.append(error(COMPLETE, where, f"it names {folder.name}, which is not there; there is {others}"))
         return LocatedCheckpoint(None, tuple(findings))
     return LocatedCheckpoint(folder, tuple(findings))
@@ -147,7 +147,7 @@ def check_index(reader: FolderReader, index: DcpIndex) -> tuple[list[Finding], s
     folder = reader.folder
     unknown = sorted(path.name for path in folder.glob("*.distcp") if path.name not in by_file)
     if unknown:
-        findings.append(warning(COMPLETE, str(folder), f"files that are not in the index: {some(unknown)}"))
+        findings.append(warning(COMPLETE, str(folder), f"files that are not in the index: {join_some(unknown)}"))
     return findings, failed, len(by_file)
 
 
@@ -155,7 +155,7 @@ def _check_file(reader: FolderReader, file: str, records: list[_Record]) -> Iter
     path = reader.folder / file
     if not path.is_file():
         keys = list(dict.fromkeys(record.key for record in records))
-        yield error(COMPLETE, str(path), f"missing; it held {len(records)} records, of {some(keys)}", path.name)
+        yield error(COMPLETE, str(path), f"missing; it held {len(records)} records, of {join_some(keys)}", path.name)
         return
     try:
         size = reader.size(file)
@@ -169,7 +169,7 @@ def _check_file(reader: FolderReader, file: str, records: list[_Record]) -> Iter
         yield error(
             COMPLETE,
             str(path),
-            f"{size:,} bytes, but its records need {needed:,}; cut off: {some(keys)}",
+            f"{size:,} bytes, but its records need {needed:,}; cut off: {join_some(keys)}",
             path.name,
             size,
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, prod
 
-from mcore_ckpt_ext.errors import CheckpointError, some
+from mcore_ckpt_ext.errors import CheckpointError, join_some
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Mismatch
 from mcore_ckpt_ext.lazy_torch import torch
@@ -250,7 +250,7 @@ def judge(where: str, tally: Tally, file: str | None = None, offset: int | None 
     """Report values that no training leaves behind, of a tensor at byte `offset` of a file where it is in one place."""
     odd = [(tally.nan, "NaN"), (tally.infinite, "infinite"), (tally.negative, "negative")]
     if any(count for count, _ in odd):
-        what = some([f"{count:,} elements are {what}" for count, what in odd if count])
+        what = join_some([f"{count:,} elements are {what}" for count, what in odd if count])
         yield warning(VALUES, where, what, file, offset)
 
 

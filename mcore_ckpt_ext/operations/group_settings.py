@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from mcore_ckpt_ext.errors import shown, some
+from mcore_ckpt_ext.errors import format_value, join_some
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.param_group_assignment import decay_of, decays_by_rule
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -32,14 +32,14 @@ def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any
     for group in groups:
         for key in _NEEDED + (_OF_ADAM if rule_of(group) == ADAM else ()):
             if not _is_number(group.get(key)):
-                found[f"{key} is {shown(group[key])}" if key in group else f"a group has no {key}"] = True
+                found[f"{key} is {format_value(group[key])}" if key in group else f"a group has no {key}"] = True
         found |= _odd(group)
     yield from _told("parameter groups", found)
     scheduler = scheduler_in(checkpoint.common)
     if scheduler is not None:
         wrong = {f"it is a {type(scheduler).__name__}": True} if not isinstance(scheduler, Mapping) else _odd(scheduler)
         steps = scheduler.get("num_steps", 0) if isinstance(scheduler, Mapping) else 0
-        yield from _told("scheduler", wrong if _is_number(steps) else {f"num_steps is {shown(steps)}": True})
+        yield from _told("scheduler", wrong if _is_number(steps) else {f"num_steps is {format_value(steps)}": True})
     elif checkpoint.arguments.is_complete:
         what = "missing: a resume with the optimizer needs one, and is refused"
         yield warning(COMPLETE, "scheduler", what)
@@ -56,7 +56,7 @@ def check_group_of_each(checkpoint: CheckpointView, groups: Sequence[Mapping[str
         if decays not in there:
             without.setdefault(decays, []).append(name)
     for decays, names in without.items():
-        what = f"there is none with{'' if decays else 'out'} weight decay, as Megatron has for {some(names, 2)}"
+        what = f"there is none with{'' if decays else 'out'} weight decay, as Megatron has for {join_some(names, 2)}"
         yield warning(VALUES, "parameter groups", what)
 
 

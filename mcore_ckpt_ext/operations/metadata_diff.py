@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shown, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_value, join_some
 from mcore_ckpt_ext.families.forward_pass import differing
 from mcore_ckpt_ext.formats import adapter_scaling
 from mcore_ckpt_ext.formats.common_state import scheduler_in
@@ -63,12 +63,12 @@ def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference
     with suppress(UnsupportedCheckpointError):  # a checkpoint need not say how large its model is
         models = complete(a.arguments), complete(b.arguments)
         for name, values in differing(*models).items():
-            yield MetadataDifference(name, *map(shown, values))
+            yield MetadataDifference(name, *map(format_value, values))
 
 
 def _left_out(checkpoint: CheckpointView) -> str:
     """What of a Hugging Face folder sees images, where the other has none; empty where nothing does."""
-    return some(checkpoint.format_reader.not_looked_at, 1)
+    return join_some(checkpoint.format_reader.not_looked_at, 1)
 
 
 def _format(checkpoint: CheckpointView) -> str:
@@ -85,14 +85,16 @@ def _group_values(checkpoint: CheckpointView, key: str) -> str:
 
 def _settings(checkpoint: CheckpointView, key: str) -> str:
     """The distinct values of any setting of the parameter groups."""
-    return ", ".join(sorted({shown(group[key]) for group in checkpoint.param_groups() if key in group})) or "none"
+    return (
+        ", ".join(sorted({format_value(group[key]) for group in checkpoint.param_groups() if key in group})) or "none"
+    )
 
 
 def _counted(checkpoint: CheckpointView, key: str) -> str:
     """The samples that the scheduler or the job has counted."""
     scheduler = scheduler_in(checkpoint.common)
     found = scheduler.get(key) if isinstance(scheduler, dict) else None
-    return shown(checkpoint.args.get(key, "none") if found is None else found)
+    return format_value(checkpoint.args.get(key, "none") if found is None else found)
 
 
 def _multiplied(checkpoint: CheckpointView) -> str:

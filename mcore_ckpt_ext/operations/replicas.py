@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.errors import some
+from mcore_ckpt_ext.errors import join_some
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.anatomy import is_word_embeddings
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -84,8 +84,8 @@ def differing_copies_of(
 def in_words(found: Sequence[str], count: int) -> str:
     """What whoever goes on from there should know, of `count` tensors."""
     more = "" if count == len(found) else f", and others: {count} in all"
-    return f"replicas of a tensor differ between ranks; the first is used: {some(found, 3)}{more}"
+    return f"replicas of a tensor differ between ranks; the first is used: {join_some(found, 3)}{more}"
 
 
 def _place(copy: Sequence[StoredSlice]) -> str:
-    return some(list(dict.fromkeys(stored.extent.file for stored in copy)), 2)
+    return join_some(list(dict.fromkeys(stored.extent.file for stored in copy)), 2)

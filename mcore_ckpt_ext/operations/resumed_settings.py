@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, shown, some
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, format_value, join_some
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.portable_state import portable_group
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -72,7 +72,7 @@ def _plain(value: Any) -> Any:
 def _text(value: Any) -> str:
     if is_tensor(value) and value.numel() == 1:
         value = value.item()
-    return _ABSENT if value is None else shown(value)
+    return _ABSENT if value is None else format_value(value)
 
 
 def _groups(checkpoint: CheckpointView) -> list[dict[str, Any]]:
@@ -133,5 +133,5 @@ def _of_random_states(a: CheckpointView, b: CheckpointView) -> Iterator[Setting]
         if states[0] and states[0].keys() == states[1].keys():
             differing = [str(place) for place in states[0] if states[0][place] != states[1][place]]
             text = f"of {len(states[0])} ranks"
-            other = f"others at {some(differing)}" if differing else text
+            other = f"others at {join_some(differing)}" if differing else text
             yield Setting("random states", text, other, not differing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, readable, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, format_bytes, join_some
 from mcore_ckpt_ext.formats.canonical.options import Canonical
 from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -70,7 +70,7 @@ def settle(
 
 def listed(items: Iterable[UnreadState]) -> str:
     """The keys with their sizes, the first few of them."""
-    return some([f"{item.key} ({readable(item.nbytes)})" for item in items])
+    return join_some([f"{item.key} ({format_bytes(item.nbytes)})" for item in items])
 
 
 def _check_drop(checkpoint: CheckpointView, unread: Collection[UnreadState], drop: Collection[str]) -> None:

@@ -17,9 +17,9 @@ from mcore_ckpt_ext.errors import (
     UnsafePickleError,
     UnsupportedCheckpointError,
     UsageError,
-    readable,
+    format_bytes,
+    join_some,
     reraise_as_unreadable,
-    some,
 )
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.external_weights import NAME_THEM
@@ -248,9 +248,9 @@ class _Run:
             return
         for item in unread:
             if not item.why:
-                what = f"{readable(item.nbytes)} unknown, not checked"
+                what = f"{format_bytes(item.nbytes)} unknown, not checked"
                 self.results.findings.append(warning(KNOWN, item.key, what))
-        others = f"all but {len(unread):,}: {some([item.key for item in unread])}"
+        others = f"all but {len(unread):,}: {join_some([item.key for item in unread])}"
         self.results.checks.append(Check(KNOWN, others if unread else "all"))
 
     def _check_files(self, checkpoint: CheckpointView) -> set[str]:

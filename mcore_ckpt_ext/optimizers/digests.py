@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from mcore_ckpt_ext.errors import ProofError, some
+from mcore_ckpt_ext.errors import ProofError, join_some
 from mcore_ckpt_ext.layout.additive_checksum import added, digest_of, written
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement, mismatch_reason
 from mcore_ckpt_ext.layout.packing_candidates import Proposal
@@ -103,7 +103,7 @@ def check_digests(buffers: Buffers, where: str, share: tuple[int, int] = (0, 1))
     if problems:
         raise ProofError(
             "remainders of masters have changed since they were saved",
-            found=some(problems),
+            found=join_some(problems),
             expected="the digests that the sidecar recorded at the save",
             where=where,
             hint="the checkpoint is damaged, or its sidecar is that of another one: use another iteration",

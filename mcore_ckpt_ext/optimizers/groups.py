@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, shown
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, format_value
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
 
 Group = Mapping[str, Any]
@@ -39,7 +39,7 @@ def checked_groups(stored: Any) -> list[dict[str, Any]]:
         if not is_group or odd:
             raise UnreadableCheckpointError(
                 "parameter groups of the optimizer are not as Megatron writes them",
-                found=f"{odd[0]} {shown(group[odd[0]])}" if odd else f"a group that is a {type(group).__name__}",
+                found=f"{odd[0]} {format_value(group[odd[0]])}" if odd else f"a group that is a {type(group).__name__}",
                 expected="settings by name, of which these are plain values" if odd else "settings by name",
                 hint="the checkpoint was edited: use another iteration",
             )

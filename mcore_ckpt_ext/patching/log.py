@@ -56,9 +56,9 @@ def is_logging_rank() -> bool:
 
 def announce(line: str, *, every_rank: bool = False) -> None:
     """Tell the user one line: on rank 0 only, unless it is a line of one rank's own, and once in a process."""
-    from mcore_ckpt_ext.errors import escaped
+    from mcore_ckpt_ext.errors import escape
 
-    text, said = escaped(" ".join(line.split())), PROCESS.one(LoggedLines)
+    text, said = escape(" ".join(line.split())), PROCESS.one(LoggedLines)
     if (every_rank or is_logging_rank()) and text not in said:
         said.add(text)
         own_logger().info("%s", text)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, reraise_as_unreadable, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some, reraise_as_unreadable
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.target import version_number
@@ -214,7 +214,7 @@ class _Rehearsing:
         if tokens is None and checkpoint.vocabulary_rows is not None:
             yield "its tokenizer has no tokens beyond the rows of the checkpoint: how many there are is not stored"
         if simulated.frozen:
-            yield f"parameters without optimizer state are frozen in the job, too: {some(simulated.frozen, 3)}"
+            yield f"parameters without optimizer state are frozen in the job, too: {join_some(simulated.frozen, 3)}"
 
 
 def _opened(folder: Path) -> CheckpointView:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.errors import UsageError, shortened
+from mcore_ckpt_ext.errors import UsageError, shorten
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -46,11 +46,11 @@ def sizes_in(text: str) -> dict[str, int]:
         if name is None or not (number.isascii() and number.isdigit() and 0 < int(number) < _MOST):
             raise UsageError(
                 "the layout to rehearse has an invalid dimension or size",
-                found=shortened(word, 40),
+                found=shorten(word, 40),
                 expected=f"{', '.join(PINS)} (vp means vpp), each with a whole number: tp=8 pp=8",
             )
         if name in sizes:
-            raise UsageError("a dimension is given twice", found=shortened(word, 40), expected="each of them once")
+            raise UsageError("a dimension is given twice", found=shorten(word, 40), expected="each of them once")
         sizes[name] = int(number)
     if not sizes:
         raise UsageError("the layout to rehearse is empty", expected="tp=8 pp=8")
@@ -67,7 +67,7 @@ def check_changes(changes: Mapping[str, Any]) -> None:
     if unknown := sorted(changes.keys() - CHANGEABLE):
         raise UsageError(
             "this argument cannot be changed in a rehearsal",
-            found=shortened(unknown[0], 60),
+            found=shorten(unknown[0], 60),
             expected=", ".join(sorted(CHANGEABLE)),
         )
 
@@ -137,8 +137,8 @@ def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArg
     if str(pattern).replace("|", "") != stored.replace("|", ""):
         raise UsageError(
             "a rehearsal resumes the checkpoint's own model, and this pattern has other layers",
-            found=shortened(str(pattern), 60),
-            expected=f"{shortened(stored, 60)}, divided otherwise by |",
+            found=shorten(str(pattern), 60),
+            expected=f"{shorten(stored, 60)}, divided otherwise by |",
         )
     return written.replace(hybrid_layer_pattern=pattern)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, shown
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, format_value, shorten
 
 # A step is one element made, visited or hashed, or one byte copied. Intact checkpoints take a few for each byte read.
 _STEPS_A_BYTE = 64
@@ -43,7 +43,7 @@ class Budget:
         if self._left < 0:
             raise OverBudgetError(
                 "a file of the checkpoint requires far more work than its size allows; it was not used",
-                found=f"more than {self._granted:,} steps for {shortened(purpose)}",
+                found=f"more than {self._granted:,} steps for {shorten(purpose)}",
                 expected=f"at most {self._granted:,} for the {self._nbytes:,} bytes that were read",
                 where=self._where,
                 hint="do not use this file: it is damaged, or an attack; use another iteration, or another copy",
@@ -74,7 +74,7 @@ def whole_number(value: object, what: str) -> int:
         ValueError: it is no integer from 0 up to `MOST_ELEMENTS`.
     """
     if type(value) is not int or not 0 <= value <= MOST_ELEMENTS:
-        raise ValueError(f"{what} that is {shown(value)}, which is no valid size, place or count")
+        raise ValueError(f"{what} that is {format_value(value)}, which is no valid size, place or count")
     return value
 
 

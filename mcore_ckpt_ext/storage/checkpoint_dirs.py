@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, some
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, join_some
 from mcore_ckpt_ext.job.loops.nemo import WEIGHTS
 from mcore_ckpt_ext.storage.checked_files import read_start
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
@@ -143,7 +143,7 @@ def no_checkpoint(path: Path) -> UnreadableCheckpointError:
     below = iterations[:1] or [path / name for name in names if _looks_like_checkpoint(path / name)]
     return UnreadableCheckpointError(
         "there is no checkpoint in this folder",
-        found=_iterations(path) if iterations else some(names) or "nothing, it is empty",
+        found=_iterations(path) if iterations else join_some(names) or "nothing, it is empty",
         expected=f"a run folder with its {TRACKER_FILE}, an iteration folder, a Hugging Face or a canonical folder",
         where=str(path),
         hint=f"use {below[0]}" if len(below) == 1 else "check the path",
@@ -156,4 +156,4 @@ def _looks_like_checkpoint(folder: Path) -> bool:
 
 
 def _iterations(run: Path) -> str:
-    return some([folder.name for folder in iteration_folders(run).values()]) or "no iteration at all"
+    return join_some([folder.name for folder in iteration_folders(run).values()]) or "no iteration at all"

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.errors import (
     CheckpointError,
     UnreadableCheckpointError,
     io_hint,
-    shortened,
+    shorten,
 )
 from mcore_ckpt_ext.planning.array_location import ArchivedRecord
 from mcore_ckpt_ext.storage.checked_files import read_file
@@ -205,7 +205,7 @@ def _damage_reported(path: Path) -> Iterator[None]:
             yield
     except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:  # the last of an infinite float
         raise UnreadableCheckpointError(
-            "the checkpoint's index is damaged", found=shortened(f"{type(error).__name__}: {error}"), where=str(path)
+            "the checkpoint's index is damaged", found=shorten(f"{type(error).__name__}: {error}"), where=str(path)
         ) from error
 
 

@@ -8,7 +8,7 @@ from math import prod
 from operator import gt, sub
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shown
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_value
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, elements_of, whole_number
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredArray, StoredObject
@@ -56,7 +56,7 @@ def index_of(metadata: Any) -> DcpIndex:
         if type(offset) is not tuple or len(offset) > MOST_AXES:
             offset = None if offset is None else _axes(offset)
         if type(index.fqn) is not str or offset and max(offset) >= MOST_ELEMENTS:
-            raise ValueError(f"a record of {shown(index.fqn)} at {shown(offset)}")
+            raise ValueError(f"a record of {format_value(index.fqn)} at {format_value(offset)}")
         keys.append((index.fqn, offset))
     check_keys(keys)
     places = dict(zip(keys, metadata.storage_data.values(), strict=True))
@@ -77,7 +77,7 @@ def index_of(metadata: Any) -> DcpIndex:
         else:
             info = places[key, None]
             if type(info.relative_path) is not str:
-                raise TypeError(f"the name of a file is {shown(info.relative_path)}")
+                raise TypeError(f"the name of a file is {format_value(info.relative_path)}")
             offset, length = whole_number(info.offset, "an offset"), whole_number(info.length, "a length")
             objects[key] = StoredObject(info.relative_path, offset, length)
     natural = {
@@ -91,14 +91,14 @@ def index_of(metadata: Any) -> DcpIndex:
 
 def _named(key: Any) -> str:
     if type(key) is not str:
-        raise TypeError(f"the name of an array is {shown(key)}")
+        raise TypeError(f"the name of an array is {format_value(key)}")
     return key
 
 
 def _axes(numbers: Any) -> tuple[int, ...]:
     """Sizes or offsets by axis; not more of them than axes, for each of a million entries may refer to the same."""
     if type(numbers) not in (tuple, list) or len(numbers) > MOST_AXES:
-        raise ValueError(f"sizes of an array that are {shown(numbers)}")
+        raise ValueError(f"sizes of an array that are {format_value(numbers)}")
     return tuple(numbers)
 
 
@@ -125,19 +125,21 @@ def _array(
         if not len(offsets) == len(sizes) == axes:
             raise ValueError(f"a chunk of {key} has {len(offsets)} axes, its array {len(shape)}")
         if not _fits(offsets, sizes, shape):
-            place = f"at {shown(offsets)} with sizes {shown(sizes)}"
-            raise ValueError(f"a chunk of {key} lies {place}, in an array of shape {shown(shape)}")
+            place = f"at {format_value(offsets)} with sizes {format_value(sizes)}"
+            raise ValueError(f"a chunk of {key} lies {place}, in an array of shape {format_value(shape)}")
         info, numel = places[key, offsets], sizes[0] if axes == 1 else prod(sizes)
         file, length = info.relative_path, whole_number(info.length, "a length")
         if type(file) is not str:
-            raise TypeError(f"the name of a file is {shown(file)}")
+            raise TypeError(f"the name of a file is {format_value(file)}")
         if numel * item_size > length:
             raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
         stored += numel
         try:
             table.append(StoredObject(file, info.offset, length), offsets, sizes)
         except (TypeError, OverflowError) as error:
-            raise ValueError(f"a chunk of {key} at {shown(offsets)} with sizes {shown(sizes)}: {error}") from error
+            raise ValueError(
+                f"a chunk of {key} at {format_value(offsets)} with sizes {format_value(sizes)}: {error}"
+            ) from error
     return StoredArray(key, shape, dtype, table.chunks(begin, axes, dtype)), stored
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, shown
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, format_value, shorten
 from mcore_ckpt_ext.lazy_torch import is_dtype, is_tensor, torch
 from mcore_ckpt_ext.storage.budget import check_keys, elements_of
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named, name_of
@@ -68,7 +68,7 @@ def decode(tree: Any) -> Any:
         return _decoded(tree)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise UnreadableCheckpointError(
-            "a JSON description is damaged", found=shortened(f"{type(error).__name__}: {error}")
+            "a JSON description is damaged", found=shorten(f"{type(error).__name__}: {error}")
         ) from error
 
 
@@ -123,7 +123,7 @@ def _untensor(content: Any) -> torch.Tensor:
 def _dtype(name: str) -> Dtype:
     # Others of torch's types have no plain elements: to make a quantised tensor from bytes crashes the process.
     if type(name) is not str or name not in _DTYPES:
-        raise TypeError(f"{shown(name)} is not a dtype of plain elements")
+        raise TypeError(f"{format_value(name)} is not a dtype of plain elements")
     return dtype_named(name)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, io_hint, shortened
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, io_hint, shorten
 from mcore_ckpt_ext.storage.json_text import parsed
 
 _HEAD = "# mcore_ckpt_ext manifest 1"
@@ -74,7 +74,7 @@ def read_manifest(path: Path) -> Manifest:
         ) from error
     except ValueError as error:
         raise UnreadableCheckpointError(
-            "this is no manifest, or a damaged one", found=shortened(str(error)), where=str(path),
+            "this is no manifest, or a damaged one", found=shorten(str(error)), where=str(path),
             hint="pass a file that `mcore-ckpt verify PATH --record FILE` or `sha256sum` wrote",
         ) from error  # fmt: skip
 

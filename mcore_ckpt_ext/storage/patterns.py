@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shortened
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shorten
 
 _SECONDS = 2.0  # of the processor
 
@@ -31,7 +31,7 @@ def matched(pattern: str, name: str, *, whole: bool = False) -> Mapping[str, Any
         found = (library.fullmatch if whole else library.match)(pattern, name, timeout=_SECONDS)
     except TimeoutError:
         raise UnsupportedCheckpointError(
-            "a pattern takes too long", found=shortened(repr(pattern)), expected=f"at most {_SECONDS:g} s for a name",
+            "a pattern takes too long", found=shorten(repr(pattern)), expected=f"at most {_SECONDS:g} s for a name",
             where=name, hint="write a list of names instead",
         ) from None  # fmt: skip
     return None if found is None else found.groupdict()

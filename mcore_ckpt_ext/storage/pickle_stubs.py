@@ -6,7 +6,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsafePickleError, shown
+from mcore_ckpt_ext.errors import UnsafePickleError, format_value
 
 # Classes of the standard library that stand in checkpoints and mean nothing to us.
 _HARMLESS = {
@@ -136,7 +136,7 @@ class Placeholder(metaclass=PickleStub):
         return _again, (self.pickled_module, self.pickled_name, vars(self))
 
     def __repr__(self) -> str:
-        return f"<{self.pickled_module}.{self.pickled_name} {shown(self.arguments)}>"
+        return f"<{self.pickled_module}.{self.pickled_name} {format_value(self.arguments)}>"
 
 
 class Origin:

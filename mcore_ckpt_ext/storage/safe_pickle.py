@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, shortened, shown
+from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, format_value, shorten
 from mcore_ckpt_ext.storage.budget import Budget, elements_of
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named
 from mcore_ckpt_ext.storage.pickle_cost import weigh
@@ -71,7 +71,7 @@ def _with_attributes(build: object, _: object, arguments: tuple[Any, ...], *__: 
     if build is _parameter:
         parameter: TensorReference = _parameter(*arguments)
         return parameter
-    raise UnsafePickleError("a pickle rebuilds a tensor by an unknown function", found=shown(build))
+    raise UnsafePickleError("a pickle rebuilds a tensor by an unknown function", found=format_value(build))
 
 
 _FLOAT8 = "transformer_engine.pytorch.tensor.float8_tensor"
@@ -87,7 +87,9 @@ def _inert_getattr(owner: object, name: str) -> object:
         member = owner(name)
         origin_of(member).member = name
         return member
-    raise UnsafePickleError("a pickle requests an attribute", found=f"getattr({shown(owner)}, {shown(name)})")
+    raise UnsafePickleError(
+        "a pickle requests an attribute", found=f"getattr({format_value(owner)}, {format_value(name)})"
+    )
 
 
 def _raw_bytes(kind: type) -> _Function:
@@ -95,7 +97,7 @@ def _raw_bytes(kind: type) -> _Function:
 
     def build(*arguments: Any) -> Any:
         if arguments and not isinstance(arguments[0], (bytes, bytearray, str, list)):
-            raise TypeError(f"{kind.__name__} of {shown(arguments[0])}")
+            raise TypeError(f"{kind.__name__} of {format_value(arguments[0])}")
         return kind(*arguments)
 
     return _Function(build)
@@ -108,14 +110,14 @@ def bytes_of_text(text: object, codec: object = "utf-8") -> bytes:
         TypeError: it is asked for something else.
     """
     if type(text) is not str or codec not in ("latin1", "latin-1"):
-        raise TypeError(f"text in {shown(codec)}")
+        raise TypeError(f"text in {format_value(codec)}")
     return text.encode("latin1")
 
 
 def _layout_name(name: object) -> str:
     """`torch.serialization._get_layout`, whose result nobody uses."""
     if type(name) is not str:
-        raise TypeError(f"a layout named {shown(name)}")
+        raise TypeError(f"a layout named {format_value(name)}")
     return name
 
 
@@ -183,7 +185,7 @@ class SafeUnpickler(pickle.Unpickler):
             raise UnsafePickleError("a pickle refers to a storage in an unknown way", where=self._where) from error
         if tag != "storage" or not isinstance(storage_type, StorageType) or type(key) not in (str, int):
             raise UnsafePickleError(
-                "a pickle refers to something that is not a storage", found=shown(tag), where=self._where
+                "a pickle refers to something that is not a storage", found=format_value(tag), where=self._where
             )
         return StorageReference(storage_type.dtype, str(key), elements_of((numel,)))
 
@@ -274,7 +276,7 @@ def safe_loads(data: bytes, where: str) -> Any:
         raise
     except Exception as error:  # a damaged pickle can fail in any way, from KeyError to MemoryError
         raise UnsafePickleError(
-            "a pickle is damaged", found=shortened(f"{type(error).__name__}: {error}"), where=where
+            "a pickle is damaged", found=shorten(f"{type(error).__name__}: {error}"), where=where
         ) from error
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
+    format_value,
     io_hint,
-    shortened,
-    shown,
+    shorten,
     with_indefinite_article,
 )
 from mcore_ckpt_ext.planning.array_location import RawArray
@@ -109,12 +109,14 @@ def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
             low, high = (begin + whole_number(place, "data_offsets") for place in entry["data_offsets"])
             if entry["dtype"] in _NOT_READ:
                 raise UnsupportedCheckpointError(
-                    "a tensor has a dtype that is not supported", found=f"{shown(key)}: {entry['dtype']}",
+                    "a tensor has a dtype that is not supported", found=f"{format_value(key)}: {entry['dtype']}",
                     expected=", ".join(_DTYPE_NAMES), where=str(reader.folder / file),
                 )  # fmt: skip
             dtype = _DTYPE_NAMES[entry["dtype"]]
             if not begin <= low <= high <= size or high - low != numel * ITEM_SIZE[dtype]:
-                raise ValueError(f"{shown(key)} would lie at {shown(low)}:{shown(high)} of {size} bytes")
+                raise ValueError(
+                    f"{format_value(key)} would lie at {format_value(low)}:{format_value(high)} of {size} bytes"
+                )
             found.append((key, shape, RawArray(file, low, high - low, dtype, numel)))
         _check_filled([extent for *_, extent in found], begin, size)
         return _with_checksums(found, header.get(METADATA))
@@ -206,7 +208,7 @@ def _header(reader: FolderReader, file: str) -> tuple[dict[str, Any], int]:
 
 def _damaged(reader: FolderReader, file: str, error: Exception) -> UnreadableCheckpointError:
     return UnreadableCheckpointError(
-        "a safetensors file is damaged", found=shortened(str(error)), where=str(reader.folder / file)
+        "a safetensors file is damaged", found=shorten(str(error)), where=str(reader.folder / file)
     )
 
 

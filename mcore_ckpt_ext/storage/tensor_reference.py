@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_ckpt_ext.errors import shown
+from mcore_ckpt_ext.errors import format_value
 from mcore_ckpt_ext.storage.budget import elements_of
 from mcore_ckpt_ext.storage.dtypes import Dtype, dtype_named
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, Stateless, origin_of
@@ -38,7 +38,7 @@ class TensorReference(Stateless):
             raise ValueError("a tensor marked as negated or conjugated: torch would compute its elements on reading")
         self.storage, self.offset, self.shape, self.stride = storage, offset, tuple(shape), tuple(stride)
         if not isinstance(storage, StorageReference):
-            raise TypeError(f"a tensor without a storage: {shown(storage)}")
+            raise TypeError(f"a tensor without a storage: {format_value(storage)}")
         try:
             elements_of(self.shape)
             if len(self.shape) != len(self.stride):
@@ -46,7 +46,8 @@ class TensorReference(Stateless):
             for number in (offset, *self.stride):
                 elements_of((number,))
         except ValueError as error:
-            found = f"a tensor of shape {shown(self.shape)}, strides {shown(self.stride)}, from element {shown(offset)}"
+            strides, first = format_value(self.stride), format_value(offset)
+            found = f"a tensor of shape {format_value(self.shape)}, strides {strides}, from element {first}"
             raise ValueError(f"{found}: {error}") from error
 
     @property
@@ -99,7 +100,9 @@ class Float8Reference(Stateless):
         if not isinstance(data, TensorReference) or not isinstance(scale, TensorReference) or transpose is not None:
             raise TypeError("an fp8 tensor without rows of numbers, or without a scale")
         if tuple(shape) != data.shape or data.storage.dtype.name != "uint8":  # type: ignore[arg-type]
-            raise ValueError(f"an fp8 tensor of shape {shown(shape)} on bytes of shape {shown(data.shape)}")
+            raise ValueError(
+                f"an fp8 tensor of shape {format_value(shape)} on bytes of shape {format_value(data.shape)}"
+            )
         if scale.storage.dtype.name != "float32" or elements_of(scale.shape) != 1 or not isinstance(dtype, Dtype):
             raise ValueError("an fp8 tensor with more than one scale, or of no dtype")
         self.data, self.scale, self.dtype = data, scale, dtype

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import IO, Any, cast
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, shortened
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, shorten
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.crc32 import crc32
@@ -131,7 +131,7 @@ class TorchArchive:
         if found != b"little":
             raise UnsupportedCheckpointError(
                 "a record was written by a machine with another order of bytes",
-                found=shortened(found.decode(errors="replace")),
+                found=shorten(found.decode(errors="replace")),
                 expected="little",
                 where=self.where,
                 hint="load it on such a machine, and save it with torch.serialization.set_default_load_endianness",

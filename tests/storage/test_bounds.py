@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError, shown
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError, format_value
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.storage.budget import MOST_ELEMENTS, Budget, OverBudgetError, check_keys, elements_of
 from mcore_ckpt_ext.storage.dcp_index import read_index
@@ -153,8 +153,8 @@ def test_what_is_shown_is_short_whatever_it_is() -> None:
     circular: list[object] = []
     circular.append(circular)
     for value in (tree, circular, "a" * 10**6, 10**5000, [10**5000] * 10**5, {b"x" * 10**6: tree}):
-        assert len(shown(value)) < 10_000
-    assert shown([1, ("a",), {"b": None}]) == "[1, ('a',), {'b': None}]"
+        assert len(format_value(value)) < 10_000
+    assert format_value([1, ("a",), {"b": None}]) == "[1, ('a',), {'b': None}]"
 
 
 def test_an_index_with_a_key_of_nested_tuples_is_refused(tmp_path: Path) -> None:

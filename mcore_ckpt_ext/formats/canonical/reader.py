@@ -16,7 +16,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown, some
+from mcore_ckpt_ext.errors import (
+    UnreadableCheckpointError,
+    UnsupportedCheckpointError,
+    format_value,
+    join_some,
+    shorten,
+)
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS, OTHER, UnreadState, in_common_state, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
@@ -61,7 +67,7 @@ class CanonicalCheckpoint(FormatReader):
         if self._about.get("format") != MARK or self._about.get("version") not in (VERSION, _WITHOUT_CHECKSUMS):
             raise UnsupportedCheckpointError(
                 "this version cannot read this canonical checkpoint",
-                found=f"{shown(self._about.get('format'))}, version {shown(self._about.get('version'))}",
+                found=f"{format_value(self._about.get('format'))}, version {format_value(self._about.get('version'))}",
                 expected=f"{MARK}, version {VERSION} or before",
                 where=str(folder / COMMON_FILE),
             )
@@ -69,7 +75,7 @@ class CanonicalCheckpoint(FormatReader):
         if missing:
             raise UnreadableCheckpointError(
                 "the file that describes the arrays is "
-                "incomplete", found=f"no {some(missing)}", where=str(folder / COMMON_FILE),
+                "incomplete", found=f"no {join_some(missing)}", where=str(folder / COMMON_FILE),
                 hint="this file was edited, or is damaged: convert the source again",
             )  # fmt: skip
         self._arrays = _Arrays(self.reader, folder)
@@ -116,8 +122,8 @@ class CanonicalCheckpoint(FormatReader):
         for name, (key, index) in found.items():
             if name_at(key, index) != name:
                 raise UnreadableCheckpointError(
-                    "a sharded key belongs to another tensor", found=f"{shown(key)} at {shown(index)}",
-                    expected=shortened(name), where=str(self.folder / COMMON_FILE),
+                    "a sharded key belongs to another tensor", found=f"{format_value(key)} at {format_value(index)}",
+                    expected=shorten(name), where=str(self.folder / COMMON_FILE),
                     hint="this file is damaged: convert the source again",
                 )  # fmt: skip
         return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some, with_indefinite_article
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some, with_indefinite_article
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import neutral_keys
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
@@ -47,7 +47,7 @@ class WithImages(HuggingFaceCheckpoint):
         if quantised:
             raise UnsupportedCheckpointError(
                 "the vision tower is quantized, which is not "
-                "supported", found=some(quantised, 1), where=str(self.folder),
+                "supported", found=join_some(quantised, 1), where=str(self.folder),
                 hint="leave --for bridge out for its text, or take the folder as it was released in bf16",
             )  # fmt: skip
         text = [(_below_prefix(tensor), found) for tensor, found in super()._matched(stored)]
@@ -59,7 +59,7 @@ class WithImages(HuggingFaceCheckpoint):
         wrong += self._kind.mismatches(self.whole_config, shapes)
         if wrong:
             raise UnsupportedCheckpointError(
-                "config.json does not describe the tensors of the vision tower", found=some(wrong, _SHOWN),
+                "config.json does not describe the tensors of the vision tower", found=join_some(wrong, _SHOWN),
                 where=str(self.folder),
             )  # fmt: skip
         vision = self.whole_config["vision_config"]
@@ -86,7 +86,7 @@ class WithImages(HuggingFaceCheckpoint):
     def notices_of(self, view: CheckpointView) -> list[str]:
         found = [f"of {self.whole}, text and images, for Megatron-Bridge: pretrain_gpt.py has no such model"]
         if self.left_out:
-            found.append(f"left out, no equivalent in Megatron: {some(self.left_out, _SHOWN)}")
+            found.append(f"left out, no equivalent in Megatron: {join_some(self.left_out, _SHOWN)}")
         return found + self.unlike_most()
 
 

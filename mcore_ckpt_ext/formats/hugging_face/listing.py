@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, join_some
 from mcore_ckpt_ext.formats.hugging_face.folder import (
     CONFIG,
     INDICES,
@@ -132,14 +132,16 @@ def _list_shard(
         listing.add("files", _below(below, index), f"it names a file outside of its folder: {file!r}")
         return
     if not (listing.folder / place).exists():
-        listing.add("files", place, f"missing; {index} lists {len(names)} tensors in it: {some(names, _SHOWN)}")
+        listing.add("files", place, f"missing; {index} lists {len(names)} tensors in it: {join_some(names, _SHOWN)}")
         return
     held = dict(list_file(listing, place))
     if place not in listing.unread:
         if absent := [name for name in names if name not in held]:
-            listing.add("tensors", place, f"{index} lists tensors that it does not hold: {some(absent, _SHOWN)}")
+            listing.add("tensors", place, f"{index} lists tensors that it does not hold: {join_some(absent, _SHOWN)}")
         if surplus := sorted(held.keys() - set(names)):
-            listing.add("tensors", place, f"it holds tensors that {index} does not list there: {some(surplus, _SHOWN)}")
+            listing.add(
+                "tensors", place, f"it holds tensors that {index} does not list there: {join_some(surplus, _SHOWN)}"
+            )
     yield from held.items()
 
 
@@ -171,7 +173,7 @@ def _check_dtypes(listing: Listing, config: Mapping[str, Any], is_quantised: boo
         if dtype in _FLOATS and dtype != stated and not tensor.is_scale and not is_kept:
             others[dtype].append(tensor)
     for dtype, tensors in others.items():
-        names = some([tensor.name for tensor in tensors], _SHOWN)
+        names = join_some([tensor.name for tensor in tensors], _SHOWN)
         what = f"{len(tensors):,} tensors are in {dtype}, where config.json states {stated}: {names}"
         listing.add("dtypes", tensors[0].extent.file, what, is_error=False)
     listing.dtypes = f"{stated}, as config.json states"

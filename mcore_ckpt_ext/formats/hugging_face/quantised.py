@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shorten
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor
 from mcore_ckpt_ext.planning.array_location import ScaleCodec
 
@@ -86,7 +86,7 @@ def _pairing(config: Mapping[str, Any], where: str) -> _Pairing | None:
             return _Pairing(".weight", ".weight_scale_inv", tuple(block) if block else None)
         raise UnreadableCheckpointError(
             "the blocks of quantized weights have invalid sizes",
-            found=f"weight_block_size {shortened(repr(block))}", expected="two whole numbers above 0",
+            found=f"weight_block_size {shorten(repr(block))}", expected="two whole numbers above 0",
             where=f"{where}/{CONFIG}", hint="the folder's config.json is damaged: download it again",
         )  # fmt: skip
     if method == "mxfp4":

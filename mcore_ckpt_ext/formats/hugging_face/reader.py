@@ -16,7 +16,7 @@ from mcore_ckpt_ext.errors import (
     CheckpointError,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
-    some,
+    join_some,
     with_indefinite_article,
 )
 from mcore_ckpt_ext.families.bridge import run_config
@@ -88,7 +88,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         self._images: dict[str, StoredTensor] = {}
         stored, unread = read_tensors(self.reader, below)
         self._extents = [tensor.extent for tensor in stored.values()]
-        told = f"ignored weights in the folder, since other files take precedence: {some(unread)}"
+        told = f"ignored weights in the folder, since other files take precedence: {join_some(unread)}"
         self._stale = [told] if unread else []
         if self.whole:
             names = text_names(stored)
@@ -273,7 +273,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
                 f"of {self.whole} only the text is read, as {with_indefinite_article(self.family.name)}{whole}"
             )
         if self.left_out:
-            found.append(f"left out, no equivalent in Megatron: {some(self.left_out, _SHOWN)}")
+            found.append(f"left out, no equivalent in Megatron: {join_some(self.left_out, _SHOWN)}")
         spoken = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
         if spoken and self._holds_no_mtp:
             found.append(f"config.json lists multi-token prediction (MTP) layers missing from the folder ({spoken[0]})")
@@ -313,7 +313,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         odd = self._weights.unlike_most
         dtypes = " and ".join(sorted({tensor.dtype for tensor in odd}))
         rest = f"unlike the rest, so that a job in {self._weights.dtypes[0]} rounds them"
-        return [f"in {dtypes}, {rest}: {some([tensor.name for tensor in odd], _SHOWN)}"] if odd else []
+        return [f"in {dtypes}, {rest}: {join_some([tensor.name for tensor in odd], _SHOWN)}"] if odd else []
 
     @override
     def unbuildable(self, version: tuple[int, int]) -> str | None:

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, with_indefinite_article
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some, with_indefinite_article
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
@@ -259,10 +259,10 @@ class HuggingFaceTarget:
         if stored > kept:
             yield f"rows {kept} to {stored - 1} of the vocabulary are cut: it has {kept} tokens"
         if self.left_out:
-            yield f"left out, no equivalent in Hugging Face's {family.name}: {some(self.left_out, _SHOWN)}"
+            yield f"left out, no equivalent in Hugging Face's {family.name}: {join_some(self.left_out, _SHOWN)}"
         plain = [name for name in shapes if name not in self._masters]
         if self._masters and plain:
-            yield f"copied from the weights, having no master: {some(plain, _SHOWN)}"
+            yield f"copied from the weights, having no master: {join_some(plain, _SHOWN)}"
         counted = [f"{key}: {config[key]}" for key in MTP_LAYERS if config.get(key)]
         if counted and not self.fit.arguments.mtp_num_layers:
             yield f"config.json keeps {counted[0]} as published; the folder holds no such layers"

@@ -18,9 +18,9 @@ from mcore_ckpt_ext.errors import (
     INTERRUPTED,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
-    escaped,
-    shown,
-    some,
+    escape,
+    format_value,
+    join_some,
 )
 from mcore_ckpt_ext.formats.common_state import SCHEDULERS
 from mcore_ckpt_ext.job.job_arguments import FIELDS
@@ -155,7 +155,7 @@ class RankFolders:
         if odd:
             raise UnreadableCheckpointError(
                 "the checkpoint does not have the rank folders of its own layout",
-                found=f"{len(states)} folders; {some(odd, 3)}",
+                found=f"{len(states)} folders; {join_some(odd, 3)}",
                 expected=f"one for each place in {layout}",
                 where=str(self._folder),
                 hint=INTERRUPTED,
@@ -220,8 +220,8 @@ class RankFolders:
             if repr(found.get(key)) != repr(expected.get(key)):  # so that a value that is no number equals itself
                 raise UnreadableCheckpointError(
                     "the ranks' files were not written at the same time of one run",
-                    found=f"{key} {shown(found.get(key))}",
-                    expected=f"{shown(expected.get(key))}, as in {first.folder}",
+                    found=f"{key} {format_value(found.get(key))}",
+                    expected=f"{format_value(expected.get(key))}, as in {first.folder}",
                     where=str(self._folder / own.file),
                     hint="a file was edited, or is of another iteration: use another iteration",
                 )
@@ -309,7 +309,7 @@ def _time_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return (
         {key: state.get(key) for key in _ITERATIONS}
         | {
-            f"{key}.{escaped(str(name))}": value
+            f"{key}.{escape(str(name))}": value
             for key, scheduler in schedulers
             if isinstance(scheduler, dict)
             for name, value in scheduler.items()

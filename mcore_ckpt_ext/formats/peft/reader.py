@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, some
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, join_some, shorten
 from mcore_ckpt_ext.families.adapter_config import contradictions, strange_values
 from mcore_ckpt_ext.families.adapters import MAGNITUDES, Adapters, linears_of
 from mcore_ckpt_ext.families.adapters_read import adapters_read, bridge_peft
@@ -102,7 +102,7 @@ class PeftCheckpoint(WeightsAlone):
         if told:
             raise UnsupportedCheckpointError(
                 "adapters of this kind are not supported in Megatron",
-                found=", ".join(f"{key}: {shortened(repr(value), 40)}" for key, value in sorted(told.items())),
+                found=", ".join(f"{key}: {shorten(repr(value), 40)}" for key, value in sorted(told.items())),
                 expected="LoRA or DoRA of linears", where=str(self.folder / ADAPTER),
                 hint="merge them first: PeftModel.merge_and_unload(), then save_pretrained",
             )  # fmt: skip
@@ -117,7 +117,7 @@ class PeftCheckpoint(WeightsAlone):
         found += [f"{name}: {one.extent.dtype}" for name, one in stored.items() if one.extent.dtype not in _DTYPES]
         if found:
             raise UnsupportedCheckpointError(
-                f"the tensors do not match {ADAPTER}", found=some(found, 4),
+                f"the tensors do not match {ADAPTER}", found=join_some(found, 4),
                 expected="the tensors that peft would create from that file for this model", where=str(self.folder),
                 hint="pass the model that they were trained for: --weights FOLDER; or correct the file, which peft "
                 "reads differently",
@@ -182,7 +182,7 @@ class PeftCheckpoint(WeightsAlone):
         if without := self._without_adapters(names):
             raise UnsupportedCheckpointError(
                 "Megatron-Bridge puts adapters into a linear of every layer, or of none", where=str(self.folder),
-                found=f"none in {some(without, 2)}, and some in other layers",
+                found=f"none in {join_some(without, 2)}, and some in other layers",
                 hint="merge them into their model: --merge FOLDER --to hf",
             )  # fmt: skip
         return run_config(self._fit.family, self._fit.arguments, peft=peft)
@@ -208,7 +208,7 @@ class PeftCheckpoint(WeightsAlone):
         found = [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
         told = self.config.get("base_model_name_or_path")
         if told and PurePath(str(told)).name != self._base.name:
-            found.append(f"they say that they were trained for {shortened(str(told))}, and {self._base} was named")
+            found.append(f"they say that they were trained for {shorten(str(told))}, and {self._base} was named")
         return found
 
     @override

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UsageError, some, with_indefinite_article
+from mcore_ckpt_ext.errors import UsageError, join_some, with_indefinite_article
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_only import adapters_in, fit_of_adapters
@@ -81,7 +81,7 @@ class PeftTarget:
         yield f"adapters for {with_indefinite_article(self.fit.family.name)}, which peft loads onto the model"
         yield from about_norms(self._checkpoint, "peft, which has whole norms, computes")
         if self.left_out:
-            yield f"left out: the model itself, {some(self.left_out, 2)}"
+            yield f"left out: the model itself, {join_some(self.left_out, 2)}"
 
     def read_back(self, folder: Path) -> CheckpointView:
         """The source, once the files of a folder that was written are seen to be whole."""

@@ -17,7 +17,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
+from mcore_ckpt_ext.errors import (
+    INTERRUPTED,
+    UnreadableCheckpointError,
+    UnsupportedCheckpointError,
+    format_value,
+    shorten,
+)
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.job.releases import LOADS_ZARR, WRITES_ZARR
@@ -90,13 +96,13 @@ def _array(path: Path) -> StoredArray:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnreadableCheckpointError(
             "the description of an array is damaged",
-            found=shortened(f"{type(error).__name__}: {error}"),
+            found=shorten(f"{type(error).__name__}: {error}"),
             where=str(where),
         ) from error
     if plain != _PLAIN or not isinstance(dtype, str) or dtype not in _DTYPES or not _is_filled(shape, sizes):
         raise UnsupportedCheckpointError(
             "an array is not stored as Megatron stores it: uncompressed, in chunks that fill it",
-            found=f"{shown(dtype)}, shape {shape}, chunks {sizes}, {shown(plain)}",
+            found=f"{format_value(dtype)}, shape {shape}, chunks {sizes}, {format_value(plain)}",
             where=str(where),
         )
     return StoredArray(path.name, shape, _DTYPES[dtype], tuple(_chunks(path, shape, sizes, separator, _DTYPES[dtype])))

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.errors import (
     ProofError,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
-    some,
+    join_some,
 )
 from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -145,7 +145,7 @@ def check_adapters(checkpoint: CheckpointView, running: ParallelLayout, argument
     if moved and (wrong := ordered_by_size(checkpoint, arguments)):
         raise UnsupportedCheckpointError(
             f"{loop_of(wrong)} reads the rows of these adapters wrongly under another tensor parallel size",
-            found=f"{some(wrong, 2)}, under TP{running.tensor}",
+            found=f"{join_some(wrong, 2)}, under TP{running.tensor}",
             expected=f"TP{checkpoint.layout.tensor}, as they were saved",
             where=str(checkpoint.folder),
             hint="keep the size; to write them for peft in the right order: mcore-ckpt convert SRC DST --to hf",
@@ -210,7 +210,7 @@ def check_stored_once(checkpoint: CheckpointView) -> None:
     if index is not None and (overlapping := index.overlapping):
         raise UnreadableCheckpointError(
             "the checkpoint stores elements more than once",
-            found=f"overlapping chunks of {some(sorted(overlapping), 3)}",
+            found=f"overlapping chunks of {join_some(sorted(overlapping), 3)}",
             where=str(checkpoint.folder),
             hint="its index was edited, or mixes several checkpoints: use another iteration",
         )
