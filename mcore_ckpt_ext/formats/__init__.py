@@ -1,1 +1,1 @@
-"""The formats of checkpoints: from their bytes to slices of model space, and back to files."""
+"""Checkpoint formats: each reads files into slices of model space, and writes slices back to files."""

@@ -1,4 +1,4 @@
-"""Checkpoints with adapters: the names of their tensors, and the model that they are for."""
+"""Checkpoints that contain adapters: the names of their tensors, and the model that the adapters belong to."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 
 def has_adapters_alone(checkpoint: CheckpointView) -> bool:
-    """Whether a checkpoint holds adapters, and nothing else of a model."""
+    """Return whether a checkpoint contains adapters and no other weights."""
     names = checkpoint.names(WEIGHT)
     return bool(names) and all(map(is_adapter, names))
 
 
 def for_model(checkpoint: CheckpointView, model: CheckpointView) -> CheckpointView:
-    """Adapters alone, for a model that another folder describes."""
+    """Attach the model, stored in another folder, to a checkpoint that contains only adapters."""
     return replace(checkpoint, adapters=replace(checkpoint.adapters, model=model))
 
 
 def under_bridge_s_names(checkpoint: CheckpointView) -> CheckpointView:
-    """Adapters of ms-swift under the names that Megatron-Bridge has for such; any other checkpoint as it is."""
+    """Rename ms-swift's adapters to Megatron-Bridge's names; return any other checkpoint unchanged."""
     names = checkpoint.names(WEIGHT)
     if not any(map(is_swift_s, names)):
         return checkpoint
@@ -39,14 +39,14 @@ def under_bridge_s_names(checkpoint: CheckpointView) -> CheckpointView:
 
 
 def check_names(checkpoint: CheckpointView, target: Target) -> None:
-    """Refuse adapters that a format of Megatron's is not written with, or a loop does not know by their names.
+    """Refuse adapters that the target format cannot hold, or whose names its training loop does not accept.
 
     Args:
         checkpoint: the source.
-        target: what is written.
+        target: the format to write.
 
     Raises:
-        UnsupportedCheckpointError: it has such.
+        UnsupportedCheckpointError: the checkpoint contains such adapters.
     """
     own = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     if own and not target.holds_adapters:
@@ -64,15 +64,15 @@ def check_names(checkpoint: CheckpointView, target: Target) -> None:
 
 
 def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, stated: Mapping[str, Any]) -> Fit:
-    """The family of a model with adapters, which lies beside them or not.
+    """Find the family of a model with adapters, stored in the same folder as the adapters or in another.
 
     Args:
-        checkpoint: the model's, or that of adapters alone.
-        family: that the user names.
-        stated: arguments that the user states.
+        checkpoint: the model's checkpoint, or a checkpoint that contains only adapters.
+        family: the family that the user names.
+        stated: arguments that the user passes.
 
     Raises:
-        UnsupportedCheckpointError: none fits, or several do.
+        UnsupportedCheckpointError: no family fits, or several do.
     """
     if checkpoint.adapters.model is not None:
         return fit_of_adapters(checkpoint.adapters.model, family, stated)
@@ -80,17 +80,17 @@ def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, stated: M
         return fit
     where, known = str(checkpoint.folder), checkpoint.arguments
     model = complete(known.replace(source=where, **stated) if stated else known)
-    # No adapter depends on the number of tokens.
+    # No adapter depends on the vocabulary size.
     model = model.replace(vocab_size=checkpoint.tokens or checkpoint.vocabulary_rows or 1)
     beside = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
     return family_of_megatron(model, beside or None, family, None, where)
 
 
 def adapters_in(checkpoint: CheckpointView, fit: Fit) -> Adapters:
-    """The adapters of a checkpoint; `fit`: of their model.
+    """Return the adapters of a checkpoint; `fit` is the family of their model.
 
     Raises:
-        UnsupportedCheckpointError: it is not known what one of them is for.
+        UnsupportedCheckpointError: the weight that an adapter belongs to is unknown.
     """
     own = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in own}

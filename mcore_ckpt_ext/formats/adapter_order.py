@@ -1,4 +1,4 @@
-"""Adapters whose rows Megatron-Bridge itself would hand out wrongly under another tensor parallel size."""
+"""Adapters whose rows Megatron-Bridge distributes wrongly under another tensor parallel size."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _BY_COLUMNS = (".linear_proj.adapter.weight_magnitude", ".linear_fc2.adapter.wei
 
 
 def ordered_by_size(checkpoint: CheckpointView, running: JobArguments | None = None) -> list[str]:
-    """Their names (see `ordered_by_rank`); `running`: of a job that may say more than the checkpoint does."""
+    """Return their names (see `ordered_by_rank`); `running`: arguments of the live job, which may be more complete."""
     names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     jobs = [job for job in (checkpoint.arguments, running) if job is not None]
     gated = any(job.swiglu or job.gated_linear_unit or job.quick_geglu for job in jobs)
     if not any(job.is_set(name) for job in jobs for name in _GATED):
-        gated = any(map(is_swift_s, names))  # its arguments need not tell, and nearly all models have gates
+        gated = any(map(is_swift_s, names))  # ms-swift may not store these arguments; nearly all models have gates
     return ordered_by_rank(names, gated)
 
 
 def loop_of(names: Sequence[str]) -> str:
-    """Whose adapters are called so."""
+    """Return the training loop that uses these adapter names."""
     return "ms-swift" if any(map(is_swift_s, names)) else "Megatron-Bridge"
 
 
 def about_order(checkpoint: CheckpointView) -> list[str]:
-    """What whoever goes on from a converted checkpoint should know."""
+    """Warn that a converted checkpoint can be resumed under one tensor parallel size only."""
     found = ordered_by_size(checkpoint)
     if not found:
         return []
@@ -41,7 +41,7 @@ def about_order(checkpoint: CheckpointView) -> list[str]:
 
 
 def about_norms(checkpoint: CheckpointView, who: str) -> list[str]:
-    """A note for DoRA adapters trained with partial norms, which give another model; `who` names the trainer."""
+    """Report DoRA adapters trained with norms of partial rows, which define another model; `who` starts the clause."""
     names = [name for name in checkpoint.names(WEIGHT) if name.endswith(_BY_COLUMNS)]
     if not names or "tensor" in checkpoint.layout.unknown or checkpoint.layout.tensor == 1:
         return []

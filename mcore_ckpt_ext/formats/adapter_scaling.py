@@ -1,4 +1,4 @@
-"""By what adapters are multiplied, which no tensor tells."""
+"""The factor that adapters are multiplied by, which is not stored in a tensor."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 
 @dataclass(frozen=True)
 class Scaling:
-    """The factor alpha, divided by the rank, or `by_root` of it (rsLoRA); and the dropout of the training."""
+    """Alpha divided by the rank, or by its square root if `by_root` (rsLoRA); and the dropout used in training."""
 
     alpha: float
     by_root: bool = False
     dropout: float = 0.0
 
     def of_rank(self, rank: int) -> float:
-        """What the product of an adapter's matrices is multiplied by."""
+        """Return the factor for the product of the two matrices of an adapter of this rank."""
         return self.alpha / (sqrt(rank) if self.by_root else rank)
 
 
 def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
-    """The scaling of a checkpoint's adapters; `alpha` is the user's.
+    """Return the scaling of a checkpoint's adapters; `alpha` is the user's value.
 
     Raises:
-        UnsupportedCheckpointError: neither the user nor anything beside the checkpoint tells it, or it is no factor.
+        UsageError: the user's alpha differs from the stored one.
+        UnsupportedCheckpointError: alpha is neither stored nor passed, or it is zero or not a finite number.
     """
     told: Mapping[str, Any] = (run_config_of(checkpoint.folder) or {}).get("peft") or {}
     args = checkpoint.arguments.raw

@@ -1,4 +1,4 @@
-"""The small files beside a model, such as its tokenizer: what there is, and notes on what is copied."""
+"""Small files stored with a model, such as its tokenizer: which exist, and notes on which are copied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcore_ckpt_ext.storage.paths import as_path, is_remote
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FOLDER = "tokenizer"
-"""Of an iteration folder, as Megatron itself keeps it (`save_tokenizer_assets`, checkpointing.py, commit 6c344290)."""
+"""Megatron keeps it in this subfolder of an iteration (`save_tokenizer_assets`, checkpointing.py, commit 6c344290)."""
 
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -27,25 +27,25 @@ _TOKENIZER = (
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 COMPANIONS = (CONFIG, GENERATION_CONFIG, *_TOKENIZER)
-"""The small files that belong to a model, by name."""
-# A tokenizer's own code, which nothing here runs, and its further templates.
+"""Names of the small files that belong to a model."""
+# A tokenizer's own Python code, which this package never runs, and its additional templates.
 _FURTHER = ("tokenization_*.py", "*.tiktoken", "additional_chat_templates/*.jinja")
 _FURTHER_PATTERN = r"tokenization_\w+\.py|[\w.-]+\.tiktoken|additional_chat_templates/[\w.-]+\.jinja"
 COMPANION_PATTERN = "|".join([*map(re.escape, COMPANIONS), _FURTHER_PATTERN])
-"""The names of the small files that a folder may have, as a regular expression."""
+"""A regular expression that matches the names of all small files that a folder may have."""
 _CODE = "auto_map"
-"""The key by which a JSON file names classes that transformers imports from the folder, or from another repository.
+"""The JSON key with the names of classes that transformers imports from the folder, or from another repository.
 
 Source: `get_class_from_dynamic_module`, transformers/dynamic_module_utils.py, 4.36 to 5.23: with `trust_remote_code`.
 """
 
 
 def auxiliary_files(folder: Path, below: str = "") -> dict[str, bytes]:
-    """The small files that belong to a model: its tokenizer, and the two configurations.
+    """Read the small files that belong to a model: its tokenizer, and the two configurations.
 
     Args:
-        folder: of a checkpoint, of a model, or of a tokenizer alone; nothing where there is no such folder.
-        below: the folder in it that they lie in.
+        folder: a checkpoint, a model or a tokenizer; it need not exist.
+        below: the subfolder that contains the files.
     """
     found: dict[str, bytes] = {}
     for name in _companion_names(folder, below):
@@ -55,10 +55,13 @@ def auxiliary_files(folder: Path, below: str = "") -> dict[str, bytes]:
 
 
 def tokenizer_files(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
-    """The small files in the folder of a tokenizer that the user names; none without a name.
+    """Read the small files in the tokenizer folder that the user names.
+
+    Returns:
+        Empty if `path` is None.
 
     Raises:
-        UnreadableCheckpointError: it has none.
+        UnreadableCheckpointError: the folder contains no such files.
     """
     if path is None:
         return {}
@@ -75,7 +78,7 @@ def tokenizer_files(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
 
 
 def _companion_names(folder: Path, below: str) -> list[str]:
-    """The small files to look for: the known ones, and those that a folder of this machine has by a pattern."""
+    """List the names to look for: the fixed ones, and those in a local folder that match a pattern."""
     if is_remote(folder):
         return list(COMPANIONS)
     there = folder / below
@@ -84,7 +87,7 @@ def _companion_names(folder: Path, below: str) -> list[str]:
 
 
 def refused_auxiliary_files(folder: Path, below: str = "") -> dict[str, str]:
-    """Those that are there but are not copied, with the reason."""
+    """Return the small files that exist but cannot be copied, with the reason."""
     found: dict[str, str] = {}
     for name in _companion_names(folder, below):
         if not is_remote(folder) and not os.path.lexists(folder / below / name):
@@ -98,14 +101,14 @@ def _why_unreadable(folder: Path, name: str) -> str | None:
     try:
         read_file(folder, name)
     except FileNotFoundError:
-        return None if is_remote(folder) else "a link to nowhere"  # what a remote store lacks is not there
+        return None if is_remote(folder) else "a link to nowhere"  # a remote store has no broken links
     except OSError as error:
         return error.strerror or str(error)
     return None
 
 
 def json_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """A JSON object among small files; empty where none can be read."""
+    """Parse a JSON object among small files; return an empty one if it is missing or invalid."""
     try:
         content = parsed(files.get(name, b"{}"))
     except ValueError:
@@ -114,9 +117,12 @@ def json_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def tokens_of(files: Mapping[str, bytes]) -> int | None:
-    """The size of the vocabulary according to a model's or tokenizer's own files; None where they do not say.
+    """Return the vocabulary size according to a model's or tokenizer's own files.
 
-    `config.json` says how many rows the embedding has, which may be more than the tokenizer has tokens.
+    `config.json` gives the number of rows of the embedding, which may exceed the number of tokens of the tokenizer.
+
+    Returns:
+        None if no file gives it.
     """
     if type(size := json_of(files, CONFIG).get("vocab_size")) is int:
         return size
@@ -140,11 +146,11 @@ def _joined(below: str, name: str) -> str:
 
 
 def companion_notes(taken: Mapping[str, bytes], checkpoint: CheckpointView) -> list[str]:
-    """Notes on the small files that are copied along with a checkpoint, and on those that are not.
+    """Report the small files that are copied along with a checkpoint, and those that are not.
 
     Args:
         taken: the files that are copied, by name.
-        checkpoint: the checkpoint that has them.
+        checkpoint: the checkpoint that contains them.
     """
     refused = refused_auxiliary_files(checkpoint.folder, checkpoint.auxiliary_files_below)
     found = [f"copied along with the weights: {', '.join(taken)}"] if taken else []
@@ -162,7 +168,7 @@ def _code_notes(taken: Mapping[str, bytes]) -> Iterator[str]:
 
 
 def _names(named: object) -> list[str]:
-    """The classes of an `auto_map`, which has a name, or a list of names, for each kind of class."""
+    """List the classes of an `auto_map`, whose values are a name or a list of names for each kind of class."""
     if isinstance(named, dict):
         return [name for value in named.values() for name in _names(value)]
     if isinstance(named, list):

@@ -1,4 +1,4 @@
-"""`metadata.json`, which Megatron writes last of all: the format of the arrays in an iteration folder.
+"""`metadata.json`, the last file that Megatron writes: it names the format of the arrays in an iteration folder.
 
 Source: `CheckpointingConfig` (megatron/core/dist_checkpointing/core.py, core_v0.7.0 to 0.19.2).
 """
@@ -15,10 +15,10 @@ CONFIG_FILE = "metadata.json"
 
 
 def sharded_backend(folder: Path) -> str:
-    """Megatron's name of the format that the arrays of an iteration folder are in.
+    """Return Megatron's name of the format of the arrays in an iteration folder.
 
     Raises:
-        UnreadableCheckpointError: the folder holds no finished checkpoint.
+        UnreadableCheckpointError: the folder contains no finished checkpoint.
     """
     path = folder / CONFIG_FILE
     try:
@@ -39,7 +39,7 @@ def sharded_backend(folder: Path) -> str:
 
 
 def is_finished(folder: Path, backend: str) -> bool:
-    """Whether an iteration folder is a finished checkpoint in a format, by Megatron's name of it."""
+    """Return whether an iteration folder is a finished checkpoint in the format that Megatron calls `backend`."""
     try:
         return sharded_backend(folder) == backend
     except UnreadableCheckpointError:

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: from a user's path to the one interface of all formats."""
+"""Opens a checkpoint of any format by its path."""
 
 from __future__ import annotations
 
@@ -40,24 +40,25 @@ def open_checkpoint(
     facts: Facts = NOTHING,
     weights: str | os.PathLike[str] | None = None,
 ) -> CheckpointView:
-    """Open a checkpoint; nothing but metadata is read.
+    """Open a checkpoint; only metadata is read.
 
     Args:
-        path: a run folder (its newest iteration is taken), an `iter_XXXXXXX` or `release` folder,
-            a folder in `canonical`, one of Hugging Face's, or one that ColossalAI's Booster saved.
+        path: a run folder (its newest iteration is opened), an `iter_XXXXXXX` or `release` folder,
+            a `canonical` folder, a Hugging Face folder, or a folder saved by ColossalAI's Booster.
         order_sources: parameter orders to try when the packing of the gradient buffers is recovered.
-        family: the family of a Hugging Face folder whose `config.json` names no known one.
-        transformer_impl: the layer spec whose names a Hugging Face folder is read under.
-        facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
-        weights: where the weights lie, if the checkpoint holds an optimizer alone: any path as above. Whether they
-            belong to it is then looked at here, by samples. Of adapters alone, the model that they are for.
+        family: the family of a Hugging Face folder if its `config.json` does not name a supported one.
+        transformer_impl: the layer spec whose parameter names are used for a Hugging Face folder.
+        facts: properties of the job that wrote a checkpoint without Megatron's arguments.
+        weights: the folder of the weights, any path as above, if the checkpoint contains only an optimizer;
+            samples are compared to check that they belong together. If the checkpoint contains only adapters,
+            the folder of their model.
 
     Raises:
-        UsageError: facts are given of a checkpoint that describes its job itself, or they contradict its index; or
-            weights are given of one that has them.
-        ProofError: the weights are not those of this optimizer.
+        UsageError: `facts` are passed for a checkpoint that describes its job, or contradict its index; or
+            `weights` are passed for a checkpoint that contains weights.
+        ProofError: the weights do not belong to this optimizer.
         UnreadableCheckpointError: there is no finished checkpoint.
-        UnsupportedCheckpointError: this version does not read its kind.
+        UnsupportedCheckpointError: this version cannot read the checkpoint.
 
     Example:
         >>> checkpoint = open_checkpoint("run")
@@ -80,13 +81,13 @@ def open_checkpoint(
             try:
                 return _with_weights(folder, lender, order_sources, facts)
             except ProofError:
-                # The optimizer may name its parameters as the other layer spec does.
+                # The optimizer may use the parameter names of the other layer spec.
                 other = lender.format_reader.other_layer_spec
                 if other is None:
                     raise
                 lender = open_checkpoint(weights, family=family, transformer_impl=other)
                 return _with_weights(folder, lender, order_sources, facts)
-        if lent_of(folder) is None:  # of what another rank has read, that rank has compared the digests
+        if lent_of(folder) is None:  # if another rank has read the index for this one, it has compared the digests
             check_digests(folder)
         if found is None:
             raise _unknown(folder)
@@ -105,10 +106,10 @@ def _with_weights(
 
 
 def _unknown(folder: Path) -> CheckpointError:
-    """The refusal of a folder that no format recognizes.
+    """Return the error for a folder whose format is not recognized.
 
     Raises:
-        UnreadableCheckpointError: Megatron did not finish it.
+        UnreadableCheckpointError: Megatron did not finish the checkpoint.
     """
     if not any(path.suffix == RECORDS_SUFFIX or path.name in (CONFIG_FILE, METADATA_FILE) for path in folder.iterdir()):
         return no_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""The common state of `torch_dist`: what it says of the optimizers."""
+"""Optimizer entries in the common state of a `torch_dist` checkpoint."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from mcore_ckpt_ext.optimizers.groups import checked_optimizer
 
 SCHEDULERS = ("lr_scheduler", "opt_param_scheduler")
-"""Under which names the learning rate's scheduler is stored, in the order in which `load_checkpoint` looks."""
+"""Keys of the learning rate scheduler's state, in the order in which `load_checkpoint` looks them up."""
 
 
 def common_optimizers(common: Mapping[str, Any]) -> list[dict[Any, Any]]:
-    """The optimizer's entries in the common state: one, or one for each chained optimizer.
+    """Return the optimizer's entries in the common state: one, or one for each chained optimizer.
 
     Raises:
         UnreadableCheckpointError: see `checked_optimizer`.
@@ -25,14 +25,14 @@ def common_optimizers(common: Mapping[str, Any]) -> list[dict[Any, Any]]:
 
 
 def scheduler_in(common: Mapping[str, Any]) -> Any:
-    """The stored state of the learning rate's scheduler; None where there is none."""
+    """Return the stored state of the learning rate scheduler; None if there is none."""
     return next((common[key] for key in SCHEDULERS if key in common), None)
 
 
 def sharding_type(common: Mapping[str, Any]) -> str | None:
-    """Megatron's name of the optimizer's sharding type, from the common state.
+    """Return Megatron's name of the optimizer's sharding type, from the common state.
 
-    The optimizer's own entry is the authority in all versions, then the content metadata (since core_v0.13.0).
+    The optimizer's own entry takes precedence in all versions, then the content metadata (since core_v0.13.0).
     """
     state = common.get("optimizer")
     children = [state, *state.values()] if isinstance(state, dict) else []

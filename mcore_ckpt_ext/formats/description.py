@@ -1,4 +1,4 @@
-"""Describes the job of a checkpoint without Megatron's arguments, from auxiliary files, its index and the user.
+"""Describes the job of a checkpoint without Megatron's arguments by auxiliary files, its index and the user's options.
 
 The ranks themselves wrote the index, so it takes precedence; a source that contradicts it is reported.
 """
@@ -25,13 +25,13 @@ from mcore_ckpt_ext.storage.yaml_text import MOST_BYTES, parsed_yaml
 from mcore_ckpt_ext.versions import parse_version
 
 ARGUMENTS = "args"
-"""The entry of a common state that holds Megatron's arguments."""
+"""The key of Megatron's arguments in a common state."""
 PARTIAL = "mcore_ckpt_ext_partial"
-"""The argument by which converted ones are known to be no more than what some description told of the job."""
-# ms-swift stores its own arguments in their place, under Megatron's names where it has them; this one is only its own
-# (`MegatronArguments`, swift/megatron/arguments/megatron_args.py, 4.6.0).
+"""An argument that marks converted arguments as incomplete."""
+# ms-swift stores its own arguments under this key, with Megatron's names where they coincide; this name is only in
+# its own (`MegatronArguments`, swift/megatron/arguments/megatron_args.py, 4.6.0).
 _OF_SWIFT = "mcore_model"
-# The sidecar's names of the sizes of the layout.
+# The sizes of the layout, by their names in the sidecar.
 _RECORDED = {
     "tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size",
     "virtual_pipeline": "virtual_pipeline_model_parallel_size", "expert": "expert_model_parallel_size",
@@ -47,9 +47,9 @@ class Description:
     """The known properties of a job.
 
     Attributes:
-        arguments: all of it.
+        arguments: the job's arguments, as far as they are known.
         source: the name of the main file; empty if there is none.
-        problems: the values of sources that are not used, and why.
+        problems: values that are ignored, and why.
     """
 
     arguments: JobArguments
@@ -57,7 +57,7 @@ class Description:
     problems: tuple[str, ...] = ()
 
     def with_model(self, told: Mapping[str, Any]) -> Description:
-        """Add the model's arguments of another source that this one lacks."""
+        """Add arguments of the model from another source; existing ones take precedence."""
         return replace(self, arguments=self.arguments.replace(**{**told, **self.arguments.raw}))
 
 
@@ -65,7 +65,7 @@ def stated_by_megatron(args: Mapping[str, Any], folder: Path, sidecar: Sidecar |
     """Describe a job by Megatron's own arguments in its checkpoint.
 
     Raises:
-        UnreadableCheckpointError: one has a value that it cannot have.
+        UnreadableCheckpointError: an argument has an invalid value.
     """
     recorded = parse_version(sidecar.megatron) if sidecar else None
     is_complete = not args.get(PARTIAL, False) and _OF_SWIFT not in args
@@ -77,9 +77,9 @@ def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar |
 
     Args:
         reader: reads the files of the checkpoint's folder.
-        own: the incomplete arguments in the checkpoint.
-        sidecar: that of the checkpoint.
-        facts: what the user states.
+        own: the incomplete arguments stored in the checkpoint.
+        sidecar: the sidecar of the checkpoint.
+        facts: the properties that the user passes.
     """
     folder = reader.folder
     found = next((one for looks in _READERS if (one := looks(folder)) is not None), None)
@@ -104,7 +104,7 @@ def contradicting(own: JobArguments, folder: Path) -> tuple[str, ...]:
 
 
 def _train_state(reader: FolderReader) -> tuple[dict[str, int], tuple[str, ...]]:
-    """The sample counters that Megatron-Bridge stores: tensors of one number, by name."""
+    """Read the sample counters that Megatron-Bridge stores as tensors with one element."""
     if not (reader.folder / bridge.TRAIN_STATE).exists():
         return {}, ()
     try:
@@ -117,7 +117,7 @@ def _train_state(reader: FolderReader) -> tuple[dict[str, int], tuple[str, ...]]
 
 
 def refuse_facts(facts: Facts, where: Path) -> None:
-    """Refuse a user's facts of a checkpoint that describes its job itself.
+    """Refuse properties that the user passes for a checkpoint that describes its job.
 
     Raises:
         UsageError: always.
@@ -130,16 +130,16 @@ def refuse_facts(facts: Facts, where: Path) -> None:
 
 
 def completed(description: Description, shown: Mapping[str, Any], facts: Facts, folder: Path) -> Description:
-    """Add the arguments that the index shows, which take precedence.
+    """Add the arguments found in the index, which take precedence.
 
     Args:
         description: from `described`.
-        shown: arguments that the index shows.
-        facts: what the user states.
+        shown: arguments found in the index.
+        facts: the properties that the user passes.
         folder: the folder of the checkpoint.
 
     Raises:
-        UsageError: the user states something else than the index shows.
+        UsageError: a property that the user passes contradicts the index.
     """
     stated = description.arguments.raw
     contradicted = [name for name, value in shown.items() if name in stated and stated[name] not in (value, None)]
@@ -193,7 +193,7 @@ _READERS = (_of_bridge, _of_verl, _of_nemo)
 
 
 def run_config_of(folder: Path) -> dict[str, Any] | None:
-    """The content of Megatron-Bridge's `run_config.yaml`; None if it is missing or invalid."""
+    """Return the content of Megatron-Bridge's `run_config.yaml`; None if it is missing or invalid."""
     try:
         where = str(folder / bridge.RUN_CONFIG)
         content = parsed_yaml(read_file(folder, bridge.RUN_CONFIG, MOST_BYTES).decode(), where)
@@ -204,10 +204,10 @@ def run_config_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _read(folder: Path, name: str, arguments_of: Callable[[str, str], JobArguments]) -> Description | None:
-    """Read a file; an invalid one is reported and not used.
+    """Read a file; an invalid file is reported and ignored.
 
     Raises:
-        OverBudgetError: it requires far more work than its size explains, so the checkpoint is not trusted.
+        OverBudgetError: parsing takes far more work than the file's size explains, so the checkpoint is not trusted.
     """
     where = str(folder / name)
     try:

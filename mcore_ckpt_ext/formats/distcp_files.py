@@ -1,4 +1,4 @@
-"""The files of a `torch_dist` folder: archives one after the other, and the index `.metadata` of them.
+"""The files of a `torch_dist` folder: concatenated archives, and `.metadata`, which is their index.
 
 Source: torch/distributed/checkpoint/metadata.py and filesystem.py, as Megatron uses them
 (megatron/core/dist_checkpointing/strategies/torch.py, core_v0.8.0 to 0.19.2).
@@ -17,7 +17,7 @@ from mcore_ckpt_ext.storage.pickle_stubs import placeholder_class
 from mcore_ckpt_ext.storage.pickling import INDEX_PROTOCOL, DeclaredTensor, dumps, named_object
 
 FILE_BYTES = 4 << 30
-# Of archives in a file, as of records in an archive: elements lie where a direct write can take them, see
+# Alignment of archives in a file, as of records in an archive: direct writes need aligned elements, see
 # `storage/direct.py`.
 _ALIGNMENT = 64
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -25,7 +25,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stored part of an array: its place there, and the slice of model space in it."""
+    """A stored part of an array: its position in the array, and the slice of model space that it contains."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -34,7 +34,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Array:
-    """An array under its sharded key; `natural_shape` where it is stored reshaped."""
+    """An array and its sharded key; `natural_shape` is set if the array is stored reshaped."""
 
     key: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Array:
 
 
 class DistcpFiles:
-    """Archives one after the other in `.distcp` files of bounded size, and the index of them."""
+    """Builds `.distcp` files of limited size from concatenated archives, and their index."""
 
     def __init__(self, file_bytes: int = FILE_BYTES) -> None:
         self._file_bytes = file_bytes
@@ -57,13 +57,13 @@ class DistcpFiles:
         self._shapes: dict[str, Any] = {}
 
     def add_object(self, key: str, value: Any, *, wrapped: bool = True) -> None:
-        """File a pickled object; `wrapped`: in a list of one, as Megatron does where it calls the planner itself."""
+        """Add a pickled object; `wrapped`: inside a list, as Megatron does where it calls the planner itself."""
         draft = plan_archive([value] if wrapped else value)
         self._entries[key] = named_object(_METADATA, "BytesStorageMetadata", {})
         self._file_away(draft, key, None)
 
     def add_array(self, array: Array) -> None:
-        """File the chunks of an array."""
+        """Add the chunks of an array."""
         chunks = []
         dtype = getattr(torch, array.dtype)
         for chunk in array.chunks:
@@ -86,7 +86,7 @@ class DistcpFiles:
         self._shapes[array.key] = {} if natural is None else {"nd_reformulated_orig_global_shape": natural}
 
     def finish(self, with_shapes: bool) -> tuple[list[OutputFile], list[Record], bytes]:
-        """All files, their records, and the pickled `.metadata`; `with_shapes`: as 0.8 to 0.15 extend it."""
+        """Return all files, their records, and a pickled `.metadata`, `with_shapes` with `mcore_data` (0.8 to 0.15)."""
         self._close()
         state = {
             "state_dict_metadata": self._entries, "planner_data": None, "storage_data": self._places,

@@ -1,4 +1,4 @@
-"""Evidence of the Megatron that wrote a checkpoint, and how Megatron's own loader handles each format.
+"""Evidence of which Megatron release wrote a checkpoint, and how Megatron's own loader handles each format.
 
 Sources: megatron/core/dist_checkpointing and megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
 """
@@ -25,19 +25,19 @@ from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.versions import Version
 
 Bound = tuple[str, Version | None, Version | None]
-"""What was seen, and the first and last release that it allows the writer to be; None where it says nothing."""
+"""An observation, and the first and last release that could have written it; None where there is no bound."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How Megatron's own loader takes a format.
+    """How Megatron's own loader handles a format.
 
     Attributes:
-        in_megatron: whether it reads it at all.
-        flag: the flag of the jobs that it is for; empty where it is any job's.
-        loaded_by: the releases that read it; None where it is every one.
-        stumbles: why it fails all the same, under every layout; empty where it does not.
-        by_rank: whether it finds files by the running layout, whatever lies in them.
+        in_megatron: whether it reads the format at all.
+        flag: the flag that a job needs for it; empty if none.
+        loaded_by: the releases that read it; None for all releases.
+        stumbles: why it fails nevertheless, under every layout; empty if it does not.
+        by_rank: whether it locates files by the running layout, whatever the files contain.
     """
 
     in_megatron: bool = False
@@ -47,12 +47,12 @@ class Loading:
     by_rank: bool = False
 
     def releases(self, first: Version) -> list[Version]:
-        """Return the known releases that read it, from `first` on."""
+        """Return the known releases that read the format, from `first` on."""
         return [version for version in releases_between(first) if not self.loaded_by or self.loaded_by.is_of(version)]
 
 
 def bounds_of_index(index: DcpIndex) -> Iterator[Bound]:
-    """What the index of a `torch_dist` checkpoint shows."""
+    """Yield what the index of a `torch_dist` checkpoint implies."""
     if index.natural_shapes:
         yield ".metadata records natural shapes (mcore_data)", *EXTENDS_INDEX_WITH_SHAPES.span
     if index.has_plans:
@@ -62,7 +62,7 @@ def bounds_of_index(index: DcpIndex) -> Iterator[Bound]:
 
 
 def bounds_of_metadata(common: Mapping[str, Any]) -> Iterator[Bound]:
-    """What the content metadata in a common state show."""
+    """Yield what the content metadata in a common state imply."""
     content = common.get("content_metadata")
     if not isinstance(content, dict):
         yield "no content metadata", *DESCRIBES_CONTENT.span_without

@@ -1,10 +1,11 @@
-"""Extra states of experts: one for each of them in model space, one for all of a rank's in a grouped linear.
+"""Extra states of experts: one for each expert in model space, one for all experts of a rank in a grouped linear.
 
 Source: `TEGroupedLinear._split_extra_state` and `merge_extra_states`
-(megatron/core/extensions/transformer_engine.py, core_v0.12.1 to 0.19.2). Without fp8 each expert has the state of all.
-With fp8, scales and histories of a rank's experts lie side by side, the expert last: `view(3, experts)` and
-`view(length, 3, experts)` forwards, of two places backwards. The recipe and the other settings are those of all, but
-for `num_gemms`, which counts the experts. Here that is done on data, whatever Transformer Engine is installed.
+(megatron/core/extensions/transformer_engine.py, core_v0.12.1 to 0.19.2). Without fp8, each expert has the common
+state. With fp8, the scales and histories of a rank's experts are stored in one array whose last axis is the expert:
+`view(3, experts)` and `view(length, 3, experts)` forward, with 2 in place of 3 backward. The recipe and the other
+settings are common to all experts, except `num_gemms`, which is the number of experts. This module works on data,
+independently of the installed Transformer Engine.
 """
 
 from __future__ import annotations
@@ -28,15 +29,18 @@ _SETTINGS, _COUNT = "extra_fp8_variables", "num_gemms"
 _ABOUT = "written empty, because one stored state covers several experts (fp8 scaling is reinitialized)"
 
 FoundLayout = tuple[dict[str, Any], list[str]]
-"""States by model-space name, and notes."""
+"""States by model-space name, and messages."""
 
 
 def grouped_experts(name: str, numbers: Sequence[int]) -> list[str]:
-    """The names of the experts whose states a grouped linear has as one; none where it is no such linear's name.
+    """Return the names of the experts whose extra states a grouped linear stores as one.
 
     Args:
-        name: a model-space name, but for the expert's number.
-        numbers: those of the rank's experts.
+        name: a model-space name without the number of the expert.
+        numbers: the numbers of the rank's experts.
+
+    Returns:
+        Empty if the name is not that of a grouped linear.
     """
     parsed = parse(name)
     grouped = _GROUPED.match(parsed.rest) if parsed.experts is None else None
@@ -46,7 +50,7 @@ def grouped_experts(name: str, numbers: Sequence[int]) -> list[str]:
 
 
 def of_each_expert(states: Mapping[str, Any], experts: int) -> FoundLayout:
-    """States of grouped linears that could not be split, emptied, under the names of the experts of the model."""
+    """Assign an empty state to every expert of grouped linears whose state could not be split."""
     found: dict[str, Any] = {}
     emptied: list[str] = []
     for name, state in states.items():
@@ -57,10 +61,10 @@ def of_each_expert(states: Mapping[str, Any], experts: int) -> FoundLayout:
 
 
 def split_state(state: Any, experts: int) -> list[Any]:
-    """The state of each of several experts, from one for all of them.
+    """Split the common state of several experts into one state for each.
 
     Raises:
-        UnknownStateError: it is not such a state.
+        UnknownStateError: the state has another structure, or belongs to another number of experts.
     """
     content = _read(state)
     if content is None:
@@ -78,10 +82,10 @@ def split_state(state: Any, experts: int) -> list[Any]:
 
 
 def joined_state(states: Sequence[Any]) -> Any:
-    """One state for several experts, from the state of each; settings beside the recipe are those of the first.
+    """Join the states of several experts; settings other than the recipe are taken from the first.
 
     Raises:
-        UnknownStateError: they are not such states, or of different recipes.
+        UnknownStateError: a state has another structure, or the recipes differ.
     """
     contents = [content for state in states if (content := _read(state)) is not None]
     if not contents:
@@ -101,10 +105,10 @@ def joined_state(states: Sequence[Any]) -> Any:
 
 
 def carried_state(state: Any) -> Any:
-    """A state that another job may load, with the numbers that it has.
+    """Rewrite a state so that another job can load it, with the same values.
 
     Raises:
-        UnknownStateError: it holds something else than data and recipes of Transformer Engine.
+        UnknownStateError: the state contains anything but data and recipes of Transformer Engine.
     """
     content = content_of(state)
     if content is None or not hides_a_pickle(content):
@@ -114,16 +118,16 @@ def carried_state(state: Any) -> Any:
 
 @lru_cache(maxsize=64)
 def _rewritten(content: bytes, stream: bool) -> Any:
-    """Remembered, because without scales the states of all modules are the same."""
+    """Rewrite the bytes of a state; cached, because without scales the states of all modules are equal."""
     found = read_state(content)
     return emptied_state(io.BytesIO() if stream else None) if found is None else write_state(found, stream)
 
 
 def scaling_of(state: Any) -> dict[str, torch.Tensor]:
-    """The scales and histories in a state, by their names in it.
+    """Return the scales and histories in a state, by name.
 
     Raises:
-        UnknownStateError: it holds something else than data and recipes of Transformer Engine.
+        UnknownStateError: the state contains anything but data and recipes of Transformer Engine.
     """
     return dict(_side_by_side(_read(state) or {}))
 
@@ -138,12 +142,12 @@ def _side_by_side(content: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tenso
 
 
 def about_emptied(emptied: Sequence[str]) -> list[str]:
-    """What is to be said of states that could be neither split nor joined."""
+    """Report states that could be neither split nor joined."""
     return [f"extra states of {len(emptied)} modules are {_ABOUT}: {escape(emptied[0])} and so on"] if emptied else []
 
 
 def content_of(state: Any) -> bytes | None:
-    """The bytes that Transformer Engine unpickles: a stream, or a tensor of bytes."""
+    """Return the bytes that Transformer Engine unpickles, from a stream or a tensor of bytes; None for another type."""
     if isinstance(state, io.BytesIO):
         return state.getvalue()
     if is_tensor(state):
@@ -152,7 +156,7 @@ def content_of(state: Any) -> bytes | None:
 
 
 def emptied_state(state: Any) -> Any:
-    """An extra state of the same type that says nothing."""
+    """Return an empty extra state of the same type."""
     if not isinstance(state, io.BytesIO):
         return torch.empty(0, dtype=torch.uint8)
     return io.BytesIO(archive_of(None))

@@ -1,6 +1,6 @@
-"""Weights that lie in another folder than the optimizer that trained them, which a user names.
+"""Weights that are stored in another folder than their optimizer, which the user names.
 
-verl keeps its models as Hugging Face files, and their optimizers as distributed checkpoints (`loops/verl.py`).
+verl stores models as Hugging Face files, and their optimizers as distributed checkpoints (`loops/verl.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME_THEM = "pass the folder of its weights, a Hugging Face folder or a checkpoi
 
 
 def described_by_model(lender: CheckpointView) -> dict[str, Any]:
-    """What a checkpoint tells of its model; the layout of its job, and all else, need not be the optimizer's."""
+    """Return the arguments of a checkpoint's model; its layout and job may differ from the optimizer's."""
     known = lender.arguments
     told = {name: known.value(name) for name in MODEL_ARGUMENTS if known.is_set(name)}
     embeddings = lender.logical_tensor(WEIGHT, WORD_EMBEDDINGS)
@@ -30,9 +30,9 @@ def described_by_model(lender: CheckpointView) -> dict[str, Any]:
 
 
 def external_weights(lender: CheckpointView, arguments: JobArguments) -> dict[str, WeightSpec]:
-    """The weights of a checkpoint as a job with these arguments cuts them, by the rules of Megatron's layers.
+    """Return the weights of a checkpoint as a job with these arguments shards them, by the rules of Megatron's layers.
 
-    What no rule speaks of is taken for whole on every rank, which the proof then judges.
+    A weight without a rule is assumed to be replicated; the master check verifies that later.
     """
     found = {}
     for name in lender.names(WEIGHT):
@@ -44,11 +44,11 @@ def external_weights(lender: CheckpointView, arguments: JobArguments) -> dict[st
 
 
 def check_external_weights(lender: CheckpointView, checkpoint: CheckpointView) -> None:
-    """Refuse weights where they are not needed, a folder that has none, and one that describes another model.
+    """Refuse weights that are not needed, a folder without weights, and a folder that describes another model.
 
     Raises:
-        UsageError: it is one of the first two.
-        UnsupportedCheckpointError: it cannot hold all weights of the optimizer.
+        UsageError: the weights are not needed, or the folder has none.
+        UnsupportedCheckpointError: the folder cannot contain all weights of the optimizer.
         ModelMismatchError: the optimizer's job trained another model than the folder describes.
     """
     if checkpoint.names(WEIGHT) or checkpoint.optimizer_format is None:
@@ -64,13 +64,13 @@ def check_external_weights(lender: CheckpointView, checkpoint: CheckpointView) -
 
 
 def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
-    """Refuse weights that are not those of the optimizer, as far as names, shapes and samples of flat buffers show it.
+    """Check that weights belong to the optimizer, by names, shapes and samples of flat buffers.
 
-    Every element is proven where it is moved.
+    Every element is verified later, when it is read.
 
     Raises:
-        UnsupportedCheckpointError: nothing would prove that they belong together.
-        ProofError: they do not.
+        UnsupportedCheckpointError: nothing can verify that they belong together.
+        ProofError: they do not belong together.
     """
     state = checkpoint.optimizer
     try:
@@ -94,7 +94,7 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
 
 
 def not_of_it(found: str, checkpoint: CheckpointView, folder: Path) -> ProofError:
-    """The refusal of weights, found in a folder, that are not those of the optimizer of a checkpoint."""
+    """Return the error for weights in a folder that do not belong to the optimizer of a checkpoint."""
     return ProofError(
         "the weights do not belong to this optimizer, or it was written under another layout", found=found,
         expected=f"the weights of {folder}, written under {checkpoint.layout}", where=str(checkpoint.folder),

@@ -1,7 +1,7 @@
 """Declares a checkpoint format: how its folders are recognized, and which classes open and write them.
 
-Each format declares one object, in `formats/<format>/format.py`; `registry.py` lists them. The command line lists what
-it can write before torch is imported, so these modules import the reader and the writer only when they are used.
+Each format declares one object in `formats/<format>/format.py`; `registry.py` lists them. The command line lists the
+formats that it can write before torch is imported, so these modules import reader and writer only on use.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OpenOptions:
 
     Attributes:
         order_sources: parameter orders to try when the packing of the gradient buffers is recovered.
-        family: the family of a Hugging Face folder whose `config.json` names no known one.
+        family: the family of a Hugging Face folder if its `config.json` does not name a supported one.
         transformer_impl: the layer spec under whose names a Hugging Face folder is read.
         facts: properties of the job that wrote a checkpoint without Megatron's arguments.
         model: the model of the adapters, if the folder contains only adapters.
@@ -48,15 +48,15 @@ Options = TypeVar("Options", bound=Target)
 
 
 class Format(ABC, Generic[Options]):
-    """A format of checkpoints.
+    """A checkpoint format.
 
     Attributes:
-        target: the class of its write options; None if the format is read only.
-        name: how messages name it.
+        target: the class of its write options; None if the format is only read.
+        name: its name in messages.
         takes_facts: whether a checkpoint may lack the arguments of its job, so that the user can pass them.
         is_adapter_folder: whether its folders contain adapters without their model.
         is_iteration: whether its folders are iterations of a run, with a tracker file in the run folder.
-        required_files: files without which a save was not finished.
+        required_files: files without which a save is unfinished.
     """
 
     target: type[Options] | None = None
@@ -68,38 +68,38 @@ class Format(ABC, Generic[Options]):
 
     @abstractmethod
     def recognizes(self, folder: Path) -> bool:
-        """Whether a folder has the marker files of this format; damage is reported when it is opened."""
+        """Return whether a folder has the marker files of this format; damage is reported when the folder is opened."""
 
     @abstractmethod
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
-        """Open a folder; nothing but metadata is read.
+        """Open a folder; only metadata is read.
 
         Raises:
-            CheckpointError: it is damaged, or not read.
+            CheckpointError: the folder is damaged or not supported.
         """
 
     def lay_out(self, checkpoint: CheckpointView, target: Options, family: Family | None) -> OutputPlan:
-        """Lay out the files of a conversion into the format; called only where there are options.
+        """Lay out the files of a conversion into the format; called only for formats with write options.
 
         Args:
             checkpoint: the source.
-            target: what is to be written.
-            family: of the model, by the user; by default it is recognized.
+            target: the options of the format to write.
+            family: the model's family as passed by the user; recognized by default.
 
         Raises:
             UnsupportedCheckpointError: the format cannot hold this checkpoint.
-            UsageError: an option has no meaning for it.
+            UsageError: an option does not apply to this checkpoint.
         """
         raise UnsupportedCheckpointError("the format is read, and not written", found=self.name)
 
     def own_files(self, folder: Path) -> tuple[str, ...]:
-        """Regular expressions of the files that a folder in the format consists of.
+        """Return regular expressions that match the files of a folder in the format.
 
         Returns:
             Empty if nothing shows that this package or Megatron wrote the folder, so that it is not replaced.
 
         Raises:
-            CheckpointError: its marks are damaged.
+            CheckpointError: its marker files are damaged.
         """
         return ()
 

@@ -1,7 +1,7 @@
-"""The extra states of a model that has just been built, which Megatron asks a checkpoint for.
+"""Extra states of a newly built model, which Megatron requests from a checkpoint.
 
-With Transformer Engine's spec every linear, norm and attention with sinks has an empty one; with the local spec linears
-have None, and the others none at all (`get_extra_state`, extensions/transformer_engine.py and
+With the Transformer Engine spec every linear, norm, and attention with sinks has an empty tensor. With the local spec
+linears have None, and other modules have no extra state (`get_extra_state`, extensions/transformer_engine.py and
 tensor_parallel/layers.py, core_v0.12 to 0.19.2).
 """
 
@@ -19,16 +19,16 @@ _OF_ENGINE = ("norm", "core_attention")
 
 
 def fresh_extra_states(names: Iterable[str], engine: bool) -> dict[str, Any]:
-    """The extra states of new modules, by model-space name.
+    """Return the extra states of new modules, by model-space name.
 
     Args:
-        names: of all weights.
-        engine: the layers are of Transformer Engine's spec.
+        names: the names of all weights.
+        engine: True for the Transformer Engine layer spec.
     """
     states: dict[str, Any] = {}
     for module in dict.fromkeys(name.rpartition(".")[0] for name in names if name.startswith(_BLOCKS)):
         kind = module.rpartition(".")[2]
-        if module.endswith(".mixer.norm"):  # of the Mamba kernels, not of Transformer Engine
+        if module.endswith(".mixer.norm"):  # a norm of the Mamba kernels, not of Transformer Engine
             continue
         if kind.startswith(_LINEAR) or (engine and kind.endswith(_OF_ENGINE)):
             states[f"{module}.{EXTRA_STATE}"] = fresh(engine)
@@ -36,5 +36,5 @@ def fresh_extra_states(names: Iterable[str], engine: bool) -> dict[str, Any]:
 
 
 def fresh(engine: bool) -> Any:
-    """The extra state of a new module that has one, of Transformer Engine or not."""
+    """Return the initial extra state of a module, of Transformer Engine or not."""
     return torch.empty(0, dtype=torch.uint8) if engine else None

@@ -1,4 +1,4 @@
-"""The planned output of a conversion: files, records and notes, and the common parts of iteration folders."""
+"""The planned output of a conversion: files, records and messages, and the common parts of iteration folders."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class OutputPlan:
     """The files to write, relative to the destination.
 
     Attributes:
-        output: the files, what goes into them, and the notes for whoever reads them.
-        folder: the iteration folder among them; empty where the destination itself is the checkpoint.
+        output: the files, their content, and messages for the user.
+        folder: the iteration folder among them; empty if the destination itself is the checkpoint.
         kinds: the kinds that can be read back.
-        left_out: names of the source's weights that the format has no place for.
-        reads_optimizer: more than the weights is taken from the source.
-        reads_back: opens what was written; None where `open_checkpoint` does.
+        left_out: names of the source's weights that the format cannot hold.
+        reads_optimizer: whether more than the weights is read from the source.
+        reads_back: opens the result; None to use `open_checkpoint`.
     """
 
     output: Output
@@ -38,10 +38,10 @@ class OutputPlan:
 
 
 def check_iteration(checkpoint: CheckpointView, target: Target) -> None:
-    """Refuse a model that jobs of the version that will read it cannot have.
+    """Refuse a model that the target version of Megatron cannot build.
 
     Raises:
-        UnsupportedCheckpointError: that version cannot build it, or its adapters have no place in the format.
+        UnsupportedCheckpointError: that version cannot build the model, or the format cannot hold its adapters.
     """
     if why := checkpoint.unbuildable(version_number(target.megatron_version)):
         raise UnsupportedCheckpointError(
@@ -52,11 +52,11 @@ def check_iteration(checkpoint: CheckpointView, target: Target) -> None:
 
 
 def iteration(checkpoint: CheckpointView, target: Target, output: Output) -> OutputPlan:
-    """The files of an iteration in a run folder of its own, with what belongs to it in every format.
+    """Plan an iteration in a new run folder, with the files that every format has.
 
     Args:
         checkpoint: the source.
-        target: what is written.
+        target: the format to write.
         output: the iteration's own files, named within its folder.
     """
     folder = RELEASE if checkpoint.released else iteration_name(checkpoint.iteration)
@@ -65,36 +65,36 @@ def iteration(checkpoint: CheckpointView, target: Target, output: Output) -> Out
 
 
 def noting(output: Output, notes: Sequence[str], before: Sequence[str] = ()) -> Output:
-    """The same with further notes."""
+    """Return the same output with additional notes."""
     return replace(output, notes=(*before, *output.notes, *notes))
 
 
 def with_files(output: Output, *small: OutputFile) -> Output:
-    """The same with further files before its own."""
+    """Return the same output with additional files before its own."""
     return replace(output, files=[*small, *output.files])
 
 
 def small_file(name: str, content: bytes, last: bool = False) -> OutputFile:
-    """A file whose content is known; `last`: it is written once all others are."""
+    """Return a file with known content; `last`: written after all other files."""
     return OutputFile(name, len(content), ((0, content),), last=last)
 
 
 def _version_notes(target: Target) -> list[str]:
-    """For which version the files are, where the user has named none: earlier ones may not read them."""
+    """State the version that the files are written for if the user named none: earlier ones may not read them."""
     if target.megatron_version is not None:
         return []
     return [f"written for Megatron {installed_version()}; for another: --megatron-version V"]
 
 
 def _with_companions(output: Output, checkpoint: CheckpointView) -> Output:
-    """The same, with the model's small files where Megatron keeps its tokenizer."""
+    """Return the same output with the model's small files where Megatron keeps its tokenizer."""
     taken = checkpoint.auxiliary_files()
     small = [small_file(f"{TOKENIZER_FOLDER}/{name}", content) for name, content in taken.items()]
     return noting(with_files(output, *small), companion_notes(taken, checkpoint))
 
 
 def _below(output: Output, folder: str) -> Output:
-    """The same files in a folder of the destination, with the tracker file that names it."""
+    """Move all files into a subfolder of the destination, and add the tracker file that names it."""
     files = [replace(file, name=f"{folder}/{file.name}") for file in output.files]
     named = folder if folder == "release" else str(int(folder.removeprefix("iter_")))
     files.append(small_file(TRACKER_FILE, named.encode(), last=True))

@@ -1,4 +1,4 @@
-"""One tensor of an open checkpoint: it is read when it is asked for, and proven where it is read."""
+"""One tensor of an open checkpoint, which is read on request and verified as it is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 
 class ProvenSource(Source, Protocol):
-    """What a handle needs from its checkpoint."""
+    """The part of a checkpoint's interface that a handle needs."""
 
     @property
     def folder(self) -> Path:
@@ -29,15 +29,15 @@ class ProvenSource(Source, Protocol):
 
     @property
     def proof(self) -> Proof:
-        """How the masters that the checkpoint stores are proven."""
+        """The master check for the masters that the checkpoint stores."""
 
     def masters_are_derived(self, name: str) -> bool:
-        """Whether a parameter's masters are derived from its own weights, which leaves nothing to prove."""
+        """Return whether a parameter's masters are derived from its weights, so that there is nothing to verify."""
 
 
 @dataclass(frozen=True)
 class TensorHandle:
-    """One global tensor of a checkpoint; reading is lazy."""
+    """One global tensor of a checkpoint, read lazily."""
 
     checkpoint: ProvenSource
     kind: str
@@ -55,11 +55,11 @@ class TensorHandle:
         return found
 
     def read(self, region: Region | None = None) -> torch.Tensor:
-        """The tensor, or the part of it that `region` names; optimizer state is proven where it is read.
+        """Read the tensor, or the given region of it; optimizer state is verified as it is read.
 
         Raises:
-            ProofError: the masters of that part do not round to its weights.
-            CheckpointError: it is damaged or incomplete, or its packing cannot be recovered.
+            ProofError: the masters of that region do not round to its weights.
+            CheckpointError: the checkpoint is damaged or incomplete, or its packing cannot be recovered.
         """
         with reraise_as_unreadable(self.checkpoint.folder):
             return self._proven(region or Region.whole(self.logical.name, self.logical.shape))

@@ -1,4 +1,4 @@
-"""A folder of weights as a list of stored tensors, and what is wrong with its files, whatever its model."""
+"""The stored tensors of a folder of weights, and problems of its files, independent of the model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ About = Literal["files", "tensors", "dtypes", "scales"]
 
 @dataclass(frozen=True, slots=True)
 class ListedTensor:
-    """A tensor as it is stored: from element `first` of an array on; shape in elements.
+    """A stored tensor, which starts at element `first` of an array; its shape is in elements.
 
-    `is_scale`: it holds scales of quantized weights.
+    `is_scale`: it contains scales of quantized weights.
     """
 
     name: str
@@ -30,7 +30,7 @@ class ListedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ListingProblem:
-    """What is wrong with a folder; `file` and `offset` in bytes where it is of one place. A warning if not an error."""
+    """A problem of a folder, as an error or a warning; `file`, and `offset` in bytes, if it has one location."""
 
     about: About
     where: str
@@ -46,13 +46,13 @@ class Listing:
 
     Attributes:
         folder: the folder.
-        reader: of the folder's files.
-        tensors: of the files that can be read.
-        problems: what is wrong with the files, apart from the tensors' values.
-        archives: files that are torch archives, which have checksums of their own.
-        unread: files that are damaged, or of a kind that is not read.
-        files: how many files of tensors there should be.
-        dtypes: which dtypes were compared with which; empty where nothing states any.
+        reader: reads the folder's files.
+        tensors: the tensors of all readable files.
+        problems: problems of the files, except those of tensor values.
+        archives: files that are torch archives, which contain checksums.
+        unread: files that are damaged or of an unsupported type.
+        files: the expected number of tensor files.
+        dtypes: which dtypes were compared with which; empty if no file declares dtypes.
     """
 
     folder: Path
@@ -66,7 +66,7 @@ class Listing:
 
     @property
     def is_readable(self) -> bool:
-        """Whether no file is missing or damaged."""
+        """Return whether no file is missing or damaged."""
         return not any(problem.is_error for problem in self.problems)
 
     def add(self, about: About, file: str, what: str, *, offset: int | None = None, is_error: bool = True) -> None:
@@ -74,7 +74,7 @@ class Listing:
         self.problems.append(ListingProblem(about, str(self.folder / file), what, file, offset, is_error))
 
     def add_refusal(self, file: str, problem: CheckpointError) -> None:
-        """Add the refusal of a file: a warning where it may be intact, but is of a kind that is not read."""
+        """Add the error of a file; as a warning if the file may be intact but its type is not supported."""
         found = f": {problem.details['found']}" if "found" in problem.details else ""
         is_error = not isinstance(problem, UnsupportedCheckpointError)
         self.add("files", file, f"{problem.message}{found}" + ("" if is_error else "; not checked"), is_error=is_error)

@@ -1,7 +1,7 @@
-"""Weights with adapters merged into them, computed where they are asked for.
+"""Weights with adapters merged into them, computed when they are read.
 
-In fp32, and rounded once, into the dtype that is written; as peft 0.21 does it (`Linear.merge`, `get_delta_weight` of
-tuners/lora/layer.py, `DoraLinearVariant` of variants.py), whose adapters are in fp32 unless one asks otherwise:
+Computed in fp32 and rounded once, to the dtype that is written, as peft 0.21 does by default with fp32 adapters
+(`Linear.merge`, `get_delta_weight` in tuners/lora/layer.py, `DoraLinearVariant` in variants.py):
 
     LoRA   W + (B A) s
     DoRA   m / ||V|| V    with V = W + (B A) s, and the norm of each row
@@ -22,14 +22,14 @@ from mcore_ckpt_ext.planning.plan import Source, TargetSlice
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a weight that one adapter is for.
+    """The rows of a weight that one adapter applies to.
 
     Attributes:
-        first: the first of them.
-        count: how many.
+        first: the first row.
+        count: the number of rows.
         into: the name of `A`.
-        out: the name of `B`, and the first of its rows.
-        magnitude: of DoRA, the name of the magnitudes, and the first of them.
+        out: the name of `B`, and its first row.
+        magnitude: for DoRA, the name of the magnitudes, and the first of them.
         scale: `s`.
     """
 
@@ -42,7 +42,7 @@ class Part:
 
 
 def parts_of(one: Adapted, scale: float) -> Iterator[tuple[str, Part]]:
-    """The rows of Megatron's weights that an adapter is for, with the weights' names."""
+    """Yield the rows of Megatron's weights that an adapter applies to, with the names of the weights."""
     columns = [tensor.regions for tensor in (one.base, one.out, one.magnitudes) if tensor]
     into, out = one.into.regions[0].name, one.out.regions[0].name
     for (first, *places), count in aligned(*columns):
@@ -52,7 +52,7 @@ def parts_of(one: Adapted, scale: float) -> Iterator[tuple[str, Part]]:
 
 @dataclass(frozen=True)
 class _Band:
-    """Rows `[start, stop)` of a weight, `width` columns from `left` on; `part`: what is merged into them."""
+    """Rows `[start, stop)` of a weight, `width` columns from `left` on; `part`: the adapter merged into them."""
 
     start: int
     stop: int
@@ -62,9 +62,12 @@ class _Band:
 
 
 class Merged:
-    """How a weight follows from that of the base, and from its adapters.
+    """Derives a weight from the base weight and its adapters.
 
-    `base`, `adapters`: where both are read from. `parts`: by their first rows.
+    Args:
+        base: the source of the base weight.
+        adapters: the source of the adapters' tensors.
+        parts: the rows that each adapter applies to.
     """
 
     def __init__(self, base: Source, adapters: Source, parts: Sequence[Part]) -> None:
@@ -72,7 +75,7 @@ class Merged:
         self._parts = sorted(parts, key=lambda part: part.first)
 
     def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
-        """Blocks of rows: the values of the base, then those of `A`, `B` and the magnitudes, if any."""
+        """Return the blocks of rows to read: the base values, then those of `A`, `B` and the magnitudes, if any."""
         found: list[tuple[Source, TargetSlice]] = []
         for region, start, stop, _ in wanted.slice.pieces():
             tensor = wanted.tensors[region.name]
@@ -87,7 +90,7 @@ class Merged:
         return found
 
     def values(self, wanted: TargetSlice, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The slice, in fp32."""
+        """Compute the slice, in fp32."""
         given, result = iter(inputs), torch.empty(wanted.slice.numel)
         for region, start, stop, begin in wanted.slice.pieces():
             columns, bands = region.sizes[1], []
@@ -100,9 +103,9 @@ class Merged:
         return result
 
     def _bands(self, region: Region, start: int, stop: int, columns: int) -> Iterator[_Band]:
-        """The rows that hold elements `[start, stop)` of a region, cut where another adapter begins.
+        """Yield the rows that contain elements `[start, stop)` of a region, split where another adapter begins.
 
-        Norms are of whole rows, of all `columns`.
+        DoRA's norms need whole rows, so its bands have all `columns`.
         """
         top, width = region.offsets[0], region.sizes[1]
         row, last = top + start // width, top - (-stop // width)
@@ -117,7 +120,7 @@ class Merged:
     def _of_adapter(
         self, name: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None = None
     ) -> tuple[Source, TargetSlice]:
-        """Rows, or columns, of one of the adapters' tensors: (first, count)."""
+        """Return a read request for rows, or columns, of an adapter tensor, each given as (first, count)."""
         tensor = self._tensor(name)
         spans = [(0, size) for size in tensor.shape]
         spans[0] = rows or spans[0]
@@ -147,7 +150,7 @@ def _merged(band: _Band, given: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 def _finite(name: str, values: torch.Tensor) -> torch.Tensor:
-    """In fp32, an adapter's numbers: what is not finite would spread over whole rows of the model."""
+    """Convert an adapter's numbers to fp32; a value that is not finite would spread over whole rows of the model."""
     numbers = values.float()
     if not bool(numbers.isfinite().all()):
         raise UnreadableCheckpointError("an adapter holds numbers that are not finite", where=name)

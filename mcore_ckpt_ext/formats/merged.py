@@ -1,4 +1,4 @@
-"""A model with its adapters merged into it, as a checkpoint like others."""
+"""A checkpoint view of a model with its adapters merged into the weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 
 
 def _merged_weights(weights: Weights, merged: Mapping[str, Merged]) -> WeightsView:
-    """A model's own arrays, without those of adapters beside them; `merged`: how some follow from both."""
+    """Return the model's own arrays without adapters; `merged` derives the weights that adapters apply to."""
 
     def derivation(kind: str, name: str) -> Derivation | None:
         own = merged.get(name) if kind == WEIGHT else None
@@ -44,18 +44,18 @@ def _merged_weights(weights: Weights, merged: Mapping[str, Merged]) -> WeightsVi
 def merged_view(
     base: CheckpointView, adapters: CheckpointView, scaling: Scaling, family: Family | None, stated: Mapping[str, Any]
 ) -> CheckpointView:
-    """A base with the adapters of another checkpoint, or of its own, merged into its weights; without optimizer.
+    """Merge adapters of the same or another checkpoint into the weights of a base; the result has no optimizer.
 
     Args:
         base: the model.
-        adapters: the checkpoint that holds the adapters.
-        scaling: of the adapters.
-        family: what the user says that the base is.
-        stated: arguments that the user states of it.
+        adapters: the checkpoint that contains the adapters.
+        scaling: the scaling of the adapters.
+        family: the family of the base that the user names.
+        stated: arguments of the base that the user passes.
 
     Raises:
         UsageError: the two do not belong together.
-        UnsupportedCheckpointError: it is not known what one of the adapters is for.
+        UnsupportedCheckpointError: the weight that an adapter belongs to is unknown.
     """
     beside = base.folder.resolve() == adapters.folder.resolve()
     if not beside:
@@ -92,10 +92,10 @@ def _of_base(named: Mapping[str, Value]) -> dict[str, Value]:
 def _merged(
     base: CheckpointView, adapters: CheckpointView, where: Weights, scaling: Scaling, fit: Fit
 ) -> dict[str, Merged]:
-    """How each weight with adapters is computed; `where`: the adapters' arrays, as files of both are named.
+    """Return the derivation of each weight with adapters; `where` has the adapters' arrays under combined file names.
 
     Raises:
-        UnsupportedCheckpointError: a weight is not there, or has another shape than its adapter.
+        UnsupportedCheckpointError: a weight is missing, or has another shape than its adapter.
     """
     parts: dict[str, list[Part]] = {}
     for one in adapters_in(adapters, fit).linears:
@@ -106,10 +106,10 @@ def _merged(
 
 
 def _check_apart(base: CheckpointView, adapters: CheckpointView) -> None:
-    """Refuse adapters with a model of their own, and a base with adapters of its own, in two folders.
+    """For two folders, refuse adapters stored with a model, and a base with adapters of its own.
 
     Raises:
-        UsageError: it is one of these.
+        UsageError: one of the two is the case.
     """
     if not all(map(is_adapter, adapters.names(WEIGHT))):
         raise UsageError(

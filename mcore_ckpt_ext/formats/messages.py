@@ -1,4 +1,4 @@
-"""What a user of any checkpoint should know: contradictions in it, and what is made of remainders."""
+"""Messages for checkpoints of any format: contradictions, ignored sidecars, and joined remainders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def contradictions(checkpoint: CheckpointView) -> list[str]:
 
 
 def general_notices(checkpoint: CheckpointView) -> list[str]:
-    """Notes for a user who converts a checkpoint of any format."""
+    """Return notes for a user who converts a checkpoint of any format."""
     found, sidecar_problem = list(checkpoint.contradictions), checkpoint.sidecar_problem
     found += [f"{SIDECAR_FILE} is ignored: {sidecar_problem}"] if sidecar_problem else []
     state = checkpoint.optimizer if checkpoint.optimizer_format else None
@@ -41,7 +41,7 @@ def general_notices(checkpoint: CheckpointView) -> list[str]:
         doubts = [doubt for buffers in state.buffers for doubt in buffers.disbelieved()]
         found += [f"{SIDECAR_FILE} is ignored: {join_some(doubts, 1)}"] if doubts else []
     if state is not None and PARAM_REMAINDER in state.kinds:
-        state.names()  # by now the packing is known
+        state.names()  # recovers the packing, which `order_sources` needs
         known = " and ".join(state.order_sources())
         found.append(
             f"masters are joined of bf16 weights and int16 remainders, placed by {known}, and written whole: stock "

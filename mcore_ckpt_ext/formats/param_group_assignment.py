@@ -1,4 +1,4 @@
-"""Which of an optimizer's parameter groups holds a parameter, by Megatron's own rule."""
+"""Assigns a parameter to one of an optimizer's parameter groups by Megatron's rule."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from mcore_ckpt_ext.optimizers.groups import identity
 def group_that_holds(
     name: str, shape: tuple[int, ...], groups: Sequence[Mapping[str, Any]], arguments: JobArguments
 ) -> int:
-    """The number of the group that a parameter is in (`_get_param_groups`, megatron/core/optimizer/__init__.py).
+    """Return the number of the group that a parameter is in (`_get_param_groups`, megatron/core/optimizer/__init__.py).
 
-    Biases and arrays of one axis have no weight decay, but for norms of queries and keys where the job says so
-    (`get_standard_config_overrides`, since core_v0.16.0); experts on ranks of their own, and embeddings with a learning
-    rate of their own, have groups of their own.
+    Biases and arrays with one axis have no weight decay, except norms of queries and keys if the job applies it to them
+    (`get_standard_config_overrides`, since core_v0.16.0). Experts with expert parallelism, and embeddings with a
+    decoupled learning rate, have groups of their own.
 
     Args:
-        name: of the parameter in model space.
+        name: the parameter's name in model space.
         shape: its shape.
-        groups: all groups, each once.
-        arguments: of the job that wrote them.
+        groups: all distinct groups.
+        arguments: the arguments of the job that wrote them.
 
     Raises:
-        UnsupportedCheckpointError: the groups differ otherwise, or none of them is the parameter's.
+        UnsupportedCheckpointError: the groups differ in other settings, or no group fits the parameter.
     """
     decays = float(decays_by_rule(name, shape, arguments))
     wanted = {"wd_mult": decays, "is_expert_parallel": of_experts(name), "is_decoupled_lr": name in VOCABULARY}
@@ -47,7 +47,7 @@ def group_that_holds(
 
 
 def decays_by_rule(name: str, shape: tuple[int, ...], arguments: JobArguments) -> bool:
-    """Whether a parameter has weight decay."""
+    """Return whether a parameter has weight decay."""
     of_queries_or_keys = "q_layernorm." in name or "k_layernorm." in name
     if arguments.raw.get("apply_wd_to_qk_layernorm") and of_queries_or_keys:
         return True
@@ -55,11 +55,11 @@ def decays_by_rule(name: str, shape: tuple[int, ...], arguments: JobArguments) -
 
 
 def decay_of(group: Mapping[str, Any]) -> Any:
-    """With what a group's weight decay is multiplied; None where it does not say."""
+    """Return a group's multiplier of the weight decay; None if it does not record one."""
     return identity(group, ("wd_mult",))[0]
 
 
 def _setting(group: Mapping[str, Any], name: str) -> Any:
-    """A setting of a group, which is off where the group does not have it."""
+    """Return a setting of a group; False if the group does not record it."""
     (found,) = identity(group, (name,))
     return False if found is None else found

@@ -1,7 +1,6 @@
-"""The parts of an open checkpoint, each of which can be replaced by itself (`view.py`).
+"""The parts of an open checkpoint, each of which can be replaced separately (`view.py`).
 
-Fields are functions, so that nothing is read until it is needed; what is expensive is computed once by whoever
-provides it.
+Fields are functions, so that nothing is read before it is needed. A provider of an expensive value caches it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Value = TypeVar("Value")
 
 
 def lazy(compute: Callable[[], Value]) -> Callable[[], Value]:
-    """A function that computes its value when it is first called, and keeps it."""
+    """Return a function that computes its value on the first call and caches it."""
     return cache(compute)
 
 
@@ -37,24 +36,24 @@ class Weights(Source, Protocol):
     """The model's arrays, in model space."""
 
     def names(self) -> list[str]:
-        """All names."""
+        """Return all names."""
 
     def copies(self, kind: str, name: str) -> Copies:
-        """The parts of a tensor, and the copies of each part."""
+        """Return the parts of a tensor, and the copies of each part."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """Where the bytes lie.
+    """The location of the bytes.
 
     Attributes:
         folder: the iteration folder.
         reader: reads its files.
         transfer: reads tensors from them.
-        archives: every archive: (file, offset, length).
-        checked_arrays: every array that lies bare in a file and whose checksum is known.
+        archives: all archives as (file, offset, length).
+        checked_arrays: all raw arrays in a file that have a known checksum.
         auxiliary_files: small files that belong to the model, such as its tokenizer, by name.
-        auxiliary_files_below: the folder within the checkpoint that holds them; empty for the checkpoint itself.
+        auxiliary_files_below: the subfolder of the checkpoint that contains them; empty for the checkpoint itself.
     """
 
     folder: Path
@@ -72,7 +71,7 @@ class StoredWeights:
 
     Attributes:
         source: its arrays.
-        sharded_keys: the array of each name in `torch_dist`, and its index on the axes that count layers and experts.
+        sharded_keys: the `torch_dist` array of each name, and its index on the axes of layers and experts.
     """
 
     source: Callable[[], Weights]
@@ -84,14 +83,14 @@ class StoredOptimizer:
     """The optimizer, or several chained ones.
 
     Attributes:
-        format: the name of its encoding, Megatron's own where it has one; None without an optimizer.
+        format: the name of the optimizer format, Megatron's where it has one; None without an optimizer.
         state: its arrays.
         has_expert_optimizer: whether experts have an optimizer of their own.
         param_groups: the parameter groups as each rank group stored them, with repetitions.
         chain: the settings of each chained optimizer, see `Checkpoint.chain`.
         grad_scaler: the state of the gradient scaler (fp16 only).
-        weights_derived_from_masters: whether masters alone are stored, and the weights are their roundings.
-        shows_registration: whether its buffers hold the parameters as a job with the view's arguments registers them.
+        weights_derived_from_masters: whether only masters are stored, so that weights are rounded masters.
+        shows_registration: whether its buffers have the parameter order of a job with the view's arguments.
     """
 
     format: Callable[[], str | None]
@@ -110,14 +109,14 @@ class Job:
 
     Attributes:
         common: the common state: arguments, iteration, scheduler and the like.
-        arguments: what is known of its arguments.
+        arguments: the known arguments.
         iteration: the training iteration.
         released: whether it is a model to start from, not an iteration of a job (Megatron's `release` folder).
-        vocabulary: tokens without padding, where the format itself gives their number.
-        layers: global decoder layers by `[pipeline rank][virtual stage]`, where the format itself shows them.
+        vocabulary: the number of tokens without padding, if the format records it.
+        layers: global decoder layers by `[pipeline rank][virtual stage]`, if the format shows them.
         orders: evidence of the order in which parameters were registered.
-        sidecar: the packing recorded beside the checkpoint, and why one that is there is not used.
-        unbuildable: why a version of Megatron has no such model; None where it has.
+        sidecar: the packing recorded in the sidecar, and why an existing sidecar is not used.
+        unbuildable: returns why a version of Megatron cannot build this model; None if it can.
     """
 
     common: Callable[[], dict[str, Any]]
@@ -133,12 +132,12 @@ class Job:
 
 @dataclass(frozen=True)
 class States:
-    """What is no tensor of the model and no state of the optimizer.
+    """State that belongs neither to the model's tensors nor to the optimizer.
 
     Attributes:
-        extra: the modules' extra states (fp8 scales; nothing in other precisions), by model-space name.
+        extra: the modules' extra states (fp8 scales; empty in other precisions), by model-space name.
         random: the state of the random generators by rank: (pipeline, tensor[, data]).
-        random_grid: ranks for which that is stored as one array; None where it is not.
+        random_grid: the grid of ranks if that state is stored as one array, else None.
     """
 
     extra: Callable[[], Mapping[str, Any]]
@@ -151,8 +150,8 @@ class Adapters:
     """Properties of a checkpoint that contains only adapters.
 
     Attributes:
-        model: the checkpoint that describes their model; None where they do so themselves.
-        by_rank: rows of both projections of a gated `linear_fc1` lie rank by rank, as ms-swift stores them.
+        model: the checkpoint that describes their model; None if the adapters' own checkpoint does.
+        by_rank: whether the rows of both projections of a gated `linear_fc1` are ordered by rank, as in ms-swift.
     """
 
     model: CheckpointView | None = None
@@ -164,8 +163,8 @@ class WholeModel:
     """The text part of a vision-language model, under the names of the text model.
 
     Attributes:
-        kind: the `model_type` of the whole.
-        text: the names of its text.
+        kind: the `model_type` of the whole model.
+        text: the names of the text part's weights.
     """
 
     kind: str
@@ -174,11 +173,11 @@ class WholeModel:
 
 @dataclass(frozen=True)
 class Merger:
-    """Where a model with merged adapters comes from.
+    """The origin of a model with merged adapters.
 
     Attributes:
-        sources: the base and the adapters; one where they lie beside each other.
-        messages: what a user of the merged model should know.
+        sources: the base and the adapters; only one if both are in the same folder.
+        messages: notes for the user of the merged model.
     """
 
     sources: Sequence[CheckpointView]

@@ -1,8 +1,8 @@
-"""Megatron's formats `torch_dcp` and `fsdp_dtensor`: torch's own distributed checkpoint, and which of the two it is.
+"""Megatron's formats `torch_dcp` and `fsdp_dtensor`, which are plain torch distributed checkpoints.
 
 Source: `save_checkpoint` and `_get_checkpoint_format`, megatron/training/checkpointing.py, core_v0.12.0 to 0.19.2:
-there is a `.metadata`, and neither a `metadata.json` nor a common state. An interrupted save of `torch_dist` has no
-`metadata.json` either, but its objects are numbered (`/shard_0_1`), and it has no key for the arguments alone.
+the folder has a `.metadata`, but neither a `metadata.json` nor a common state. An interrupted save of `torch_dist`
+also lacks `metadata.json`, but the keys of its objects are numbered (`/shard_0_1`), and the arguments have no key.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _BEHIND_WRAPPERS = ("model.module.", "model0.module.", "optimizer.state.module."
 
 
 def plain_backend(folder: Path) -> str | None:
-    """In which of these formats an iteration folder is; None where it is in neither.
+    """Return which of these formats an iteration folder has; None for neither.
 
-    Behind Megatron-FSDP's wrappers the names of modules begin with `module.`, behind those of `--use-torch-fsdp2` not.
+    Module names begin with `module.` under Megatron-FSDP's wrappers, but not under those of `--use-torch-fsdp2`.
     """
     if any((folder / name).exists() for name in (CONFIG_FILE, COMMON_FILE)) or not (folder / METADATA_FILE).exists():
         return None

@@ -1,4 +1,4 @@
-"""State that other versions and other ranks can take over: common state, and each parameter group once."""
+"""State that other versions and ranks can load: the common state, and each parameter group once."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from mcore_ckpt_ext.storage.pickle_allowlist import first_unwritable
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
 
 WRITTEN_FOR = "mcore_ckpt_ext_written_for"
-"""The argument by which a converted checkpoint is known: the version of Megatron that it was written for.
+"""The argument that marks a converted checkpoint: the version of Megatron that it was written for.
 
-Without arguments, the entry of the common state.
+In a checkpoint without arguments, a key of the common state.
 """
 SHARDING_MARK = "param_state_sharding_type"
-"""What the entry of a distributed optimizer in a chain has, and no other's."""
+"""A key that only distributed optimizers in a chain have."""
 
-# How Megatron Core arranges the rows of attention (`set_checkpoint_version`, megatron/training/checkpointing.py); loops
-# other than Megatron's own do not say it.
+# Megatron Core's order of the rows of attention (`set_checkpoint_version`, megatron/training/checkpointing.py).
+# Training loops other than Megatron's do not store it.
 _VERSION = 3.0
 _OF_FSDP = ("use_megatron_fsdp", "use_torch_fsdp2")
-# Kept by the job's own state machine for its own ranks; stock does without it when the layout has changed.
+# The job's own state machine stores it for its own ranks; stock Megatron ignores it when the layout has changed.
 _NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine", "args", WRITTEN_FOR)
-# Members of Megatron's own enums come and go with its versions; `--use-checkpoint-args` does without them.
+# Members of Megatron's own enums change between versions; `--use-checkpoint-args` does not need them.
 _ENUMS = ("megatron.core.", "signal.Signals", "megatron.training.")
-# What a parameter group holds beside its settings; the classes are those of `HybridDeviceOptimizer`.
+# Entries of a parameter group that are not settings; the classes are those of `HybridDeviceOptimizer`.
 _NOT_SETTINGS = {"params", "cpu_optimizer_cls", "gpu_optimizer_cls"}
 
 
 @dataclass(frozen=True)
 class PortableState:
-    """What a checkpoint holds beside its tensors, as far as another job can take it over.
+    """The state of a checkpoint, other than tensors, that another job can load.
 
     Attributes:
         common: the common state, with `args`, but without the optimizer.
         extra_states: the modules' extra states, by model-space name.
-        random_states: the states of the random generators by rank; empty where one of them may not be written.
+        random_states: the states of the random generators by rank; empty if one of them cannot be written.
         notes: a line for everything that was left out.
     """
 
@@ -54,7 +54,7 @@ class PortableState:
 
     @classmethod
     def of(cls, checkpoint: CheckpointView, arguments: argparse.Namespace, version: tuple[int, int]) -> PortableState:
-        """The portable state of a checkpoint.
+        """Return the portable state of a checkpoint.
 
         Args:
             checkpoint: the source.
@@ -73,21 +73,21 @@ class PortableState:
 
 
 def known_arguments(arguments: JobArguments) -> argparse.Namespace:
-    """The arguments of a job as a checkpoint holds them; marked where they are no more than what is known of it."""
+    """Return the known arguments of a job as a checkpoint stores them, marked if they are incomplete."""
     marks = {} if arguments.is_complete else {PARTIAL: True}
     return argparse.Namespace(**{**arguments.raw, **without_fsdp(arguments), **marks})
 
 
 def without_fsdp(arguments: JobArguments) -> dict[str, Any]:
-    """What says that a job is not one of Megatron-FSDP's or torch's, where its arguments say that it is."""
+    """Return arguments that disable Megatron-FSDP and torch FSDP2 where the job's arguments enable them."""
     return {name: False for name in _OF_FSDP if arguments.raw.get(name)}
 
 
 def portable_arguments(arguments: argparse.Namespace, version: tuple[int, int]) -> tuple[argparse.Namespace, list[str]]:
-    """The arguments that every version can unpickle, and a note for each of the others.
+    """Return the arguments that every version can unpickle, and a note for each of the others.
 
-    Members of Megatron's own enums are left out without a note. No loader reads these from a checkpoint; with
-    `--use-checkpoint-args` a missing one keeps the job's own value (`load_args_from_checkpoint`,
+    Members of Megatron's own enums are left out without a note. No loader reads them from a checkpoint: with
+    `--use-checkpoint-args` a missing argument keeps the job's own value (`load_args_from_checkpoint`,
     megatron/training/checkpointing.py).
     """
     found, notes = _writable(vars(arguments), "the arguments", unmentioned=_ENUMS)
@@ -95,9 +95,10 @@ def portable_arguments(arguments: argparse.Namespace, version: tuple[int, int]) 
 
 
 def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The extra states with what they hold; emptied, with a note, where that is more than data and known recipes.
+    """Return extra states that are safe to load, with notes on those written empty.
 
-    Whoever loads them runs what they name, so none is carried as the source wrote it unless it names nothing.
+    Loading a state imports and calls the objects that its pickle names. So a state keeps its content only if that
+    consists of data and known recipes, and is otherwise written empty.
     """
     found: dict[str, Any] = {}
     emptied = []
@@ -129,12 +130,12 @@ def _writable_random_states(checkpoint: CheckpointView) -> tuple[Mapping[tuple[i
 def _writable(
     state: Mapping[Any, Any], what: str, unmentioned: tuple[str, ...] = ()
 ) -> tuple[dict[Any, Any], list[str]]:
-    """The entries that may be written, and a note for each of the others.
+    """Return the entries that may be written, and a note for each of the others.
 
     Args:
         state: entries by name.
-        what: what they are the entries of, for the notes.
-        unmentioned: beginnings of the names of classes that are left out without a note.
+        what: a description of `state` for the notes.
+        unmentioned: prefixes of names of classes that are left out without a note.
     """
     reasons = {key: reason for key, value in state.items() if (reason := first_unwritable(value)) is not None}
     notes = [
@@ -146,10 +147,9 @@ def _writable(
 
 
 def distinct_groups(groups: Iterable[Mapping[str, Any]], has_expert_optimizer: bool) -> list[list[dict[str, Any]]]:
-    """The parameter groups of each chained optimizer, each group once: the dense parameters', then the experts'.
+    """Return the distinct parameter groups of each chained optimizer: the dense parameters', then the experts'.
 
-    A job whose experts are ordinary parameters has no group of experts; where it is to get them, they have the
-    settings of the dense groups.
+    If the source has no groups for experts, but the target needs them, experts get the settings of the dense groups.
     """
     plain = with_defaults(map(portable_group, groups))
     dense = [{**group, "is_expert_parallel": False} for group in plain if not group.get("is_expert_parallel")]
@@ -160,20 +160,20 @@ def distinct_groups(groups: Iterable[Mapping[str, Any]], has_expert_optimizer: b
 
 
 def portable_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group's settings, without its parameters.
+    """Return a parameter group's settings, without its parameters.
 
-    `HybridDeviceOptimizer` keeps the classes of its optimizers in every group, which no loader takes from there: they
-    are left out (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.12.0 to 0.19.2). Whatever else
-    cannot be written is refused when the file is laid out: settings are part of what must be carried.
+    `HybridDeviceOptimizer` keeps the classes of its optimizers in every group, but no loader reads them, so they are
+    left out (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.12.0 to 0.19.2). Any other setting
+    that cannot be written is refused when the file is laid out, because all settings must be carried over.
     """
     return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
 
 
 def portable_chain(chain: Iterable[Mapping[str, Any]], has_expert_optimizer: bool) -> list[dict[str, Any]]:
-    """The settings of each chained optimizer, for a job in which experts do or do not have optimizers of their own.
+    """Return the settings of each chained optimizer, for a job with or without separate optimizers for experts.
 
     Raises:
-        UnsupportedCheckpointError: optimizers of different kinds would have to take in experts or give them up.
+        UnsupportedCheckpointError: experts would move between chained optimizers of different kinds.
     """
     children = [portable_child(child) for child in chain]
     groups = [group for child in children for group in inner_state(child)["param_groups"]]
@@ -194,23 +194,23 @@ def portable_chain(chain: Iterable[Mapping[str, Any]], has_expert_optimizer: boo
 
 
 def undistributed(chain: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same chain, each of it an optimizer of whole parameters."""
+    """Return the same chain with every optimizer marked as not distributed."""
     return [{key: value for key, value in child.items() if key != SHARDING_MARK} for child in chain]
 
 
 def has_experts(chain: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether some chained optimizer has parameter groups of experts alone."""
+    """Return whether some chained optimizer has parameter groups for experts."""
     return any(group.get("is_expert_parallel") for child in chain for group in inner_state(child)["param_groups"])
 
 
 def inner_state(child: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The inner optimizer's part of a chained optimizer's settings: `FP32Optimizer` stores nothing around it."""
+    """Return the inner optimizer's part of a chained optimizer's settings, which `FP32Optimizer` does not wrap."""
     inner = child.get("optimizer", child)
     return inner if isinstance(inner, dict) and "param_groups" in inner else {"param_groups": []}
 
 
 def portable_child(child: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of one chained optimizer: its groups, its scaler, and the step where no group has it."""
+    """Return the settings of one chained optimizer: its groups, its scaler, and the step if no group has it."""
     inner: dict[str, Any] = {"param_groups": with_defaults(map(portable_group, inner_state(child)["param_groups"]))}
     step = (inner_state(child).get("state") or {}).get("common_step")
     if step is not None:
@@ -222,7 +222,7 @@ def portable_child(child: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def several_steps(found: Mapping[float, str], where: str) -> UnreadableCheckpointError:
-    """The refusal of an optimizer whose step is stored more than once, and differs: each step, and where one is."""
+    """Return the error for an optimizer with several steps; `found` has each step and one of its locations."""
     return UnreadableCheckpointError(
         "the optimizer's step is stored more than once, with different values",
         found="; ".join(f"{step:g} in {place}" for step, place in sorted(found.items())),
@@ -233,10 +233,10 @@ def several_steps(found: Mapping[float, str], where: str) -> UnreadableCheckpoin
 
 
 def once(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups without repetitions, by what tells groups apart.
+    """Remove repeated groups, which have the same identifying settings.
 
     Raises:
-        UnreadableCheckpointError: two that are the same group differ in a setting. (The step is compared elsewhere.)
+        UnreadableCheckpointError: two copies of a group differ in another setting; steps are compared elsewhere.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:

@@ -43,12 +43,12 @@ _MOST_ITERATIONS = 1 << 40
 
 
 class FormatReader(FormatTraits, ABC):
-    """Reader of one iteration folder. Nothing but metadata is read until a tensor is asked for.
+    """Reads one iteration folder; tensors are read only on request.
 
     Attributes:
         format: the name of the format.
-        weights_derived_from_masters: whether masters alone are stored, and the weights are their roundings.
-        index: the arrays and objects under Megatron's keys, where the format has an index of them.
+        weights_derived_from_masters: whether only masters are stored, so that weights are rounded masters.
+        index: the arrays and objects by Megatron's keys; None if the format has no index.
     """
 
     format: str
@@ -64,7 +64,7 @@ class FormatReader(FormatTraits, ABC):
 
         Raises:
             UnreadableCheckpointError: metadata is missing or damaged.
-            UnsupportedCheckpointError: its kind is not read.
+            UnsupportedCheckpointError: this version cannot read the checkpoint.
         """
         self.folder = folder
         self.reader = folder_reader(folder)
@@ -126,7 +126,7 @@ class FormatReader(FormatTraits, ABC):
     @property
     @abstractmethod
     def stored_optimizer_format(self) -> str | None:
-        """The name of the stored optimizer's encoding, Megatron's own where it has one; None without an optimizer."""
+        """The name of the optimizer format, Megatron's where it has one; None without an optimizer."""
 
     @property
     @abstractmethod
@@ -134,7 +134,7 @@ class FormatReader(FormatTraits, ABC):
         """The optimizer's state.
 
         Raises:
-            UnsupportedCheckpointError: it is in a format that is not read.
+            UnsupportedCheckpointError: its format is not supported.
         """
 
     @property
@@ -144,42 +144,44 @@ class FormatReader(FormatTraits, ABC):
 
     @abstractmethod
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups as each rank group stored them, with repetitions."""
+        """Return the optimizer's parameter groups as each rank group stored them, with repetitions."""
 
     def chain(self) -> list[dict[str, Any]]:
-        """The settings of each chained optimizer, as the common state of `torch_dist` has them.
+        """Return the settings of each chained optimizer, as the common state of `torch_dist` has them.
 
-        Groups without their parameters, and the step where no group has it. Empty where DistributedOptimizers hold
-        everything, or can: their groups follow from `param_groups`.
+        They are groups without parameters, and the step if no group has it.
+
+        Returns:
+            Empty if all chained optimizers are, or can become, DistributedOptimizers, which need only `param_groups`.
         """
         return []
 
     @abstractmethod
     def grad_scaler(self) -> dict[str, Any] | None:
-        """The state of the gradient scaler (fp16 only)."""
+        """Return the state of the gradient scaler (fp16 only)."""
 
     @abstractmethod
     def extra_states(self) -> Mapping[str, Any]:
-        """The modules' extra states (fp8 scales; nothing in other precisions), by model-space name."""
+        """Return the modules' extra states (fp8 scales; empty in other precisions), by model-space name."""
 
     @abstractmethod
     def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        """The state of the random generators by rank: (pipeline, tensor[, data])."""
+        """Return the state of the random generators by rank: (pipeline, tensor[, data])."""
 
     def random_state_grid(self) -> tuple[int, ...] | None:
-        """Ranks for which the state of the random generators is stored as one array; None where it is not."""
+        """Return the grid of ranks if the state of the random generators is stored as one array, else None."""
         return None
 
     @abstractmethod
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        """All torch archives of the checkpoint: (file, offset, length)."""
+        """Yield all torch archives of the checkpoint as (file, offset, length)."""
 
     def checked_arrays(self) -> Iterator[RawArray]:
-        """Arrays stored without an archive whose checksum is known; only some formats have them."""
+        """Yield arrays stored outside archives that have a known checksum; only some formats have them."""
         return iter(())
 
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
-        """Stored keys that this package does not read; with `objects`, also those inside small pickled objects."""
+        """Return stored keys that this package does not read; with `objects`, also those in small pickled objects."""
         return []
 
     @property
@@ -192,7 +194,7 @@ class FormatReader(FormatTraits, ABC):
         """The known arguments of the job that wrote the checkpoint.
 
         Raises:
-            UnreadableCheckpointError: one has a value that it cannot have.
+            UnreadableCheckpointError: an argument has an invalid value.
         """
         return stated_by_megatron(self.args, self.folder, self.sidecar)
 
@@ -203,10 +205,10 @@ class FormatReader(FormatTraits, ABC):
 
     @property
     def iteration(self) -> int:
-        """The training iteration; that of its folder, where the checkpoint itself does not say it.
+        """The training iteration; the number in the folder's name if the checkpoint does not record one.
 
         Raises:
-            UnreadableCheckpointError: it says something else.
+            UnreadableCheckpointError: the recorded iteration is not a valid number.
         """
         stated = self.common.get("iteration", iteration_number(self.folder) or 0)
         if type(stated) is not int or not 0 <= stated < _MOST_ITERATIONS:
@@ -224,24 +226,24 @@ class FormatReader(FormatTraits, ABC):
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of tokens in the vocabulary without padding, where the format itself gives it."""
+        """The number of tokens in the vocabulary without padding; None if the format does not record it."""
         return None
 
     def notices_of(self, view: CheckpointView) -> list[str]:
-        """Notes for a user who converts a view of this checkpoint."""
+        """Return notes for a user who converts a view of this checkpoint."""
         return general_notices(view)
 
     def auxiliary_files(self) -> dict[str, bytes]:
-        """Small files that belong to the model, such as its tokenizer, by name."""
+        """Read small files that belong to the model, such as its tokenizer, by name."""
         return auxiliary_files(self.folder, self.auxiliary_files_below)
 
     @property
     def auxiliary_files_below(self) -> str:
-        """The folder within the checkpoint that holds them; empty for the checkpoint itself."""
+        """The subfolder of the checkpoint that contains the auxiliary files; empty for the checkpoint itself."""
         return TOKENIZER_FOLDER
 
     def models(self) -> LocalModels:
-        """The local parameters of the ranks that wrote the checkpoint."""
+        """Return the local parameters of the ranks that wrote the checkpoint."""
         weights, stored = self.weights, {}
         for name in weights.names():
             tensor = weights.logical_tensor(WEIGHT, name)
@@ -250,34 +252,34 @@ class FormatReader(FormatTraits, ABC):
         return LocalModels(stored, self.arguments, self.layout, self.has_expert_optimizer, self.layers())
 
     def layers(self) -> list[list[range]] | None:
-        """Global decoder layers by `[pipeline rank][virtual stage]`, where the format itself shows them."""
+        """Return global decoder layers by `[pipeline rank][virtual stage]`; None if the format does not show them."""
         return None
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        """The array of each name in `torch_dist`, and its index on the axes that count layers and experts."""
+        """Return the `torch_dist` array of each name, and its index on the axes of layers and experts."""
         return sharded_keys(self.weights.names(), self.arguments)
 
     def witnessed_orders(self) -> Sequence[ParameterOrder]:
-        """Evidence of the order in which the parameters of this very model were registered."""
+        """Return evidence of the order in which this model's parameters were registered."""
         return self._extra_parameter_orders
 
     def stored_parts(self) -> Iterator[StoredPart]:
-        """Every stored part of every array and object; nothing but metadata is read."""
+        """Yield every stored part of every array and object, from metadata alone."""
         return parts_by_name(self.view)
 
     def for_legacy_files(self) -> FormatReader:
-        """The reader without the state that legacy files cannot contain."""
+        """Return the reader without the state that legacy files cannot contain."""
         return self
 
     def with_weights_of(self, lender: CheckpointView) -> FormatReader:
-        """The same with the weights of another checkpoint, where an optimizer is stored without them.
+        """Return a reader that takes the weights from another checkpoint, for an optimizer stored without them.
 
         Args:
             lender: the checkpoint with the weights.
 
         Raises:
-            UsageError: this checkpoint has weights of its own, or the other has none.
-            CheckpointError: they are not those of this optimizer, or nothing would prove that they are.
+            UsageError: this checkpoint has weights, or the other one has none.
+            CheckpointError: the weights do not belong to this optimizer, or nothing can verify that they do.
         """
         raise UsageError(
             "--weights applies only to an optimizer in a distributed checkpoint", found=self.format,
@@ -285,23 +287,23 @@ class FormatReader(FormatTraits, ABC):
         )  # fmt: skip
 
     def with_weights_of_a_job(self, weights: Mapping[str, WeightSpec]) -> FormatReader:
-        """The reader of an optimizer that is stored without weights, with the weights of a live job.
+        """Return a reader that takes the weights from a live job, for an optimizer stored without them.
 
         Args:
-            weights: what each weight is, by model-space name.
+            weights: the specification of each weight, by model-space name.
         """
         return self
 
     @property
     def sidecar(self) -> Sidecar | None:
-        """The packing recorded beside the checkpoint, if there is a readable one that belongs to it."""
+        """The packing recorded in a sidecar; None if there is none that is readable and belongs to the checkpoint."""
         return self.found_sidecar.sidecar
 
     @cached_property
     def found_sidecar(self) -> FoundSidecar:
-        """The sidecar, or the problem that was found with it."""
+        """The sidecar, or its problem."""
         stated, iteration = None, None
-        with suppress(CheckpointError):  # whoever uses the common state reports what is wrong with it
+        with suppress(CheckpointError):  # reported by the code that uses the common state
             iteration = self.common.get("iteration")
             own = stated_by_megatron(self.args, self.folder, None)
             stated = own if self.args and own.is_complete else None

@@ -40,16 +40,16 @@ FORMATS: tuple[Format[Any], ...] = (
 
 
 def format_written(target: Target) -> Format[Any]:
-    """Return the format that options are of."""
+    """Return the format that options belong to."""
     return next(one for one in FORMATS if one.target is type(target))
 
 
 def is_adapter_folder(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a folder of adapters alone, whose model lies elsewhere."""
+    """Return whether a path is a folder that contains adapters without their model."""
     folder = as_path(path)
     return any(one.is_adapter_folder and one.recognizes(folder) for one in FORMATS)
 
 
 def format_of(folder: Path) -> Format[Any] | None:
-    """Return the format of a folder by its marks; None where it is in no format that is read, or unfinished."""
+    """Return the format of a folder by its marker files; None if it is unsupported or unfinished."""
     return next((one for one in FORMATS if one.recognizes(folder)), None)

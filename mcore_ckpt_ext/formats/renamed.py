@@ -1,4 +1,4 @@
-"""The parts of a checkpoint under other names, as another layer spec has them."""
+"""The parts of a checkpoint under other names, for example those of another layer spec."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice
 
 
 class NameMap:
-    """The names of a checkpoint and those that stand for them, one for one."""
+    """A one-to-one mapping between the names of a checkpoint and the names of a view of it."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
-        """`names`: what each name of the checkpoint becomes; names that are not in it stay."""
+        """`names` maps stored names to new ones; other names do not change."""
         self._changed = {old: new for old, new in names.items() if old != new}
         self._stored = {new: old for old, new in self._changed.items()}
 
     def __len__(self) -> int:
-        """How many names change."""
+        """Return the number of names that change."""
         return len(self._changed)
 
     def stored(self, name: str) -> str:
-        """The checkpoint's own name."""
+        """Return the stored name for a new one."""
         return self._stored.get(name, name)
 
     def of(self, stored: str) -> str:
-        """What stands for a name of the checkpoint's own."""
+        """Return the new name for a stored one."""
         return self._changed.get(stored, stored)
 
     def all(self, stored: Iterable[str]) -> list[str]:
-        """What stands for names of the checkpoint's own."""
+        """Return the new names for stored ones."""
         return list(map(self.of, stored))
 
     def tensor(self, tensor: LogicalTensor | None, name: str) -> LogicalTensor | None:
-        """A tensor under the name that stands for its own."""
+        """Return a tensor under its new name."""
         return tensor if tensor is None or tensor.name == name else replace(tensor, name=name)
 
     def slices(self, stored: Sequence[StoredSlice]) -> Sequence[StoredSlice]:
-        """Slices under the names that stand for their own."""
+        """Return stored slices under their new names."""
         return [self._slice(one) for one in stored] if self._changed else stored
 
     def copies(self, copies: Copies) -> Copies:
-        """The same of the copies of a tensor."""
+        """Return the copies of a tensor under their new names."""
         return [[list(self.slices(copy)) for copy in part] for part in copies] if self._changed else copies
 
     def as_stored(self, wanted: TargetSlice) -> TargetSlice:
-        """A wanted slice under the names of the checkpoint's own."""
+        """Return a requested slice under the stored names."""
         regions = tuple(self.region_as_stored(region) for region in wanted.slice.regions)
         tensors = {self.stored(name): replace(one, name=self.stored(name)) for name, one in wanted.tensors.items()}
         return replace(wanted, slice=replace(wanted.slice, regions=regions), tensors=tensors)
 
     def region_as_stored(self, region: Region) -> Region:
-        """A region under the name of the checkpoint's own."""
+        """Return a region under its stored name."""
         return replace(region, name=self.stored(region.name))
 
     def sharded_keys(self, stored: Mapping[str, ShardedKey]) -> dict[str, ShardedKey]:
-        """The sharded keys that Megatron has for the new names, stacked as those of the old ones are."""
+        """Return Megatron's sharded keys for the new names, stacked like those of the old ones."""
         found = {}
         for old, (key, index) in stored.items():
             name = self.of(old)
@@ -79,17 +79,17 @@ class NameMap:
 
 
 class _RenamedDerivation:
-    """A derivation of a tensor that has another name."""
+    """A derivation of a renamed tensor."""
 
     def __init__(self, derivation: Derivation, names: NameMap) -> None:
         self._derivation, self._names = derivation, names
 
     def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
-        """What has to be read, under the names that it is stored under."""
+        """Return the inputs to read, under their stored names."""
         return self._derivation.inputs(self._names.as_stored(wanted))
 
     def values(self, wanted: TargetSlice, inputs: Sequence[Any]) -> Any:
-        """The slice."""
+        """Compute the slice."""
         return self._derivation.values(self._names.as_stored(wanted), inputs)
 
 
@@ -106,7 +106,7 @@ def renamed_weights(weights: Weights, names: NameMap) -> WeightsView:
 
 
 def renamed_state(state: OptimizerState, names: NameMap) -> StateView:
-    """Return the optimizer's state under other names; its buffers keep theirs."""
+    """Return the optimizer's state under other names; its buffers keep the stored ones."""
     return StateView(
         kinds=state.kinds,
         carried_kinds=state.carried_kinds,
@@ -137,16 +137,16 @@ class RenamedOrder:
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """The name of the order in messages."""
         return self._order.label
 
     def frame(self, items: Sequence[str]) -> list[str] | None:
-        """Parameters outside the layers, and blocks, in registration order; None if it does not know them all."""
+        """Return parameters outside the layers, and blocks, in registration order; None if one is unknown."""
         found = self._order.frame([self._names.stored(item) for item in items])
         return found and self._names.all(found)
 
     def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
-        """The suffixes of one layer in registration order; None if it does not know them all."""
+        """Return the suffixes of one layer in registration order; None if one is unknown."""
         prefix = f"{layer.block}.layers.{layer.number}."
         stored = {self._names.stored(prefix + suffix).removeprefix(prefix): suffix for suffix in suffixes}
         found = self._order.arrange(layer, list(stored))

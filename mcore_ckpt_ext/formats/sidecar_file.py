@@ -1,8 +1,8 @@
-"""The sidecar beside a checkpoint, and whether it belongs to it: one answer for all that use it.
+"""Finds the sidecar of a checkpoint, and checks that it belongs to the checkpoint.
 
-A job without this package that writes an iteration again leaves the sidecar of the earlier save beside the new files
-(`save`, megatron/core/dist_checkpointing/serialization.py, core_v0.7.0 to 0.19.2, removes nothing). Such a stale
-sidecar counts as none.
+A job without this package that saves an iteration again leaves the sidecar of the earlier save in the folder
+(`save`, megatron/core/dist_checkpointing/serialization.py, core_v0.7.0 to 0.19.2, removes nothing). A stale sidecar
+is ignored.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ REWRITTEN = "a job without this package has overwritten the iteration"
 
 @dataclass(frozen=True)
 class FoundSidecar:
-    """What was found beside a checkpoint.
+    """The result of looking for a sidecar.
 
     Attributes:
-        sidecar: what the file holds; None where there is none, or none that can be used.
-        problem: why the file that is there is not used; None where it is, or where there is none.
+        sidecar: the content of the file; None if it is missing or cannot be used.
+        problem: why an existing file is not used; None if it is used or missing.
     """
 
     sidecar: Sidecar | None = None
@@ -35,14 +35,14 @@ class FoundSidecar:
 
 
 def find_sidecar(folder: Path, arguments: JobArguments | None = None, iteration: object = None) -> FoundSidecar:
-    """The sidecar of an iteration folder, if it can be read and is not stale.
+    """Read the sidecar of an iteration folder, and check that it is not stale.
 
     Args:
         folder: the iteration folder.
-        arguments: those in the checkpoint, if they state the whole layout.
-        iteration: the one that the checkpoint itself states.
+        arguments: the arguments in the checkpoint, if they contain the whole layout.
+        iteration: the iteration that the checkpoint records.
     """
-    # A missing or foreign sidecar only means one source of the order fewer: the packing is checked either way.
+    # Without a sidecar there is one source fewer for the order; the packing is checked in any case.
     try:
         sidecar = Sidecar.from_json(read_file(folder, FILE_NAME, MOST_BYTES).decode())
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def find_sidecar(folder: Path, arguments: JobArguments | None = None, iteration:
 
 
 def _staleness(sidecar: Sidecar, folder: Path, arguments: JobArguments | None, iteration: object) -> str | None:
-    """In what a sidecar differs from the checkpoint beside it; None where it belongs to it."""
+    """Return how a sidecar differs from its checkpoint; None if it belongs to it."""
     if sidecar.index and sidecar.index != digest_of_index(folder):
         return "of a save that wrote another index"
     if sidecar.iteration and type(iteration) is int and iteration != sidecar.iteration:
@@ -65,7 +65,7 @@ def _staleness(sidecar: Sidecar, folder: Path, arguments: JobArguments | None, i
         return None
     try:
         stored = ParallelLayout.from_arguments(arguments).known_sizes()
-    except CheckpointError:  # which the reader of the layout reports
+    except CheckpointError:  # reported by the reader of the layout
         return None
     other = [f"{name} {size} and not {stored[name]}" for name, size in sidecar.layout.items()
              if stored.get(name) not in (None, size)]  # fmt: skip

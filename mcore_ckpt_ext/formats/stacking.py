@@ -1,7 +1,7 @@
-"""Whether Megatron stacks the layers of a model into one array for each parameter.
+"""Decides whether Megatron stacks the layers of a model into one array for each parameter.
 
 Source: `TransformerBlock.sharded_state_dict` (megatron/core/transformer/transformer_block.py, core_v0.7.0 to 0.19.2):
-homogeneous blocks do, heterogeneous ones name each layer in the key.
+homogeneous blocks are stacked, heterogeneous ones have the layer's number in each key.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections.abc import Iterable, Sequence
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.model_space.names import Layer, ShardedKey, parse, split_layer
 
-# Arguments whose value other than the default makes a block heterogeneous.
+# A block is heterogeneous if one of these arguments differs from its default.
 _ALWAYS = (
     "hetereogenous_dist_checkpoint", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
 )  # fmt: skip
-_ATTENTION = "self_attn."  # Megatron's is `self_attention`
+_ATTENTION = "self_attn."  # Megatron's name is `self_attention`
 
 
 def sharded_keys(names: Sequence[str], arguments: JobArguments) -> dict[str, ShardedKey]:
-    """The array that Megatron has for each of a model's parameters, and its index on the axes of layers and experts."""
+    """Return Megatron's array for each of a model's parameters, and its index on the axes of layers and experts."""
     stacked = stacked_blocks(names, arguments)
     return {str(own): own.sharded_key(own.block in stacked) for own in map(parse, names)}
 
 
 def stacked_blocks(names: Iterable[str], arguments: JobArguments) -> set[str]:
-    """The blocks, of a model with these parameters, whose layers Megatron stacks."""
+    """Return the blocks whose layers Megatron stacks, in a model with these parameters."""
     if any(arguments.value(name) for name in _ALWAYS):
         return set()
     frequencies = (arguments.moe_layer_freq, arguments.linear_attention_freq)
@@ -42,5 +42,5 @@ def stacked_blocks(names: Iterable[str], arguments: JobArguments) -> set[str]:
 
 
 def _of_transformers(suffix: str) -> bool:
-    """Whether a layer is of a class of transformers, which names each in its keys (vision towers of SigLIP)."""
+    """Return whether a layer is a transformers class (vision towers of SigLIP), whose layers are not stacked."""
     return suffix.startswith(_ATTENTION)

@@ -1,4 +1,4 @@
-"""The optimizer's step, which is one number however often it is stored."""
+"""Checks that all copies of the optimizer's step are equal."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 
 
 def check_step(checkpoint: CheckpointView) -> None:
-    """Refuse an optimizer that is at several steps at once.
+    """Refuse an optimizer whose step is stored with different values.
 
-    All groups of all ranks and optimizers are at the same one, and torch's Adam, whose step belongs to a parameter, has
-    it a second time (`_synchronize_steps` and `_extract_common_per_param_step`, megatron/core/optimizer/optimizer.py,
-    core_v0.12.0 to 0.19.2).
+    All groups of all ranks and optimizers have the same step. torch's Adam, which keeps a step for each parameter,
+    stores it a second time (`_synchronize_steps` and `_extract_common_per_param_step`,
+    megatron/core/optimizer/optimizer.py, core_v0.12.0 to 0.19.2).
 
     Raises:
-        UnreadableCheckpointError: it is there twice and differs.
+        UnreadableCheckpointError: the stored steps differ.
     """
     if checkpoint.optimizer_format is None:
         return

@@ -1,4 +1,4 @@
-"""The arrays of an index as they are stored: each under its own key, with its stacked axes and all."""
+"""The arrays of an index as they are stored: by sharded key, with stacked axes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredChunk
 
 
 class StoredArrays(StoredOnce):
-    """A plan's source for whoever asks in Megatron's own terms, by sharded key; kinds are not told apart."""
+    """A source for reads by Megatron's sharded keys; it ignores the kind."""
 
     def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
         self._arrays = arrays
         self._chunks: dict[str, _Chunks] = {}
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The array as the checkpoint knows it; None where it has none of that key."""
+        """Return the shape and dtype of the array; None if the checkpoint has no array of that key."""
         array = self._arrays.get(name)
         return None if array is None else LogicalTensor(name, array.shape, array.dtype)
 
@@ -30,7 +30,7 @@ class StoredArrays(StoredOnce):
         return [_slice(name, chunk) for chunk in self._arrays[name].chunks]
 
     def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
-        """The chunks that hold elements of a region."""
+        """Return the chunks that overlap a region."""
         found = self._chunks.get(region.name)
         if found is None:
             found = self._chunks[region.name] = _Chunks(self._arrays[region.name].chunks)
@@ -38,7 +38,7 @@ class StoredArrays(StoredOnce):
 
 
 class _Chunks:
-    """The chunks of an array, sorted by where they begin on the first axis."""
+    """The chunks of an array, sorted by their offset on the first axis."""
 
     def __init__(self, chunks: Sequence[StoredChunk]) -> None:
         self._by_place = {(chunk.offsets, chunk.sizes): chunk for chunk in chunks}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StoredPart(NamedTuple):
-    """`nbytes` of an array in a file; `tensor` is named as the file's own format names it."""
+    """Bytes of an array in a file; `tensor` is its name in the format."""
 
     file: str
     kind: str
@@ -21,7 +21,7 @@ class StoredPart(NamedTuple):
 
 
 def parts_by_name(checkpoint: CheckpointView, kinds: Sequence[str] | None = None) -> Iterator[StoredPart]:
-    """Every slice of every tensor; of some `kinds` only."""
+    """Yield every slice of every tensor, of all kinds or of `kinds`."""
     for kind in checkpoint.kinds() if kinds is None else kinds:
         for name in checkpoint.names(kind):
             for stored in checkpoint.stored(kind, name):

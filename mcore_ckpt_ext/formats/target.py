@@ -17,20 +17,20 @@ LayerSpec: TypeAlias = Literal["transformer_engine", "local"]
 
 
 class Target:
-    """What a conversion writes; each format derives a dataclass from it, with the options that it has.
+    """Write options of a conversion; each format derives a dataclass with its own options.
 
-    Sizes are given as Megatron names them. What is left out (None) is taken from the source, or from what is installed.
+    Sizes have Megatron's names. An option that is None is taken from the source, or from the installed packages.
 
     Attributes:
-        name: how `mcore-ckpt convert --to` calls it.
-        is_model_folder: whether it is a folder of transformers or of peft, without place for a job.
-        for_adam: whether its optimizer is Adam's, with all of its state.
-        for_any_optimizer: whether parameters may differ in what state they have.
-        whole_states: whether optimizers that keep whole parameters hold all of the state where the source has such.
-        places_mtp: whether it says which rank holds the layers that predict further tokens.
-        holds_adapters: whether it has a place for adapters.
+        name: its name in `mcore-ckpt convert --to`.
+        is_model_folder: whether it is a folder of transformers or peft, which cannot hold a job's state.
+        for_adam: whether its optimizer is Adam, with all of its state.
+        for_any_optimizer: whether parameters may have different kinds of optimizer state.
+        whole_states: whether an optimizer that stores whole parameters in the source keeps all of its state.
+        places_mtp: whether it records which rank has the layers for multi-token prediction.
+        holds_adapters: whether it can hold adapters.
         megatron_version, expert_model_parallel_size, transformer_impl, vocab_size, lora_alpha, arguments: options that
-            several formats have, see there.
+            several formats share, documented there.
     """
 
     name: ClassVar[str]
@@ -50,7 +50,7 @@ class Target:
 
     @classmethod
     def options(cls) -> set[str]:
-        """The names of the options that the format has."""
+        """Return the names of the format's options."""
         return set(signature(cls).parameters)
 
     @property
@@ -60,20 +60,23 @@ class Target:
 
     @property
     def weights_alone(self) -> bool:
-        """Whether nothing but weights is taken from the source."""
+        """Whether only weights are taken from the source."""
         return False
 
     @property
     def reads(self) -> Sequence[str | os.PathLike[str]]:
-        """Folders beside the source that are read."""
+        """Return additional folders to read."""
         return ()
 
 
 def version_number(version: str | None) -> Version:
-    """Major and minor number of a version of Megatron; None is the installed one, else the newest known.
+    """Parse the major and minor number of a version of Megatron.
+
+    Args:
+        version: None for the installed version, or else the newest known one.
 
     Raises:
-        UsageError: it is no version, or none that is known or follows those.
+        UsageError: it is not a version, or it is older than all supported ones.
     """
     text = installed_version() if version is None else version
     found = parse_version(text)
@@ -87,7 +90,7 @@ def version_number(version: str | None) -> Version:
 
 
 def installed_version() -> str:
-    """The version of the installed megatron-core, else the newest known."""
+    """Return the version of the installed megatron-core, or else the newest known one."""
     try:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
@@ -98,7 +101,7 @@ def check_sizes(**sizes: int | None) -> None:
     """Check sizes by the names of their options.
 
     Raises:
-        UsageError: one is no whole number of 1 or more.
+        UsageError: a size is not a positive integer.
     """
     for name, size in sizes.items():
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -106,10 +109,10 @@ def check_sizes(**sizes: int | None) -> None:
 
 
 def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
-    """Check the value of an option.
+    """Check the value of an option that has a list of choices.
 
     Raises:
-        UsageError: it is not one of its choices.
+        UsageError: the value is not one of the choices.
     """
     if value is not None and value not in choices:
         raise UsageError(f"invalid value of {name}", found=repr(value), expected=", ".join(choices))

@@ -1,4 +1,4 @@
-"""Traits of formats, by which other modules act instead of by the class of a reader."""
+"""Traits of formats, which other modules use in place of checks for a reader's class."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class FormatTraits:
-    """The traits of most formats; a reader overrides those in which its own differs.
+    """The default traits of a format; readers override them.
 
     Attributes:
-        is_model_folder: whether it is a folder of transformers', whose layer spec is chosen when it is opened.
-        loading: how Megatron's own loader takes the format.
-        foreign_writer: who wrote it, where that was not Megatron.
-        is_of_convert: whether only conversions of this package write it.
-        is_of_job: whether a job saves it, which has a layout, and an iteration; a folder of weights alone has neither.
+        is_model_folder: whether it is a transformers folder, whose layer spec is chosen on opening.
+        loading: how Megatron's own loader handles the format.
+        foreign_writer: the software that wrote it, if not Megatron.
+        is_of_convert: whether it is written only by conversions of this package.
+        is_of_job: whether a job saves it, with a layout and an iteration; False for folders of weights alone.
     """
 
     is_model_folder: ClassVar[bool] = False
@@ -32,73 +32,73 @@ class FormatTraits:
     is_of_job: ClassVar[bool] = True
 
     def unbuildable(self, version: tuple[int, int]) -> str | None:
-        """Why a version of Megatron has no such model; None where it has."""
+        """Return why a version of Megatron cannot build this model; None if it can."""
         return None
 
     def rank_of(self, file: str) -> tuple[int, int, int] | None:
-        """The model-parallel rank (tensor, pipeline, expert) that wrote a file; None where nothing shows it."""
+        """Return the model-parallel rank (tensor, pipeline, expert) that wrote a file; None if it is unknown."""
         return None
 
     def evidence(self) -> Iterator[Bound]:
-        """Evidence of the Megatron release that wrote the checkpoint, other than the job's arguments."""
+        """Yield evidence of the Megatron release that wrote the checkpoint, other than the job's arguments."""
         return iter(())
 
     def run_config(self) -> str | None:
-        """The files that Megatron-Bridge requires for this model; None if the source is a Megatron checkpoint."""
+        """Return the content of `run_config.yaml` for Megatron-Bridge; None if the source is a Megatron checkpoint."""
         return None
 
     @property
     def not_looked_at(self) -> list[str]:
-        """Tensors of what sees images that are left out."""
+        """Return tensors of vision parts that are left out."""
         return []
 
     @property
     def fit(self) -> Fit | None:
-        """The model's family and arguments, where the format itself names them; None where it does not."""
+        """The model's family and arguments if the format itself determines them, else None."""
         return None
 
     @property
     def other_layer_spec(self) -> str | None:
-        """Another layer spec under whose names the model can be opened; None where its names are given."""
+        """Another layer spec whose names the model can be opened with; None if its names are fixed."""
         return None
 
     @property
     def as_torch_dist(self) -> TorchDistCheckpoint | None:
-        """The reader itself, where Megatron's loader of `torch_dist` reads the folder by the same index; or None."""
+        """Return the reader itself if Megatron's `torch_dist` loader reads the folder by the same index, else None."""
         return None
 
     @property
     def has_norms_of_all_heads(self) -> bool:
-        """Whether norms of queries and keys are of all heads together, which Megatron Core does not have."""
+        """Return whether norms of queries and keys extend over all heads, which Megatron Core does not support."""
         return False
 
     def mismatch_with(self, optimizer: CheckpointView) -> CheckpointError | None:
-        """Why the weights are not those of an optimizer, as far as descriptions of the two show it.
+        """Check by metadata that the weights belong to an optimizer.
 
         Args:
-            optimizer: the checkpoint that holds it.
+            optimizer: the checkpoint that contains the optimizer.
 
         Returns:
-            The error to raise; None where nothing speaks against it.
+            The error to raise; None if nothing contradicts it.
         """
         return None
 
     @property
     def starts_jobs(self) -> str:
-        """How a job of Megatron starts from the folder as it is; empty where it cannot, or resumes it."""
+        """Return how Megatron starts a job from the folder; empty if it cannot, or resumes it."""
         return ""
 
     @property
     def conversion(self) -> str:
-        """The command that writes a checkpoint which jobs can load."""
+        """Return the command that converts the folder to a checkpoint that jobs can load."""
         return "mcore-ckpt convert SRC DST --to torch_dist"
 
     @property
     def described_by(self) -> str:
-        """The name of the file that describes the job; empty where none does."""
+        """The name of the file that describes the job; empty if there is none."""
         return ""
 
     @property
     def problems(self) -> Sequence[str]:
-        """The values of sources of the job's arguments that are not used, and why."""
+        """Values of job descriptions that are ignored, and why."""
         return ()

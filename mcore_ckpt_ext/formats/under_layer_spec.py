@@ -1,4 +1,4 @@
-"""A checkpoint as a job of the other layer spec would have written it."""
+"""A view of a checkpoint as a job with the other layer spec would have written it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ ENGINE, LOCAL = "transformer_engine", "local"
 
 
 def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
-    """A checkpoint as a job of the other layer spec would have written it, but for what its own alone has.
+    """Return a view of a checkpoint as a job with the other layer spec would have written it.
 
-    Extra states that the source lacks are those of a fresh model; linears of the local spec keep none.
+    Missing extra states are those of a new model; linears of the local spec have none.
 
     Args:
         source: the checkpoint.
         spec: the layer spec of the job that will read it.
 
     Raises:
-        UnsupportedCheckpointError: a layer is of a kind that only one of the two specs has.
+        UnsupportedCheckpointError: only one of the two specs has a layer of some kind.
     """
     own, of_engine = source.arguments.transformer_impl, spec == ENGINE
     if own not in (ENGINE, LOCAL, None):
@@ -39,7 +39,7 @@ def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
             hint="keep the layer spec: leave --transformer-impl out",
         )  # fmt: skip
     view = renamed(source, names_under_spec(source.names(WEIGHT), of_engine))
-    # Grouped experts are Transformer Engine's; those of the local spec are one transposed matrix.
+    # Only Transformer Engine has grouped experts; the local spec's grouped experts are one transposed matrix.
     grouped = bool(source.arguments.moe_grouped_gemm) and of_engine
     arguments = source.arguments.replace(transformer_impl=spec, moe_grouped_gemm=grouped)
     extra = lazy(lambda: _extra_states(source, view.names(WEIGHT), of_engine))
@@ -57,7 +57,7 @@ def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
 
 
 def unbuildable(names: Collection[str], version: tuple[int, int]) -> str | None:
-    """Why a version of Megatron has no model with such weights; None where it has (see `HuggingFaceCheckpoint`)."""
+    """Return why a version of Megatron cannot build these weights, else None (see `HuggingFaceCheckpoint`)."""
     plain = any(".self_attention.linear_q_proj." in name for name in names)
     normed = any(".linear_kv_up_proj.layer_norm_" in name for name in names)
     if NORMALIZES_PLAIN_QUERIES.is_of(version) and plain and normed:
@@ -72,15 +72,15 @@ def _extra_states(source: CheckpointView, names: list[str], of_engine: bool) -> 
 
 
 def _stays(name: str, state: Any, fresh: Mapping[str, Any], of_engine: bool) -> bool:
-    """Whether a module of the spec takes the state that the source has for it.
+    """Return whether a module of the target spec loads the source's state.
 
-    The last norm is Transformer Engine's in both, where it is installed (gpt_layer_specs.py).
+    With Transformer Engine installed, both specs use its norm as the last one (gpt_layer_specs.py).
     """
     return state is not None and (of_engine if name in fresh else name.startswith("decoder.final_"))
 
 
 def _messages(source: CheckpointView, names: list[str], written: Mapping[str, Any], spec: str) -> list[str]:
-    """Notes for a user of the checkpoint under the other layer spec."""
+    """Return notes for a user of the checkpoint under the other layer spec."""
     own = source.extra_states()
     changed = sum(old != new for old, new in zip(source.names(WEIGHT), names, strict=True))
     found = [f"for the layer spec {spec}: {changed} norms have other names"] if changed else []

@@ -1,4 +1,4 @@
-"""Lists the stored keys that this package does not read, so that no result passes for complete."""
+"""Lists the stored keys that this package does not read, so that no result appears complete without them."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 UNKNOWN = "unknown"
-"""The kind of optimizer state of which not even the kind is known."""
+"""The kind of optimizer state whose kind cannot be recognized."""
 OTHER = "other"
-"""The kind of what belongs to no optimizer."""
+"""The kind of state that does not belong to an optimizer."""
 
-# What `save_checkpoint` puts into the common state (megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
+# Keys that `save_checkpoint` writes to the common state (megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
 COMMON_KEYS = (
     "args", "checkpoint_version", "iteration", "opt_param_scheduler", "lr_scheduler",
     "num_floating_point_operations_so_far", "content_metadata", "tokens",
 )  # fmt: skip
-# State of the writing job's own ranks, which means nothing to others (megatron/core/rerun_state_machine.py, since 0.9).
+# State for the ranks of the job that wrote it, unusable on others (megatron/core/rerun_state_machine.py, since 0.9).
 RERUN_STATE = "rerun_state_machine"
 _STATE = re.compile(r"^(?:chained_\d+\.)*optimizer\.(?:state\.(?P<shaped>\w+?)\..+|distributed\..+\.(?P<flat>\w+))$")
 _OF_OPTIMIZER = re.compile(r"^(chained_\d+\.)*optimizer\.")
-# The keys of an optimizer's entry in a common state that are read, or that say how the rest is stored.
+# The keys of an optimizer's entry in a common state that are read, or that describe how the rest is stored.
 _READ_OF_OPTIMIZER = ("param_groups", "grad_scaler", "param_state_sharding_type", "common_step")
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadState:
-    """A key that nothing here reads.
+    """A key that this package does not read.
 
     Attributes:
-        key: as the checkpoint's own format has it.
+        key: its name in the checkpoint's own format.
         kind: the kind of optimizer state (`momentum_buffer`), or `unknown`; `other` for everything else.
         nbytes: size in bytes.
-        why: what is known about it; empty where nothing is.
-        carried: whether a conversion carries it over all the same, as it is.
+        why: the known reason; empty if there is none.
+        carried: whether a conversion nevertheless copies it unchanged.
     """
 
     key: str
@@ -55,7 +55,7 @@ class UnreadState:
 
 
 def optimizer_kind(key: str) -> str:
-    """The kind of the array or object under a sharded key; `other` where it is no optimizer's."""
+    """Return the kind of the array or object under a sharded key; `other` if it does not belong to an optimizer."""
     if match := _STATE.match(key):
         state = match["shaped"] or match["flat"]
         return KINDS.get(state, state)
@@ -63,12 +63,12 @@ def optimizer_kind(key: str) -> str:
 
 
 def of_the_job(key: str, nbytes: int) -> UnreadState:
-    """State that belongs to the ranks that wrote it."""
+    """Return an entry for state that belongs to the ranks that wrote it."""
     return UnreadState(key, OTHER, nbytes, "it belongs to the ranks of the job that wrote it")
 
 
 def in_common_state(common: Mapping[str, Any], known: Iterable[str]) -> Iterator[UnreadState]:
-    """Tensors in a common state other than the known ones, and other than what is read of the optimizer's entry."""
+    """Yield tensors in a common state whose keys are not known, and unread ones of the optimizer's entry."""
     for key, value in common.items():
         if key == RERUN_STATE:
             yield of_the_job(key, sum(nbytes for _, nbytes in tensors_in(value, ())))
@@ -80,14 +80,14 @@ def in_common_state(common: Mapping[str, Any], known: Iterable[str]) -> Iterator
 
 
 def in_optimizer(entry: Any) -> Iterator[UnreadState]:
-    """Tensors in an optimizer's entry of a common state that are neither its groups nor its scaler."""
+    """Yield tensors in an optimizer's entry of a common state that belong neither to its groups nor to its scaler."""
     for path, nbytes in tensors_in(entry, ("optimizer",)):
         if not any(part in _READ_OF_OPTIMIZER for part in path):
             yield UnreadState(".".join(path), UNKNOWN, nbytes)
 
 
 def tensors_in(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """The tensors in nested containers: where each is, and its size in bytes."""
+    """Yield the path of each tensor in nested containers, and its size in bytes."""
     if isinstance(tree, TensorReference):
         yield path, prod(tree.shape) * tree.storage.dtype.itemsize
     elif is_tensor(tree):
@@ -101,7 +101,7 @@ def tensors_in(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 
 def joined(found: Iterable[UnreadState]) -> list[UnreadState]:
-    """Each key once, with the bytes of all the places where it was found."""
+    """Merge entries with equal keys, and sum their bytes."""
     together: dict[str, UnreadState] = {}
     for item in found:
         before = together.get(item.key)

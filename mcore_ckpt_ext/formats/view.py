@@ -1,7 +1,7 @@
-"""A checkpoint as a value made of parts, of which each can be replaced: other names, other weights, no optimizer.
+"""An open checkpoint as a value made of replaceable parts: other names, other weights, no optimizer.
 
-`dataclasses.replace` makes such a view; what is not replaced answers as before, because it is the same object.
-Everything else follows from the parts.
+`dataclasses.replace` makes such a view; parts that are not replaced are shared with the original. Everything else is
+derived from the parts.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class CheckpointView:
 
     Attributes:
         format: the name of its format.
-        format_reader: what the format itself answers.
-        files: where its bytes lie.
+        format_reader: the reader of its format.
+        files: the location of its bytes.
         model: its weights.
         trained: its optimizer.
         job: the job that wrote it.
         states: extra states and random states.
-        unread_keys: every stored key that nothing here reads; given whether small pickled objects are looked at.
-        messages: what a user should know who converts it, or a view of it, which is given.
+        unread_keys: returns all stored keys that this package does not read; True includes small pickled objects.
+        messages: returns notes for a user who converts the given view of the checkpoint.
         ranks: the local parameters of the ranks that wrote it, under the names of the format's reader.
-        adapters: of a checkpoint with adapters alone, what is known of their model.
-        whole_model: of a model that also sees images, which part is its text.
-        merger: of a model with merged adapters, where it comes from.
+        adapters: in a checkpoint that contains only adapters, what is known of their model.
+        whole_model: in a vision-language model, the text part.
+        merger: in a model with merged adapters, its origin.
     """
 
     format: str
@@ -99,20 +99,20 @@ class CheckpointView:
         return self.files.transfer
 
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        """Every archive of the checkpoint: (file, offset, length)."""
+        """Yield all torch archives of the checkpoint as (file, offset, length)."""
         return self.files.archives()
 
     def checked_arrays(self) -> Iterator[RawArray]:
-        """Every array that lies bare in a file and whose checksum is known; only some formats have them."""
+        """Yield arrays stored outside archives that have a known checksum; only some formats have them."""
         return self.files.checked_arrays()
 
     def auxiliary_files(self) -> dict[str, bytes]:
-        """Small files that belong to the model, such as its tokenizer, by name."""
+        """Read small files that belong to the model, such as its tokenizer, by name."""
         return self.files.auxiliary_files()
 
     @property
     def auxiliary_files_below(self) -> str:
-        """The folder within the checkpoint that holds them; empty for the checkpoint itself."""
+        """The subfolder of the checkpoint that contains the auxiliary files; empty for the checkpoint itself."""
         return self.files.auxiliary_files_below
 
     @property
@@ -130,7 +130,7 @@ class CheckpointView:
         """The known arguments of the job that wrote the checkpoint.
 
         Raises:
-            UnreadableCheckpointError: one has a value that it cannot have.
+            UnreadableCheckpointError: an argument has an invalid value.
         """
         return self.job.arguments()
 
@@ -141,10 +141,10 @@ class CheckpointView:
 
     @property
     def iteration(self) -> int:
-        """The training iteration; that of its folder, where the checkpoint itself does not say it.
+        """The training iteration; the number in the folder's name if the checkpoint does not record one.
 
         Raises:
-            UnreadableCheckpointError: it says something else.
+            UnreadableCheckpointError: the recorded iteration is not a valid number.
         """
         return self.job.iteration()
 
@@ -154,21 +154,21 @@ class CheckpointView:
         return self.job.released
 
     def layers(self) -> list[list[range]] | None:
-        """Global decoder layers by `[pipeline rank][virtual stage]`, where the format itself shows them."""
+        """Return global decoder layers by `[pipeline rank][virtual stage]`; None if the format does not show them."""
         return self.job.layers()
 
     @property
     def sidecar(self) -> Sidecar | None:
-        """The packing recorded beside the checkpoint, if there is a readable one that belongs to it."""
+        """The packing recorded in a sidecar; None if there is none that is readable and belongs to the checkpoint."""
         return self.job.sidecar().sidecar
 
     @property
     def sidecar_problem(self) -> str | None:
-        """Why the sidecar that is there cannot be read, is none, or is stale."""
+        """Why an existing sidecar cannot be read or is stale; None if it is used or missing."""
         return self.job.sidecar().problem
 
     def unbuildable(self, version: tuple[int, int]) -> str | None:
-        """Why a version of Megatron has no such model; None where it has."""
+        """Return why a version of Megatron cannot build this model; None if it can."""
         return self.job.unbuildable(version)
 
     def orders(self) -> list[ParameterOrder]:
@@ -181,30 +181,30 @@ class CheckpointView:
         return self.ranks()
 
     def proposals(self, rules: Sequence[PackingRule], models: LocalModels) -> list[Proposal]:
-        """Proposals of the gradient buffers' packing, the one to believe first at the front.
+        """Return candidate packings of the gradient buffers, the most reliable first.
 
         Args:
-            rules: the packing rules that may have been followed.
-            models: the parameters that the buffers hold.
+            rules: the packing rules that the job may have used.
+            models: the parameters in the buffers.
         """
         recorded = [by_sidecar(models, self.sidecar)] if self.sidecar else []
         return recorded + [by_order(models, order, rule) for order in self.orders() for rule in rules]
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of tokens in the vocabulary without padding, where the format itself gives it."""
+        """The number of tokens in the vocabulary without padding; None if the format does not record it."""
         return self.job.vocabulary()
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of the vocabulary without padding, by the format or by the arguments; None where neither says."""
+        """Tokens of the vocabulary without padding, by the format or the arguments; None if neither has them."""
         return self.arguments.tokens if self.vocabulary is None else self.vocabulary
 
     @cached_property
     def vocabulary_rows(self) -> int | None:
-        """Rows of the vocabulary, padding included: as they are stored, whatever the arguments say of them.
+        """Stored rows of the vocabulary with padding, which take precedence over the arguments.
 
-        A model to begin with may lack its padding; then it is what its arguments say that a job makes of it.
+        Release checkpoints may be unpadded; then the padded size is taken from the arguments.
         """
         return vocabulary_rows(self)
 
@@ -219,16 +219,16 @@ class CheckpointView:
         return contradictions(self)
 
     def notices(self) -> list[str]:
-        """Notes for a user who converts the checkpoint."""
+        """Return notes for a user who converts the checkpoint."""
         return self.messages(self)
 
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
-        """Every stored key that nothing here reads, from metadata; with `objects` also from small pickled objects."""
+        """Return stored keys that this package does not read; with `objects`, also those in small pickled objects."""
         return self.unread_keys(objects)
 
     @property
     def optimizer_format(self) -> str | None:
-        """The name of the stored optimizer's encoding, Megatron's own where it has one; None without an optimizer."""
+        """The name of the optimizer format, Megatron's where it has one; None without an optimizer."""
         return self.trained.format()
 
     @property
@@ -236,7 +236,7 @@ class CheckpointView:
         """The optimizer's state.
 
         Raises:
-            UnsupportedCheckpointError: it is in a format that is not read.
+            UnsupportedCheckpointError: its format is not supported.
         """
         return self.trained.state()
 
@@ -247,31 +247,31 @@ class CheckpointView:
 
     @property
     def weights_derived_from_masters(self) -> bool:
-        """Whether masters alone are stored, and the weights are their roundings."""
+        """Whether only masters are stored, so that weights are rounded masters."""
         return self.trained.weights_derived_from_masters
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups as each rank group stored them, with repetitions."""
+        """Return the optimizer's parameter groups as each rank group stored them, with repetitions."""
         return self.trained.param_groups()
 
     def chain(self) -> list[dict[str, Any]]:
-        """The settings of each chained optimizer, see `FormatReader.chain`."""
+        """Return the settings of each chained optimizer, see `FormatReader.chain`."""
         return self.trained.chain()
 
     def grad_scaler(self) -> dict[str, Any] | None:
-        """The state of the gradient scaler (fp16 only)."""
+        """Return the state of the gradient scaler (fp16 only)."""
         return self.trained.grad_scaler()
 
     def extra_states(self) -> Mapping[str, Any]:
-        """The modules' extra states (fp8 scales; nothing in other precisions), by model-space name."""
+        """Return the modules' extra states (fp8 scales; empty in other precisions), by model-space name."""
         return self.states.extra()
 
     def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        """The state of the random generators by rank: (pipeline, tensor[, data])."""
+        """Return the state of the random generators by rank: (pipeline, tensor[, data])."""
         return self.states.random()
 
     def random_state_grid(self) -> tuple[int, ...] | None:
-        """Ranks for which the state of the random generators is stored as one array; None where it is not."""
+        """Return the grid of ranks if the state of the random generators is stored as one array, else None."""
         return self.states.random_grid()
 
     @property
@@ -280,19 +280,19 @@ class CheckpointView:
         return self.model.source()
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        """The array of each name in `torch_dist`, and its index on the axes that count layers and experts."""
+        """Return the `torch_dist` array of each name, and its index on the axes of layers and experts."""
         return self.model.sharded_keys()
 
     def kinds(self) -> tuple[str, ...]:
-        """All kinds that the checkpoint holds."""
+        """Return all kinds in the checkpoint."""
         return (WEIGHT, *(self.optimizer.kinds if self.optimizer_format else ()))
 
     def carried_kinds(self) -> tuple[str, ...]:
-        """The kinds that together hold everything, without those from which others are derived."""
+        """Return the kinds from which all others can be derived."""
         return (WEIGHT, *(self.optimizer.carried_kinds if self.optimizer_format else ()))
 
     def names(self, kind: str) -> list[str]:
-        """Model-space names of one kind."""
+        """Return the model-space names of one kind."""
         if kind == WEIGHT:
             return self.weights.names()
         return self.optimizer.names(kind) if kind in self.optimizer.kinds else []
@@ -301,14 +301,14 @@ class CheckpointView:
         return self.weights if kind == WEIGHT else self.optimizer
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        """Return the name, shape and dtype of a tensor; None if the checkpoint does not contain it."""
         return self._source(kind).logical_tensor(kind, name)
 
     def named_tensor(self, kind: str, name: str) -> LogicalTensor:
-        """A tensor that is among the `names` of its kind.
+        """Return a tensor that is among the `names` of its kind.
 
         Raises:
-            UnsupportedCheckpointError: the checkpoint does not know it all the same.
+            UnsupportedCheckpointError: the checkpoint does not contain it.
         """
         tensor = self.logical_tensor(kind, name)
         if tensor is None:
@@ -318,27 +318,27 @@ class CheckpointView:
         return tensor
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """All slices that hold elements of a tensor."""
+        """Return all slices that contain elements of a tensor."""
         return self._source(kind).stored(kind, name)
 
     def derivation(self, kind: str, name: str) -> Derivation | None:
-        """How a tensor is derived; None where it is stored."""
+        """Return the derivation of a tensor; None if it is stored."""
         return derivation_of(self._source(kind), kind, name)
 
     @cached_property
     def proof(self) -> Proof:
-        """How the masters that the checkpoint stores are proven."""
+        """The master check for the masters that the checkpoint stores."""
         return proof_of(self.arguments)
 
     def masters_are_derived(self, name: str) -> bool:
-        """Whether a parameter's masters and weights are derived from each other, which leaves nothing to prove."""
+        """Return whether a parameter's masters and weights are derived from each other and need no verification."""
         return self.weights_derived_from_masters or self.derivation(FP32_PARAM, name) is not None
 
     def tensor(self, kind: str, name: str) -> TensorHandle:
-        """The handle of one tensor.
+        """Return the handle of one tensor.
 
         Raises:
-            KeyError: the checkpoint has none of that kind and name.
+            KeyError: the checkpoint does not contain it.
         """
         if (logical := self.logical_tensor(kind, name)) is None:
             raise KeyError(f"no {kind} {name} in {self.folder}")

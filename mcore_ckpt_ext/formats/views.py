@@ -1,4 +1,4 @@
-"""Views of a checkpoint: under other names, without its optimizer, and with the moments of an unmade first step."""
+"""Views of a checkpoint: renamed, without optimizer, or with the moments that precede the first step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from mcore_ckpt_ext.optimizers.first_step import (
 
 
 def renamed(view: CheckpointView, names: Mapping[str, str]) -> CheckpointView:
-    """A checkpoint of which some names are others.
+    """Return a view of a checkpoint with other names.
 
     Args:
         view: the checkpoint.
-        names: what each of its names is to be.
+        names: the new name for each of its names.
     """
     known = NameMap(names)
     if not known:
@@ -49,19 +49,19 @@ def renamed(view: CheckpointView, names: Mapping[str, str]) -> CheckpointView:
 
 
 def without_optimizer(view: CheckpointView) -> CheckpointView:
-    """A checkpoint as one of weights alone."""
+    """Return a view of a checkpoint without its optimizer."""
     return replace(view, trained=replace(view.trained, format=lambda: None))
 
 
 def is_before_first_step(view: CheckpointView) -> bool:
-    """Whether its optimizer was saved before its first step, without moments (see `optimizers.first_step`)."""
+    """Return whether its optimizer was saved before its first step, without moments (see `optimizers.first_step`)."""
     if view.optimizer_format is None or not counts_no_step(scheduler_in(view.common)):
         return False
     return lack_first_moments(view.param_groups()) and set(view.optimizer.kinds) == {FP32_PARAM}
 
 
 def with_first_moments(view: CheckpointView) -> CheckpointView:
-    """A checkpoint whose optimizer has the moments, and the step, that its first step begins with.
+    """Add the moments and the step with which an optimizer starts its first step.
 
     Returns:
         The same checkpoint, unless its optimizer was saved before that step.
@@ -79,14 +79,14 @@ def with_first_moments(view: CheckpointView) -> CheckpointView:
 
 
 def _with_step_zero(child: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a chained optimizer, with the step of its groups."""
+    """Return the settings of a chained optimizer with step 0 in its groups."""
     inner = inner_state(child)
     counted = {**inner, "param_groups": with_step_zero(inner["param_groups"])}
     return {**child, "optimizer": counted} if "optimizer" in child else counted
 
 
 def spelled_as(view: CheckpointView, other: CheckpointView) -> CheckpointView:
-    """A checkpoint under the names that another has, if the two differ in nothing but their layer spec's names."""
+    """Return a view under the names of another checkpoint, if the two differ only in the names of their layer specs."""
     known = set(other.names(WEIGHT))
     names = {name: renamed_as_in(known, name) for name in view.names(WEIGHT)}
     one_for_one = len(set(names.values())) == len(names)

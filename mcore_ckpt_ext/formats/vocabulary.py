@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def vocabulary_rows(checkpoint: CheckpointView) -> int | None:
-    """Rows of the vocabulary, padding included: as they are stored, whatever the arguments say of them.
+    """Return the stored rows of the vocabulary with padding, which take precedence over the arguments.
 
-    A model to begin with may lack its padding; then it is what its arguments say that a job makes of it.
+    Release checkpoints may be unpadded; then the padded size is taken from the arguments.
     """
     stated, table = checkpoint.arguments.padded_vocab_size, word_embeddings_in(checkpoint.names(WEIGHT))
     tensor = checkpoint.logical_tensor(WEIGHT, table) if table else None
@@ -25,7 +25,7 @@ def vocabulary_rows(checkpoint: CheckpointView) -> int | None:
 
 
 def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:
-    """A contradiction between the arguments and the vocabulary's rows; None if they agree."""
+    """Return a contradiction between the arguments and the vocabulary's rows; None if they agree."""
     stated, rows = checkpoint.arguments.padded_vocab_size, checkpoint.vocabulary_rows
     if stated is None or stated == rows:
         return None

@@ -1,4 +1,4 @@
-"""A model's arrays as data: their members, of which a view replaces some and keeps the others."""
+"""A model's arrays as data: a view replaces some members and keeps the others."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mcore_ckpt_ext.planning.source_view import OfTensor, SourceView
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsView(SourceView):
-    """The arrays of a model as their members; `dataclasses.replace` makes one that differs in some.
+    """The arrays of a model as replaceable members; `dataclasses.replace` changes some of them.
 
     Attributes:
-        names: all names.
-        copies: the parts of a tensor, and the copies of each part.
+        names: returns all names.
+        copies: returns the parts of a tensor, and the copies of each part.
     """
 
     names: Callable[[], list[str]]
@@ -26,7 +26,7 @@ class WeightsView(SourceView):
 
 
 def view_of_weights(weights: Weights) -> WeightsView:
-    """Return a model's arrays as their members."""
+    """Return a view with the members of a model's arrays."""
     return WeightsView(
         names=weights.names,
         stored=weights.stored,
@@ -38,7 +38,7 @@ def view_of_weights(weights: Weights) -> WeightsView:
 
 
 def relocated(weights: Weights, name_of: Callable[[str], str]) -> WeightsView:
-    """Return stored weights whose files have other names; `name_of` gives the name of each."""
+    """Return stored weights with other file names; `name_of` maps each name."""
 
     def plain(extent: PlainExtent) -> PlainExtent:
         return extent._replace(file=name_of(extent.file))

@@ -34,7 +34,7 @@ class CanonicalFormat(Format[Canonical]):
     def own_files(self, folder: Path) -> tuple[str, ...]:
         from mcore_ckpt_ext.formats.canonical.reader import CanonicalCheckpoint
 
-        CanonicalCheckpoint(folder)  # which looks at the mark
+        CanonicalCheckpoint(folder)  # checks the marker
         return (r"common\.json|model\.safetensors\.index\.json|canonical-\d+-of-\d+\.safetensors",)
 
     @override

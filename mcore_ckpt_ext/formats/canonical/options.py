@@ -13,8 +13,8 @@ class Canonical(Target):
     """Write the layout-free tensors as safetensors with one JSON file, for other tools.
 
     Attributes:
-        transformer_impl: the layer spec under whose names it is written; by default that of the source, and Transformer
-            Engine's for a Hugging Face one.
+        transformer_impl: the layer spec whose parameter names are written; by default the source's, or Transformer
+            Engine's for a Hugging Face folder.
 
     Example:
         >>> report = convert("run", "canonical", Canonical())
@@ -28,9 +28,9 @@ class Canonical(Target):
     transformer_impl: LayerSpec | None = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a source.
+        """Check the options that can be checked without a source.
 
         Raises:
-            UsageError: a value makes no sense.
+            UsageError: an option has an invalid value.
         """
         check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)

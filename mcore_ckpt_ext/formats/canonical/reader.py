@@ -1,8 +1,8 @@
-"""The format `canonical`: model space itself, in safetensors, and everything else in one JSON file.
+"""Reads the format `canonical`: model space in safetensors files, and everything else in one JSON file.
 
 canonical-00001-of-00002.safetensors    arrays by `kind.name`, and their CRC-32s as `checksums`: one number for each
                                         array of the file, in the order of their keys (since version 2)
-model.safetensors.index.json            which file holds which, as transformers lays it out
+model.safetensors.index.json            the file of each array, in transformers' layout
 common.json                             arguments, iteration, parameter groups, random states
 """
 
@@ -51,12 +51,12 @@ _OF_EVERY_FOLDER = frozenset(
 
 
 def is_canonical(folder: Path) -> bool:
-    """Whether a folder is in this format."""
+    """Return whether a folder has this format."""
     return (folder / COMMON_FILE).exists() and (folder / INDEX_FILE).exists()
 
 
 class CanonicalCheckpoint(FormatReader):
-    """A folder in `canonical`."""
+    """A folder in the format `canonical`."""
 
     format = NAME
     is_of_convert = True
@@ -113,10 +113,10 @@ class CanonicalCheckpoint(FormatReader):
         return bool(self._about["experts_apart"])
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        """Those of the source, which are recorded.
+        """Return the recorded keys of the source.
 
         Raises:
-            UnreadableCheckpointError: one belongs to another name.
+            UnreadableCheckpointError: a key belongs to another name.
         """
         found = {name: (str(key), tuple(index)) for name, (key, index) in self._about["sharded_keys"].items()}
         for name, (key, index) in found.items():
@@ -152,13 +152,13 @@ class CanonicalCheckpoint(FormatReader):
         return dict(zip(places, (decode(state) for _, state in self._about["random_states"]), strict=True))
 
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
-        """Nothing of the arrays, each of which has its kind and name; but files that the index does not know."""
+        """Return tensors of the common state, and files that the index does not list; all listed arrays are read."""
         paths = (path for path in sorted(self.folder.glob("*.safetensors")) if path.name not in self._arrays.files)
         strays = [UnreadState(path.name, OTHER, path.stat().st_size) for path in paths]
         return joined([*in_common_state(self.common, COMMON_KEYS), *strays])
 
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        """None."""
+        """Canonical folders contain no archives."""
         return iter(())
 
     @override
@@ -184,20 +184,20 @@ class _Arrays(StoredOnce):
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors if kind != WEIGHT))
 
     def checked(self) -> Iterator[RawArray]:
-        """Where those are of which a checksum is known."""
+        """Yield the arrays that have a checksum."""
         return (extent for _, extent in self._tensors.values() if extent.crc is not None)
 
     def names(self) -> list[str]:
-        """Names of the weights."""
+        """Return the names of the weights."""
         return [name for kind, name in self._tensors if kind == WEIGHT]
 
     def state_names(self, of_kind: str | None) -> list[str]:
-        """Names of the parameters with optimizer state of a kind, or of any."""
+        """Return the names of the parameters with optimizer state of a kind, or of any kind if None."""
         found = (name for kind, name in self._tensors if kind != WEIGHT and of_kind in (None, kind))
         return list(dict.fromkeys(found))
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        """Return the name, shape and dtype of a tensor; None if the folder does not contain it."""
         found = self._tensors.get((kind, name))
         return found[0] if found else None
 
@@ -211,10 +211,10 @@ class _Arrays(StoredOnce):
 
 
 def _with_checksums(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, ...], RawArray]]:
-    """(key, shape, where it lies) of every array of a file.
+    """Return (key, shape, location) of every array of a file.
 
     Raises:
-        UnreadableCheckpointError: the file is damaged, or has another number of checksums than of arrays.
+        UnreadableCheckpointError: the file is damaged, or the number of checksums differs from that of arrays.
     """
     entries = read_header(reader, file)
     arrays = sorted(entry for entry in entries if entry[0] != CHECKSUMS)

@@ -1,4 +1,4 @@
-"""Writing the format `canonical`; see its reader for what is in the files."""
+"""Writes the format `canonical`; the reader documents the files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lay_out(checkpoint: CheckpointView) -> OutputPlan:
 
 
 def _output(checkpoint: CheckpointView) -> Output:
-    """All files, and where each tensor goes."""
+    """Plan all files, and the location of each tensor."""
     batches: list[list[tuple[str, LogicalTensor]]] = [[]]
     size = 0
     for kind in checkpoint.carried_kinds():
@@ -75,7 +75,7 @@ def _common(checkpoint: CheckpointView) -> dict[str, Any]:
 
 
 def _about(checkpoint: CheckpointView) -> dict[str, Any]:
-    """Everything except the arrays."""
+    """Return everything except the arrays."""
     state = checkpoint.optimizer if checkpoint.optimizer_format else None
     undistributed = [name for name in state.names() if not state.is_distributed(name)] if state else []
     return {

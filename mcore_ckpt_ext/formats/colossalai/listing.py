@@ -1,4 +1,4 @@
-"""The files of a folder that ColossalAI's Booster saved: those of its weights, and the shards of its optimizer."""
+"""Lists the files of a folder that ColossalAI's Booster saved: weights and shards of the optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_ckpt_ext.planning.array_location import ScaleCodec
 
 
 def list_checkpoint(folder: Path) -> Listing:
-    """List the tensors of a checkpoint, and what is wrong with its files."""
+    """List the tensors of a checkpoint, and the problems of its files."""
     listing = list_model(folder, weights_below(folder) or "")
     for path in optimizer_indices(folder):
         place = str(path.relative_to(folder))

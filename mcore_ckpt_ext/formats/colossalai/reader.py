@@ -1,10 +1,10 @@
-"""ColossalAI's sharded folders as a source: weights as Hugging Face arranges them, and an optimizer's shards.
+"""Reads ColossalAI's sharded folders: weights in Hugging Face's layout, and an optimizer's shards.
 
-``Booster.save_model(shard=True)`` writes what transformers loads; ``save_optimizer(shard=True)`` writes the states of
-the parameters by their numbers, a file for the groups, and an index that names both (0.5.0, checkpoint_io/utils.py:
-``get_model_base_filenames``, ``get_optimizer_base_filenames``; the plugins' checkpoint_io). Both go into one folder, or
-into two below one. The weights are read; the optimizer's states, which belong to numbers and not to names, are not:
-each is named with its size.
+``Booster.save_model(shard=True)`` writes a folder that transformers loads. ``save_optimizer(shard=True)`` writes the
+states of the parameters by number, a file for the groups, and an index that names both (0.5.0,
+checkpoint_io/utils.py: ``get_model_base_filenames``, ``get_optimizer_base_filenames``; the plugins' checkpoint_io).
+Both are in one folder, or in two subfolders. The weights are read. The optimizer's states are listed with their sizes
+but not read, because they belong to numbers and not to names.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "colossalai"
 _OPTIMIZER_INDICES = ("pytorch_optim.bin.index.json", "optimizer.safetensors.index.json")
-# transformers counts its shards, "-00001-of-00002"; ColossalAI only numbers them, with pipelines by stage.
+# transformers counts its shards, "-00001-of-00002"; ColossalAI only numbers them, by stage with pipelines.
 _SHARD = re.compile(r"^(?:pytorch_model|model)(?:-stage-\d{5}-shard)?-\d{5}\.(?:bin|safetensors)$")
 _WHY = "state of ColossalAI's optimizer, by the numbers of its parameters"
 _SHOWN = 4
 
 
 class OptimizerIndex(NamedTuple):
-    """What an index of the optimizer's states lists; files are relative to the checkpoint's folder.
+    """The content of an index of the optimizer's states; files are relative to the checkpoint's folder.
 
     Args:
         group_file: the file of the parameter groups.
@@ -69,12 +69,12 @@ class OptimizerShard(NamedTuple):
 
 
 def is_colossalai(folder: Path) -> bool:
-    """Whether a folder looks like one of ColossalAI's: with sharded weights, and perhaps an optimizer's shards."""
+    """Return whether a folder is one of ColossalAI's, with sharded weights and possibly an optimizer's shards."""
     return weights_below(folder) is not None
 
 
 def weights_below(folder: Path) -> str | None:
-    """The folder below that holds the weights, empty for the folder itself; None where it is none of ColossalAI's."""
+    """Return the subfolder with the weights, empty for the folder itself; None if the folder is not ColossalAI's."""
     if is_huggingface(folder):
         return "" if _optimizer_index(folder) or _has_its_shards(folder) else None
     below = sorted(path for path in _folders(folder) if is_huggingface(path))
@@ -116,14 +116,14 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         """Read the configuration, the indexes and the files' headers.
 
         Args:
-            folder: with the weights and, where there is one, the optimizer; or with a folder for each.
+            folder: the folder, with the weights and the optimizer (if any) in it or in one subfolder each.
             order_sources: see `FormatReader`.
             family: see `HuggingFaceCheckpoint`.
-            transformer_impl: likewise.
+            transformer_impl: see `HuggingFaceCheckpoint`.
 
         Raises:
             UnreadableCheckpointError: a file is missing or damaged, or the index and the files disagree.
-            UnsupportedCheckpointError: the model is of a kind that is not read.
+            UnsupportedCheckpointError: the kind of model is not supported.
         """
         super().__init__(
             folder, order_sources, family=family, transformer_impl=transformer_impl, below=weights_below(folder) or ""
@@ -148,10 +148,10 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
 
     @cached_property
     def optimizer_shards(self) -> list[OptimizerShard]:
-        """Every state of every parameter, from metadata.
+        """All states of all parameters, from metadata.
 
         Raises:
-            UnreadableCheckpointError: a file is damaged, or lacks a parameter that the index says is in it.
+            UnreadableCheckpointError: a file is damaged, or lacks a parameter that the index lists.
         """
         found: list[OptimizerShard] = []
         for file, expected in self._optimizer_files.items():
@@ -168,7 +168,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
 
     @override
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
-        """The optimizer's states, each under its number and kind."""
+        """Return the optimizer's states, each by its number and kind."""
         shards = self.optimizer_shards
         states = [UnreadState(f"{one.kind} of parameter {one.parameter}", one.kind, one.nbytes, _WHY) for one in shards]
         groups = [UnreadState(file, UNKNOWN, self.reader.size(file), _WHY) for file in self._group_files if shards]
@@ -176,14 +176,14 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
 
     @override
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        """The torch archives among its files; safetensors have no checksums."""
+        """Yield the torch archives among its files; safetensors have no checksums."""
         weights = [file for file, _, _ in super().archives()]
         files = [file for file in (*weights, *self._optimizer_files, *self._group_files) if file.endswith(".bin")]
         return ((file, 0, self.reader.size(file)) for file in files)
 
 
 def optimizer_indices(folder: Path) -> list[Path]:
-    """The indexes of optimizer states, in a checkpoint's folder or in those below it."""
+    """Return the indexes of optimizer states in a checkpoint's folder and its subfolders."""
     places = [folder, *sorted(_folders(folder))]
     return [index for index in map(_optimizer_index, places) if index is not None]
 
@@ -219,13 +219,13 @@ def optimizer_index_of(folder: Path, index: Path) -> OptimizerIndex:
 
 
 def states_of(reader: FolderReader, file: str) -> Iterator[tuple[str, str, StoredTensor | None]]:
-    """The states of one file: number of the parameter, kind, and tensor; None for a number.
+    """Yield the states of one file: number of the parameter, kind, and tensor (None for a number).
 
     Raises:
-        UnreadableCheckpointError: it is damaged, or holds something else.
+        UnreadableCheckpointError: the file is damaged, or contains anything but states.
     """
     if file.endswith(".safetensors"):
-        # Written asynchronously, as "state.<number>.<kind>" (0.5.0, utils/safetensors.py: _flatten_optim_state_dict).
+        # Asynchronous saves name them "state.<number>.<kind>" (0.5.0, utils/safetensors.py: _flatten_optim_state_dict).
         for key, shape, extent in read_header(reader, file):
             _, number, kind = (*key.split(".", 2), "", "")[:3]
             yield number, kind, StoredTensor(shape, extent)

@@ -1,9 +1,9 @@
-"""Names in `fsdp_dtensor`: those of the modules behind their wrappers' prefixes, gated projections in two halves.
+"""Names in `fsdp_dtensor`: module names with the prefixes of wrappers, and gated projections in two halves.
 
 Sources: `_param_name` and `sharded_param_state_fsdp_dtensor` (megatron/core/optimizer/distrib_optimizer.py),
 `handle_swiglu_in_state_dict` and `handle_experts_in_state_dict` (megatron/core/transformer/fsdp_dtensor_checkpoint.py),
-core_v0.14.0 to 0.19.2: experts are numbered through the whole model, and of a SwiGLU's `linear_fc1` the gate is stored
-as `_w`, the up projection as `_v`.
+core_v0.14.0 to 0.19.2: experts are numbered across the whole model. With SwiGLU the gate of `linear_fc1` is stored as
+`_w`, the up projection as `_v`.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ MODEL = "model.module."
 STATE = "optimizer.state.module.module.module."
 GROUPS = "optimizer.param_to_group_meta.module.module.module."
 HALVES = ("w", "v")
-"""The gate, then the up projection: as they follow each other in the whole."""
+"""The gate, then the up projection, in the order of their rows in the whole parameter."""
 
 _HALF = re.compile(r"^(?P<whole>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])$")
-# An MTP layer is a layer like others, in a module that was renamed
-# (`MultiTokenPredictionLayer`, megatron/core/transformer/multi_token_prediction.py); its keys never were.
+# An MTP layer contains an ordinary layer, in a module that was renamed
+# (`MultiTokenPredictionLayer`, megatron/core/transformer/multi_token_prediction.py); its keys are unchanged.
 _MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)$")
 _AS_LAYER = "decoder.layers.0."
 
 
 class Stored(NamedTuple):
-    """What an array holds: a parameter, or a half of it: 0 for the gate, 1 for the up projection."""
+    """The content of an array: a parameter, or half of one (0: gate, 1: up projection; None: all of it)."""
 
     name: str
     half: int | None
 
 
 def parameter_of(module_name: str, arguments: JobArguments) -> Stored:
-    """What is stored under a module's name, with or without the wrappers' prefixes.
+    """Return the parameter stored under a module's name, with or without the prefixes of wrappers.
 
     Raises:
-        UnsupportedCheckpointError: its elements lie in an order that nothing else has.
+        UnsupportedCheckpointError: the order of its elements is not supported.
     """
     match = _HALF.match(module_name)
     name = unwrapped(match["whole"] if match else module_name).lstrip(".")
@@ -54,19 +54,19 @@ def parameter_of(module_name: str, arguments: JobArguments) -> Stored:
 
 
 class ModuleNames:
-    """The way back, for a job with given arguments."""
+    """Module names of parameters, for a job with given arguments; the inverse of `parameter_of`."""
 
     def __init__(self, arguments: JobArguments) -> None:
-        """Raises: UnsupportedCheckpointError, where that job's experts are arranged as nothing else is."""
+        """Raise UnsupportedCheckpointError if the job's arrangement of experts is not supported."""
         self._names = LocalNames(arguments, NEWEST)
         self._is_gated = bool(arguments.swiglu)
 
     def of(self, name: str) -> str:
-        """The module's name of a parameter.
+        """Return the module's name of a parameter.
 
         Raises:
-            UnsupportedCheckpointError: it is of an MTP layer, in a module whose name depends on the version, or
-                where its parts lie is not known.
+            UnsupportedCheckpointError: it belongs to an MTP layer, whose module names depend on the version, or the
+                order of its elements is not supported.
         """
         if name.startswith("mtp."):
             raise UnsupportedCheckpointError(
@@ -76,5 +76,5 @@ class ModuleNames:
         return self._names.local(check_whole(name, "Megatron-FSDP"), 0, 0, tied_copy=False)
 
     def halves(self, name: str) -> bool:
-        """Whether a parameter is stored in two halves."""
+        """Return whether a parameter is stored in two halves."""
         return self._is_gated and is_first_linear(name)

@@ -10,13 +10,13 @@ from mcore_ckpt_ext.formats.target import LAYER_SPECS, LayerSpec, Target, check_
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpDtensor(Target):
-    """Megatron's `fsdp_dtensor`, which a job with `--use-megatron-fsdp` resumes.
+    """Write Megatron's `fsdp_dtensor`, which a job with `--use-megatron-fsdp` can resume.
 
     Attributes:
-        megatron_version: the version that will read it; by default the installed one, else the newest known.
-        expert_model_parallel_size: of the job that will read it; only says whether experts have parameter groups of
-            their own.
-        transformer_impl: layer spec of the job that will read it, for a Hugging Face source: its names differ.
+        megatron_version: the version that will read it; by default the installed one, or else the newest known one.
+        expert_model_parallel_size: the size in the job that will read it; decides only whether experts have separate
+            parameter groups.
+        transformer_impl: for a Hugging Face source, the layer spec of the job that will read it, because names differ.
 
     Example:
         >>> convert("run", "fsdp", FsdpDtensor(megatron_version="0.19.0")).files
@@ -33,10 +33,10 @@ class FsdpDtensor(Target):
     transformer_impl: LayerSpec | None = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a source.
+        """Check the options that can be checked without a source.
 
         Raises:
-            UsageError: a value makes no sense.
+            UsageError: an option has an invalid value.
         """
         check_sizes(expert_model_parallel_size=self.expert_model_parallel_size)
         check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)

@@ -1,9 +1,9 @@
-"""The checkpoint format `fsdp_dtensor`: what Megatron-FSDP writes, in torch's own distributed checkpoint.
+"""Reads the format `fsdp_dtensor`: Megatron-FSDP's checkpoints in torch's distributed checkpoint.
 
 Sources: `save_checkpoint`, `get_rng_state` and `preprocess_fsdp_dtensor_state_dict` (megatron/training/
 checkpointing.py), `sharded_param_state_fsdp_dtensor` (megatron/core/optimizer/distrib_optimizer.py), core_v0.14.0 to
-0.19.2. A parameter is one array, the optimizer's fp32 master; the weight that the model computes with is the rounded
-master, and is not stored. A parameter's group is one object for each setting.
+0.19.2. A parameter is one array, the optimizer's fp32 master. The weight that the model computes with is the rounded
+master, and is not stored. Each setting of a parameter's group is one object.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mcore_ckpt_ext.storage.index_entries import StoredArray
 
 NAME = FSDP_DTENSOR
 _MODEL, _STATE = MODEL, "optimizer.state."
-# Of a parameter; or of a group, as Megatron's own converter has them, perhaps of a chained optimizer.
+# A key of a parameter; or of a group, as Megatron's own converter writes it, possibly in a chained optimizer.
 _GROUP = re.compile(
     r"^(?P<owner>optimizer\.(?:param_to_group_meta|(?:\d+\.optimizer\.)?param_groups)\..+)\.(?P<setting>\w+)$"
 )
@@ -78,7 +78,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         return DcpIndex(arrays, {}, {}, has_plans=True)
 
     def _check_layers(self, keys: Iterable[str]) -> None:
-        """Refuse a checkpoint of several pipeline stages, each of which counts its layers from 0.
+        """Refuse a checkpoint of several pipeline stages, each of which numbers its layers from 0.
 
         Raises:
             UnsupportedCheckpointError: there are fewer layers than the job had.
@@ -93,7 +93,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
             )  # fmt: skip
 
     def _parameters(self) -> Iterator[tuple[str, StoredArray]]:
-        """The arrays of the model and of the optimizer, each with the module's name."""
+        """Yield the arrays of the model and of the optimizer with their module names."""
         for key, array in self.stored_index.arrays.items():
             if key.startswith(_MODEL):
                 yield key.removeprefix(_MODEL), array
@@ -102,11 +102,11 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     @staticmethod
     def _prefix(key: str) -> str:
-        """The prefix of a parameter's name in Megatron's `torch_dist`."""
+        """Return the prefix of a parameter's name in Megatron's `torch_dist`."""
         return f"{_STATE}{key.rpartition('.')[2]}." if key.startswith(_STATE) else ""
 
     def _weight_and_master(self, array: StoredArray) -> dict[str, StoredArray]:
-        """The weight and the master in an fp32 array; empty for other arrays, which are weights only."""
+        """Return the weight and the master in an fp32 array; empty for other arrays, which are only weights."""
         known = self.recorded_arguments
         computes_in = "bfloat16" if known.bf16 else "float16" if known.fp16 else "float32"
         if array.dtype != "float32" or is_module_buffer(array.key):
@@ -119,10 +119,10 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         return any(key.startswith(_STATE) for key in self.stored_index.arrays)
 
     def _check_order(self, key: str) -> None:
-        """Refuse parameters whose parts alternate between tensor-parallel ranks.
+        """Refuse parameters that interleave the parts of tensor-parallel ranks.
 
         Raises:
-            UnsupportedCheckpointError: their parts take turns in it.
+            UnsupportedCheckpointError: the parameter interleaves them.
         """
         gated = self.recorded_arguments.quick_geglu or self.recorded_arguments.gated_linear_unit
         takes_turns = is_first_linear(key) and gated and not self.recorded_arguments.swiglu
@@ -134,7 +134,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     @override
     def _read_common(self) -> dict[str, Any]:
-        # What Megatron's own converter leaves there is the label of its source.
+        # Megatron's own converter stores the format of its source in the content metadata.
         return {**super()._read_common(), "content_metadata": {"distrib_optim_sharding_type": NAME}}
 
     @cached_property
@@ -156,7 +156,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     @override
     def _is_taken(self, key: str) -> bool:
-        # `handle_fp8_extra_state_case` takes extra states out.
+        # `handle_fp8_extra_state_case` removes extra states.
         is_array = key in self.stored_index.arrays and key.startswith((_MODEL, _STATE))
         return is_array or is_extra_state(key) or any(pattern.match(key) for pattern in (_GROUP, _LABEL))
 
@@ -186,7 +186,7 @@ def _one_above_the_other(key: str, halves: list[StoredArray | None], where: str)
     """Join the two halves of a gated projection.
 
     Raises:
-        UnreadableCheckpointError: one of them is missing, or they do not fit.
+        UnreadableCheckpointError: one half is missing, or they do not match.
     """
     gate, up = halves
     if gate is None or up is None or gate.shape != up.shape or gate.dtype != up.dtype:

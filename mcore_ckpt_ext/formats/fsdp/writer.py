@@ -1,8 +1,8 @@
-"""Writing `fsdp_dtensor`: what a job with `--use-megatron-fsdp` resumes, under any tensor and data parallel size.
+"""Writes `fsdp_dtensor` for jobs with `--use-megatron-fsdp`, under any tensor and data parallel size.
 
 Sources: `load_checkpoint` and `_load_base_checkpoint` (megatron/training/checkpointing.py),
 `_param2group_meta_to_param_groups` (megatron/core/optimizer/distrib_optimizer.py), core_v0.14.0 to 0.19.2. Every name
-that the job asks for has to be there, but for `--no-strict-fsdp-dtensor-load`; keys are flat, as torch flattens dicts.
+that the job requests must exist, unless it has `--no-strict-fsdp-dtensor-load`; keys are flat, as torch flattens dicts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 @dataclass(frozen=True)
 class FsdpArray:
-    """An array under its key: `shape[0]` rows of a tensor of some kind, from row `first` on."""
+    """An array with its key: `shape[0]` rows of a tensor of some kind, from row `first` on."""
 
     key: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class FsdpArray:
     first: int
 
     def wanted(self, offsets: Sequence[int], sizes: Sequence[int]) -> TargetSlice:
-        """A part of it; the vocabulary may be padded otherwise than it is stored."""
+        """Return the slice for a part of the array; the padding of the vocabulary may differ from the source's."""
         name = self.tensor.name
         place = (self.first + offsets[0], *offsets[1:]) if self.shape else ()
         may_pad = name in VOCABULARY
@@ -57,8 +57,11 @@ class FsdpArray:
 class FsdpTarget:
     """Lays out one iteration folder.
 
-    `has_expert_optimizer`: experts have parameter groups of their own, as with several expert-parallel ranks. `names`:
-    those of the job that will read it, where they are not the source's.
+    Args:
+        checkpoint: the source.
+        version: the version of Megatron that will read it.
+        has_expert_optimizer: whether experts have separate parameter groups, as with expert parallelism.
+        names: the names of the job that will read it, if they differ from the source's.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class FsdpTarget:
         has_expert_optimizer: bool,
         names: ModuleNames | None = None,
     ) -> None:
-        """Raises: UnsupportedCheckpointError, where that version, or Megatron-FSDP, has no such job."""
+        """Raise UnsupportedCheckpointError if that version, or Megatron-FSDP, does not support the job."""
         if not LOADS_FSDP_DTENSOR.is_of(version):
             raise UnsupportedCheckpointError(
                 "that version of Megatron does not have this format", found=f"--megatron-version {_dotted(version)}",
@@ -92,7 +95,7 @@ class FsdpTarget:
             )  # fmt: skip
 
     def output(self) -> Output:
-        """All files of the folder, and where each tensor goes."""
+        """Plan all files of the folder, and the location of each tensor."""
         writer = DistcpFiles()
         for key, value in self.objects():
             writer.add_object(key, value, wrapped=False)
@@ -104,7 +107,7 @@ class FsdpTarget:
         return Output([*files, index], records, (*self._state.notes, *self._about_roundings(), afresh))
 
     def _about_roundings(self) -> Iterator[str]:
-        """Where a job that rounds the masters may have other weights than those of the source."""
+        """Warn if rounding the masters may give other weights than the source has."""
         joined = self._optimizer is not None and PARAM_REMAINDER in self._optimizer.kinds
         if joined or self._checkpoint.proof.is_near:
             yield (
@@ -113,7 +116,7 @@ class FsdpTarget:
             )
 
     def arrays(self) -> Iterator[FsdpArray]:
-        """Every array: weights or their masters, and moments."""
+        """Yield all arrays: weights or their masters, and moments."""
         for name in self._checkpoint.names(WEIGHT):
             yield from self._array(MODEL, name, "", *self._main(name))
         for kind in _MOMENTS if self._optimizer is not None else ():
@@ -121,7 +124,7 @@ class FsdpTarget:
                 yield from self._array(STATE, name, f".{kind}", kind, self._checkpoint.named_tensor(kind, name))
 
     def _main(self, name: str) -> tuple[str, LogicalTensor]:
-        """What takes the place of a weight: its master; without one the weight itself, in its master's dtype."""
+        """Return the master to write for a weight; without a master, the weight itself with the dtype of masters."""
         weight = self._checkpoint.named_tensor(WEIGHT, name)
         if is_module_buffer(name):
             return WEIGHT, weight
@@ -129,7 +132,7 @@ class FsdpTarget:
         return FP32_PARAM if is_trained else WEIGHT, LogicalTensor(name, weight.shape, "float32")
 
     def _array(self, prefix: str, name: str, suffix: str, kind: str, tensor: LogicalTensor) -> Iterator[FsdpArray]:
-        """A tensor as one array, or as two."""
+        """Yield a tensor as one array, or as two halves."""
         parts = [f"_{half}" for half in HALVES] if self._modules.halves(name) else [""]
         rows = (tensor.shape[0] if tensor.shape else 1) // len(parts)
         for number, part in enumerate(parts):
@@ -137,7 +140,7 @@ class FsdpTarget:
             yield FsdpArray(key, (rows, *tensor.shape[1:]) if tensor.shape else (), kind, tensor, number * rows)
 
     def objects(self) -> Iterator[tuple[str, Any]]:
-        """Pickled objects by key."""
+        """Yield pickled objects by key."""
         for key, value in self.common.items():
             if isinstance(value, Mapping):
                 yield from ((f"{key}.{name}", inner) for name, inner in value.items())
@@ -152,7 +155,7 @@ class FsdpTarget:
                 yield f"{GROUPS}{self._modules.of(name)}.{setting}", value
 
     def _group_of(self, name: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """The group that a parameter is in.
+        """Return the group that a parameter is in.
 
         Raises:
             UnsupportedCheckpointError: see `group_that_holds`.
@@ -162,7 +165,7 @@ class FsdpTarget:
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """What belongs to no tensor and no parameter: `args`, `iteration`, the scheduler and so on."""
+        """State that belongs to no tensor or parameter: `args`, `iteration`, the scheduler and so on."""
         common = {key: value for key, value in self._state.common.items() if key in COMMON_KEYS}
         common.pop("content_metadata", None)
         arguments = common["args"]
@@ -180,7 +183,7 @@ class FsdpTarget:
 
 
 def _chunks(array: FsdpArray) -> Iterator[Chunk]:
-    """Rows of an array in chunks of bounded size."""
+    """Yield rows of an array in chunks of limited size."""
     shape = array.shape
     rows = shape[0] if shape else 1
     step = max(1, _CHUNK_BYTES // max(1, prod(shape[1:]) * ITEM_SIZE[array.tensor.dtype]))

@@ -1,4 +1,4 @@
-"""The files of weights of a Hugging Face folder that is written: which tensors each holds, and where."""
+"""The files of weights of a Hugging Face folder to write, with the tensors of each and their locations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, lay_out_checked
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """A tensor to be written; `quantised`: as what it holds of a matrix."""
+    """A tensor to write; `quantised`: the part of a quantized matrix that it contains."""
 
     declared: Declared
     content: tuple[WriteItem, ...]
@@ -28,13 +28,13 @@ class WrittenTensor:
 
 
 def is_linear(tensor: HuggingFaceTensor) -> bool:
-    """Whether a tensor is a weight of a linear layer of attention, an MLP or an expert, which fp8 is for."""
+    """Return whether fp8 applies to a tensor: a weight of a linear layer of attention, an MLP or an expert."""
     places = {module_and_leaf(region.name) for region in tensor.regions}
     return all(module.startswith("linear_") and leaf == "weight" for module, leaf in places)
 
 
 def not_quantised(tensors: Sequence[WrittenTensor]) -> list[str]:
-    """Modules with matrices that are not quantised, as readers ask for them."""
+    """Return the names of modules whose matrices are not quantized, as readers of `config.json` expect them."""
     return [
         tensor.declared.key.removesuffix(".weight") for tensor in tensors
         if tensor.quantised is None and len(tensor.declared.shape) > 1 and tensor.declared.key.endswith(".weight")
@@ -42,7 +42,7 @@ def not_quantised(tensors: Sequence[WrittenTensor]) -> list[str]:
 
 
 def arrangement_of(tensor: HuggingFaceTensor, part: Slice) -> WriteLayout | None:
-    """How a tensor's elements are arranged other than in Megatron; None where they are not.
+    """Return how a tensor's elements are arranged if they differ from Megatron's, else None.
 
     Args:
         tensor: the tensor.
@@ -55,7 +55,7 @@ def arrangement_of(tensor: HuggingFaceTensor, part: Slice) -> WriteLayout | None
 
 
 def shards_of(tensors: Sequence[WrittenTensor], limit: int) -> Iterator[list[WrittenTensor]]:
-    """Like huggingface_hub's `split_torch_state_dict_into_shards`: in order; a file is closed before it is too big."""
+    """Split tensors into files of limited size like `split_torch_state_dict_into_shards` of huggingface_hub."""
     shard: list[WrittenTensor] = []
     size = 0
     for tensor in tensors:
@@ -68,7 +68,7 @@ def shards_of(tensors: Sequence[WrittenTensor], limit: int) -> Iterator[list[Wri
 
 
 def plain_file(name: str, shard: Sequence[WrittenTensor]) -> tuple[OutputFile, list[Record]]:
-    """A file of safetensors, and where each tensor goes."""
+    """Plan a safetensors file, and the location of each tensor."""
     file, starts, checksums = lay_out_checked_file(name, [tensor.declared for tensor in shard])
     records = [
         Record(
@@ -81,7 +81,7 @@ def plain_file(name: str, shard: Sequence[WrittenTensor]) -> tuple[OutputFile, l
 
 
 def pickled_file(name: str, shard: Sequence[WrittenTensor]) -> tuple[OutputFile, list[Record]]:
-    """A file as `torch.save` writes it, and where each tensor goes."""
+    """Plan a file in the format of `torch.save`, and the location of each tensor."""
     state = OrderedDict(
         (tensor.declared.key, DeclaredTensor(getattr(torch, tensor.declared.dtype), tensor.declared.shape, tensor))
         for tensor in shard

@@ -1,4 +1,4 @@
-"""A folder as transformers lays it out: files of weights, where each tensor lies, and the small files beside them."""
+"""A folder in transformers' layout: the files of weights, the location of each tensor, and the small files."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from mcore_ckpt_ext.storage.safetensors import WRITER, check_index, read_header,
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
-# Weights in one file, or an index of the files, in the order in which transformers looks for them
+# Weights in one file, or an index of the files, in the order in which transformers looks them up
 # (`_get_resolved_checkpoint_files`, modeling_utils.py, 4.36 to 5.23).
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_FILES = (_SINGLE[0], INDICES[0], _SINGLE[1], INDICES[1])
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-# How `torch.save` began its files before 1.6 (`MAGIC_NUMBER`, torch/serialization.py).
+# The first bytes of files of `torch.save` before 1.6 (`MAGIC_NUMBER`, torch/serialization.py).
 _BEFORE_ZIP = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the folder: its shape in elements, the array that holds it, and the first of its elements there.
+    """A tensor of the folder: its shape in elements, the array that contains it, and its first element there.
 
-    `turned`: the array holds the matrices of the last two axes transposed.
+    `turned`: the array contains the matrices of the last two axes transposed.
     """
 
     shape: tuple[int, ...]
@@ -42,30 +42,30 @@ class StoredTensor:
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether a folder looks like one that transformers or PEFT wrote."""
-    # Canonical folders have an index of the same name, and Megatron's may hold anything beside their own files.
+    """Return whether a folder was written by transformers or PEFT, judging by its files."""
+    # Canonical folders have an index of the same name, and Megatron's folders may contain additional files.
     if any((folder / name).exists() for name in ("common.json", "metadata.json")):
         return False
     return any((folder / name).exists() for name in (CONFIG, ADAPTER, *_SINGLE, *INDICES))
 
 
 def is_peft(folder: Path) -> bool:
-    """Whether a folder is one that peft wrote: adapters without their model."""
+    """Return whether a folder was written by peft: adapters without their model."""
     return (folder / ADAPTER).is_file() and not (folder / CONFIG).exists()
 
 
 def is_model(folder: Path) -> bool:
-    """Whether a folder holds a configuration and weights; of either alone, other programs leave files, too."""
+    """Return whether a folder has a configuration and weights; one alone may come from another program."""
     has_weights = any((folder / name).is_file() for name in WEIGHT_FILES)
     return has_weights and (folder / CONFIG).is_file() and is_huggingface(folder)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a model that can be converted.
+    """Read the `config.json` of a model that can be converted.
 
     Raises:
         UnreadableCheckpointError: it is missing or damaged.
-        UnsupportedCheckpointError: the folder holds an adapter.
+        UnsupportedCheckpointError: the folder contains an adapter.
     """
     if (folder / ADAPTER).exists():
         raise adapters_without_model(folder)
@@ -78,7 +78,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def adapters_without_model(folder: Path) -> UnsupportedCheckpointError:
-    """The refusal of a folder of adapters, where nothing says for which model they are."""
+    """Return the error for a folder of adapters whose model is unknown."""
     return UnsupportedCheckpointError(
         "this folder holds an adapter (LoRA), not a model", found=ADAPTER, where=str(folder),
         hint="pass the model that it was trained for: --weights FOLDER; or merge the two: --merge FOLDER",
@@ -86,14 +86,14 @@ def adapters_without_model(folder: Path) -> UnsupportedCheckpointError:
 
 
 def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, StoredTensor], list[str]]:
-    """All tensors of the folder, and its other files of weights, which are not looked at.
+    """Return all tensors of the folder, and the names of unused files of weights.
 
     Args:
-        reader: of the checkpoint's folder.
-        below: the folder in it that the weights lie in.
+        reader: reads the checkpoint's folder.
+        below: the subfolder with the weights.
 
     Raises:
-        UnreadableCheckpointError: a file is missing or damaged, or the index names what is not there.
+        UnreadableCheckpointError: a file is missing or damaged, or lacks a tensor that the index lists.
     """
     folder = reader.folder / below
     found = [name for name in WEIGHT_FILES if (folder / name).exists()]
@@ -111,12 +111,12 @@ def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, Store
 
 
 def weight_files_of(folder: Path) -> set[str]:
-    """The names of all files of weights in a folder, whatever an index lists."""
+    """Return the names of all files of weights in a folder, listed in an index or not."""
     return {path.name for pattern in _WEIGHTS for path in folder.glob(pattern)}
 
 
 def stored_names(folder: Path) -> list[str]:
-    """The names of a folder's tensors, for a message; none where its weights cannot be read."""
+    """Return the names of a folder's tensors, for a message; empty if its weights cannot be read."""
     try:
         return [*read_tensors(FolderReader(folder))[0]]
     except CheckpointError:
@@ -152,11 +152,11 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
 
 
 def tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors of one file, safetensors or a pickle, by name.
+    """Yield the tensors of one file, safetensors or a pickle, by name.
 
     Raises:
-        UnreadableCheckpointError: it is damaged, or holds something else.
-        UnsupportedCheckpointError: it is older than torch 1.6.
+        UnreadableCheckpointError: the file is damaged, or contains anything but tensors.
+        UnsupportedCheckpointError: it was written before torch 1.6.
     """
     if file.endswith(".safetensors"):
         for name, shape, extent in read_header(reader, file):
@@ -182,7 +182,7 @@ def tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTen
 
 
 def written_by_us(folder: Path) -> bool:
-    """Whether every file of weights in a folder says that this package wrote it."""
+    """Return whether all files of weights in a folder are marked as written by this package."""
     reader = FolderReader(folder)
     plain = [writer_of(reader, path.name) for path in folder.glob("*.safetensors")]
     pickled = [TorchArchive(reader, path.name).writer() for path in folder.glob("*.bin")]
@@ -190,7 +190,7 @@ def written_by_us(folder: Path) -> bool:
 
 
 def stored_tensor_of(reader: FolderReader, file: str, tensor: TensorReference) -> StoredTensor:
-    """Where a contiguous tensor lies in the torch archive that is a whole file."""
+    """Return the location of a contiguous tensor in a file that is one torch archive."""
     whole = StoredObject(file, 0, reader.size(file))
     return StoredTensor(tensor.shape, extent_of(tensor, whole), tensor.offset)
 

@@ -1,4 +1,4 @@
-"""Models that also see images, whole: as Megatron-Bridge holds them, and as Hugging Face's folders do."""
+"""Whole vision-language models, as Megatron-Bridge stores them and as Hugging Face's folders do."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 _SHOWN = 6
 _FLOATS = ("bfloat16", "float16", "float32")
 _HINT = "pass the folder that training started from: --tokenizer FOLDER"
-# Names of experts in stacks, which choose the rules for them.
+# Names of stacked experts, which select the rules for them.
 _STACKED = tuple(f"model.layers.0.mlp.experts.{one}_proj" for one in ("gate_up", "down"))
-# What a job may choose anew.
+# Keys of `config.json` that a training job may change.
 _OF_TRAINING = ("attention_dropout", "initializer_range", "max_position_embeddings", "architectures")
 
 
 class WithImages(HuggingFaceCheckpoint):
-    """A folder with what sees images, under the names of Megatron-Bridge's model of the whole."""
+    """A folder read with its vision part, under the names of Megatron-Bridge's model."""
 
     @override
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
@@ -91,7 +91,7 @@ class WithImages(HuggingFaceCheckpoint):
 
 
 class WithAll(HuggingFaceCheckpoint):
-    """A folder with what sees images under the names of folders, to be compared with another one."""
+    """A folder read with its vision part, under Hugging Face's names, to compare it with another folder."""
 
     @override
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
@@ -102,7 +102,7 @@ class WithAll(HuggingFaceCheckpoint):
 
 
 def with_images(checkpoint: CheckpointView) -> CheckpointView:
-    """The whole of a Hugging Face folder that only the text was read of, where it is known how Bridge holds it."""
+    """Reopen a Hugging Face folder, opened as text only, with its vision part, if Megatron-Bridge has such a model."""
     own = checkpoint.format_reader
     if not isinstance(own, HuggingFaceCheckpoint) or own.whole not in IMAGES:
         return checkpoint
@@ -110,34 +110,34 @@ def with_images(checkpoint: CheckpointView) -> CheckpointView:
 
 
 def compared_whole(opened: Sequence[CheckpointView]) -> list[CheckpointView]:
-    """Two checkpoints to compare: two folders of wholes with all that they hold, anything else as it is."""
+    """Reopen two folders of vision-language models in full to compare them; return anything else unchanged."""
     readers = [one.format_reader for one in opened]
     folders = [one for one in readers if isinstance(one, HuggingFaceCheckpoint) and one.whole]
     return [one.read_again(WithAll).view for one in folders] if len(folders) == len(opened) else [*opened]
 
 
 def text_beside(checkpoint: CheckpointView) -> CheckpointView:
-    """A whole of Megatron-Bridge with its text under the names of a model of its own; anything else as it is."""
+    """Return a view of Megatron-Bridge's vision-language model with the names of a text model; others unchanged."""
     names = checkpoint.names(WEIGHT)
     kind = kind_of(names)
     if kind is None:
         return checkpoint
     view = renamed(checkpoint, {name: name.removeprefix(PREFIX) for name in names})
     text = frozenset(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
-    # Of positions in a text the three axes are one.
+    # In a text, the positions on all three axes are equal.
     arguments = lazy(lambda: view.arguments.replace(position_embedding_type="rope"))
     return replace(view, job=replace(view.job, arguments=arguments), whole_model=WholeModel(kind, text))
 
 
 def seeing_tensors(checkpoint: CheckpointView, beside: Mapping[str, Any]) -> list[HuggingFaceTensor]:
-    """What sees images in a checkpoint that `text_beside` gave; nothing in any other.
+    """Return the tensors of the vision part in a view from `text_beside`; empty for any other.
 
     Args:
         checkpoint: the checkpoint.
-        beside: the `config.json` of a Hugging Face folder, or nothing.
+        beside: the `config.json` of a Hugging Face folder, or empty.
 
     Raises:
-        UnsupportedCheckpointError: the `config.json` is of another kind, or describes another model.
+        UnsupportedCheckpointError: the `config.json` has another model type, or describes another model.
     """
     whole = checkpoint.whole_model
     if whole is None:
@@ -156,7 +156,7 @@ def seeing_tensors(checkpoint: CheckpointView, beside: Mapping[str, Any]) -> lis
 
 
 def _unlike(vision: Mapping[str, Any], checkpoint: CheckpointView) -> list[str]:
-    """What Megatron-Bridge's own file says otherwise of what sees."""
+    """Return where Megatron-Bridge's own file contradicts the vision configuration."""
     known = ((run_config_of(checkpoint.folder) or {}).get("model") or {}).get("vision_config")
     trained = known if isinstance(known, Mapping) else {}
     return [f"{key} is {vision[key]}, not {value}, in vision_config" for key, value in trained.items()
@@ -164,10 +164,10 @@ def _unlike(vision: Mapping[str, Any], checkpoint: CheckpointView) -> list[str]:
 
 
 def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArguments) -> list[HuggingFaceTensor]:
-    """The tensors of a text that are written; in a whole, as released folders of it have them.
+    """Return the tensors of a text to write; for a vision-language model, in the layout of released folders.
 
     Raises:
-        UnsupportedCheckpointError: experts lie transposed there, and nothing would tell.
+        UnsupportedCheckpointError: released folders store experts transposed, which shapes do not show.
     """
     if checkpoint.whole_model is None:
         return family.tensors(arguments)
@@ -180,16 +180,16 @@ def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArg
 def checked_whole(
     beside: Mapping[str, Any], family: Family, arguments: ModelArguments, checkpoint: CheckpointView
 ) -> dict[str, Any]:
-    """The `config.json` of a whole: that which lies beside, for what sees images is in no argument.
+    """Return the `config.json` of a vision-language model after checks; arguments do not describe the vision part.
 
     Args:
         beside: the `config.json` of a Hugging Face folder.
-        family: of the text.
-        arguments: of the text.
-        checkpoint: one that `text_beside` gave.
+        family: the family of the text.
+        arguments: the arguments of the text.
+        checkpoint: a view from `text_beside`.
 
     Raises:
-        UnsupportedCheckpointError: it describes another model.
+        UnsupportedCheckpointError: the `config.json` describes another model.
     """
     text = text_config(beside) or {}
     neutral = neutral_keys(text, str(beside.get("model_type")), beside)

@@ -1,4 +1,4 @@
-"""The files of a folder that transformers loads, checked against its index and `config.json`, whatever its model.
+"""Checks the files of a transformers folder against its index and `config.json`, for any model.
 
 Sources: `_get_resolved_checkpoint_files`, `load_state_dict` (modeling_utils.py, transformers 4.41 to 5.23); `Metadata`
 (safetensors/src/tensor.rs, 0.3 to 0.8).
@@ -29,17 +29,17 @@ from mcore_ckpt_ext.storage.safetensors import METADATA, SUFFIX, read_arrays, re
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _FORMATS = ("pt", "tf", "flax", "mlx")
 _QUANTISED = ("quantization_config", "compression_config")
-# How quantizers end the names of their scales: DeepSeek's fp8, compressed-tensors, mxfp4, GPTQ, AWQ.
+# Suffixes that quantizers give their scales: DeepSeek's fp8, compressed-tensors, mxfp4, GPTQ, AWQ.
 _SCALES = ("_scale_inv", "_scale", "_scales", ".scales")
 _SHOWN = 4
 
 
 def list_model(folder: Path, below: str = "") -> Listing:
-    """List the tensors of a folder, and what is wrong with its files.
+    """List the tensors of a folder, and the problems of its files.
 
     Args:
         folder: the checkpoint's folder.
-        below: the folder in it that the weights lie in.
+        below: the subfolder with the weights.
     """
     listing = Listing(folder, folder_reader(folder))
     config = _read_object(listing, _below(below, CONFIG))
@@ -70,7 +70,7 @@ def list_model(folder: Path, below: str = "") -> Listing:
 
 
 def list_file(listing: Listing, file: str) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors of one file; a problem of the listing where it cannot be read."""
+    """Yield the tensors of one file; add a problem to the listing if the file cannot be read."""
     try:
         found = list(tensors_of(listing.reader, file))
         if file.endswith(SUFFIX):
@@ -92,7 +92,7 @@ def _read_object(listing: Listing, file: str) -> dict[str, Any] | None:
 
 
 def _check_metadata(listing: Listing, file: str, metadata: object) -> None:
-    """Check what a header states of its file."""
+    """Check a file's metadata in its header."""
     if metadata is None:
         return
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -146,7 +146,7 @@ def _list_shard(
 
 
 def _check_scales(listing: Listing, stored: Mapping[str, StoredTensor], config: Mapping[str, Any], below: str) -> None:
-    """Check that quantized weights have scales, of a shape that fits, where their quantization is supported."""
+    """Check that quantized weights have scales of matching shape, if their quantization is supported."""
     try:
         dequantised(stored, config, str(listing.folder / below))
     except UnsupportedCheckpointError:
@@ -158,7 +158,7 @@ def _check_scales(listing: Listing, stored: Mapping[str, StoredTensor], config: 
 def _check_dtypes(listing: Listing, config: Mapping[str, Any], is_quantised: bool) -> None:
     """Compare the dtypes of floating-point tensors with that of `config.json`.
 
-    Vectors in float32 are passed over: many models keep norms and biases of routers in it.
+    Vectors in float32 are skipped, because many models keep norms and biases of routers in it.
     """
     inside = config.get("text_config")
     places = (config, inside if isinstance(inside, Mapping) else {})

@@ -1,4 +1,4 @@
-"""The model that a Hugging Face folder's `config.json` describes; no tensor is looked at."""
+"""The model that a Hugging Face folder's `config.json` describes; tensors are not read."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _PADDING = 128  # `--make-vocab-size-divisible-by`
 
 @dataclass(frozen=True)
 class DescribedModel:
-    """What `config.json` says.
+    """The content of a `config.json`.
 
     Attributes:
-        config: it, or the part of it that is about the text.
-        family: of the model.
-        arguments: of a job that trains it.
-        whole: the `model_type` of a model that has other parts than the text; empty for one that has not.
-        whole_config: what `config.json` says of all parts.
-        neutral: its keys that do not change what the model computes.
+        config: all of it, or the part that describes the text.
+        family: the model's family.
+        arguments: the arguments of a job that trains it.
+        whole: the `model_type` of a model that has other parts than the text; empty for a text model.
+        whole_config: the configuration of all parts.
+        neutral: keys that do not change what the model computes.
     """
 
     config: Mapping[str, Any]
@@ -54,12 +54,12 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
 
     Args:
         folder: the folder.
-        family: of the model; by default as `config.json` says.
+        family: the model's family; by default recognized from `config.json`.
         transformer_impl: the layer spec of the job that will read it.
 
     Raises:
-        UnreadableCheckpointError: it is missing or damaged.
-        UnsupportedCheckpointError: the model is of a kind that is not read, or not under that layer spec.
+        UnreadableCheckpointError: `config.json` is missing or damaged.
+        UnsupportedCheckpointError: the kind of model is not supported, at all or under that layer spec.
     """
     whole = read_config(folder)
     text = text_config(whole)
@@ -83,13 +83,16 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
 
 
 def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folder: Path) -> CheckpointError | None:
-    """Why the weights of a folder are not those that a job trained; None where nothing speaks against it.
+    """Check that a job may have trained the weights of a folder.
 
     Args:
-        family: of the folder's model.
+        family: the family of the folder's model.
         model: the folder's model.
         trained: the arguments of the job.
         folder: the folder.
+
+    Returns:
+        The error to raise; None if nothing contradicts it.
     """
     tokens = int(model.required("vocab_size"))
     if (rows := trained.padded_vocab_size or 0) > tokens:
@@ -108,12 +111,12 @@ def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folde
 
 
 def common_state(model: ModelArguments, vocabulary: int, dtypes: Sequence[str]) -> dict[str, Any]:
-    """The common state of a release checkpoint with this model, as Megatron would have written it.
+    """Return the common state of a release checkpoint with this model, as Megatron would write it.
 
     Args:
         model: the model.
         vocabulary: tokens without padding.
-        dtypes: of its tensors, the most frequent one first.
+        dtypes: the dtypes of its tensors, the most frequent one first.
     """
     arguments = {
         **model.as_dict(),
@@ -122,7 +125,7 @@ def common_state(model: ModelArguments, vocabulary: int, dtypes: Sequence[str]) 
         "seq_length": model.max_position_embeddings,
         "norm_epsilon": model.layernorm_epsilon,
         "apply_layernorm_1p": model.layernorm_zero_centered_gamma,
-        # True whatever the positions are, and compared on loading (`check_checkpoint_args`).
+        # True for all kinds of positions; compared on loading (`check_checkpoint_args`).
         "add_position_embedding": True,
         "moe_grouped_gemm": bool(model.num_experts and model.transformer_impl == TRANSFORMER_ENGINE),
         "bf16": "bfloat16" in dtypes,

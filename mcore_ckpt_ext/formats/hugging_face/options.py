@@ -20,18 +20,18 @@ Quantization: TypeAlias = Literal["fp8-block"]
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(Target):
-    """A folder that `transformers` loads; it has no optimizer.
+    """Write a folder that `transformers` loads; it has no optimizer.
 
     Attributes:
         vocab_size: tokens without Megatron's padding; by default from the tokenizer, or from the arguments.
         tokenizer: the folder of a tokenizer or model whose small files are copied.
-        dtype: of all floating-point tensors; by default as stored.
-        kind: what is exported: `weight`, or `fp32_param` for the optimizer's masters.
-        max_shard_size: the most bytes of tensors that a file holds, unless it is one tensor.
-        pickled: `pytorch_model.bin` instead of safetensors.
+        dtype: the dtype of all floating-point tensors; by default as stored.
+        kind: the values to export: `weight`, or `fp32_param` for the optimizer's masters.
+        max_shard_size: the most bytes of tensors in a file, unless it contains one tensor.
+        pickled: True for `pytorch_model.bin` instead of safetensors.
         quantize: `fp8-block` for weights of linear layers in fp8 with a scale for each block of 128 x 128.
-        lora_alpha: of adapters, which are written for peft, where nothing beside the checkpoint tells it.
-        arguments: `NAME=VALUE` of the job's arguments as its model was computed, where the checkpoint cannot tell.
+        lora_alpha: alpha of the adapters, which are written for peft, if the checkpoint does not store it.
+        arguments: `NAME=VALUE` of arguments used in training that are missing from the checkpoint.
 
     Example:
         >>> convert("run", "hf", HuggingFace(dtype="float16")).notes[0]
@@ -56,19 +56,19 @@ class HuggingFace(Target):
 
     @property
     def weights_alone(self) -> bool:
-        """Whether nothing but weights is taken from the source; masters are state of an optimizer."""
+        """Whether only weights are taken from the source; masters are state of an optimizer."""
         return self.kind == "weight"
 
     @property
     def reads(self) -> Sequence[str | os.PathLike[str]]:
-        """Folders beside the source that are read."""
+        """Return additional folders to read."""
         return () if self.tokenizer is None else (self.tokenizer,)
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a source.
+        """Check the options that can be checked without a source.
 
         Raises:
-            UsageError: a value makes no sense.
+            UsageError: an option has an invalid value.
         """
         parse_assignments(self.arguments)
         check_sizes(vocab_size=self.vocab_size, max_shard_size=self.max_shard_size, lora_alpha=self.lora_alpha)

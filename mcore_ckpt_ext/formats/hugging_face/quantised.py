@@ -1,7 +1,7 @@
-"""Folders with quantised weights: which tensors are codes, and which are their scales.
+"""Folders with quantized weights: pairs codes with their scales.
 
-What is decoded: fp8 with a scale for each block of a matrix (DeepSeek-V3, `weight_scale_inv`), for each row, or for the
-whole (compressed-tensors, `weight_scale`), and the 4-bit floats of gpt-oss (`_blocks` and `_scales`). Sources:
+Decoded are fp8 with a scale for each block of a matrix (DeepSeek-V3, `weight_scale_inv`), each row, or the whole matrix
+(compressed-tensors, `weight_scale`), and the 4-bit floats of gpt-oss (`_blocks` and `_scales`). Sources:
 transformers/integrations/finegrained_fp8.py and mxfp4.py (5.23); compressed_tensors/quantization (0.12).
 """
 
@@ -19,13 +19,13 @@ from mcore_ckpt_ext.planning.array_location import ScaleCodec
 _DTYPES = ("bfloat16", "float32", "float16")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _CODES_IN_BYTE, _MX_BLOCK = 2, 32
-# Scales of what goes into a layer, or of what attention keeps: no weights.
+# Scales of activations: inputs and outputs of layers, and the cache of attention.
 _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
 
 
 @dataclass(frozen=True)
 class _Pairing:
-    """How codes and scales are named; `block` of a matrix that has one scale for each block, where it is known."""
+    """Names of codes and scales; `block`: the block size of a matrix with one scale for each block, if known."""
 
     codes: str
     scales: str
@@ -36,16 +36,16 @@ class _Pairing:
 def dequantised(
     stored: Mapping[str, StoredTensor], config: Mapping[str, Any], where: str
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """The tensors of a folder as numbers, and the names of those that describe no weight.
+    """Return the tensors of a folder with codes as numbers, and the names of the scales of activations.
 
     Args:
-        stored: by name, as they lie there.
+        stored: the stored tensors by name.
         config: `config.json`.
         where: the folder, for messages.
 
     Raises:
-        UnsupportedCheckpointError: the weights are quantised in a way that is not decoded here.
-        UnreadableCheckpointError: codes without scales, or scales of another shape.
+        UnsupportedCheckpointError: the kind of quantization is not supported.
+        UnreadableCheckpointError: codes have no scales, or scales of another shape.
     """
     pairing = _pairing(config, where)
     if pairing is None:
@@ -74,7 +74,7 @@ def dequantised(
 
 
 def _pairing(config: Mapping[str, Any], where: str) -> _Pairing | None:
-    """How the weights are quantised; None where they are not."""
+    """Return how the weights are quantized; None if they are not."""
     quantised = config.get("quantization_config") or config.get("compression_config")
     if not quantised:
         return None
@@ -122,7 +122,7 @@ def _decoded(
     name: str, codes: StoredTensor, scales: StoredTensor, pairing: _Pairing, dtype: str, where: str
 ) -> StoredTensor:
     shape = codes.shape
-    if pairing.packed:  # (..., rows, blocks in a row, bytes in a block), whose scales are (..., rows, blocks in a row)
+    if pairing.packed:  # (..., rows, blocks in a row, bytes in a block); its scales are (..., rows, blocks in a row)
         shape = (*shape[:-2], prod(shape[-2:]) * _CODES_IN_BYTE)
     if isinstance(codes.extent, ScaleCodec) or isinstance(scales.extent, ScaleCodec):
         raise TypeError("these are numbers already")
@@ -132,7 +132,7 @@ def _decoded(
         fits = prod(scales.shape) == prod(grid) and (pairing.block is None or scales.shape[-1:] == grid[1:])
         if fits and not codes.first and not scales.first:
             extent = ScaleCodec(codes.extent, scales.extent, rows, columns, block, dtype, pairing.packed)
-            # As transformers has it, which transposes what it unpacks (`convert_moe_packed_tensors`).
+            # transformers transposes what it unpacks (`convert_moe_packed_tensors`).
             return StoredTensor(
                 (*shape[:-2], shape[-1], shape[-2]) if pairing.packed else shape, extent, 0, pairing.packed
             )
@@ -145,10 +145,10 @@ def _decoded(
 
 
 def _blocks(pairing: _Pairing, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """The blocks that a matrix may be cut into: as the folder says; else a row, or all of it."""
+    """Yield possible block sizes of a matrix: the declared one; otherwise the whole matrix, then a row."""
     rows, columns = prod(shape[:-1]), shape[-1]
     if pairing.block is not None:
-        if shape[-2] % pairing.block[0] == 0 or len(shape) == 2:  # else blocks would reach into the next matrix
+        if shape[-2] % pairing.block[0] == 0 or len(shape) == 2:  # otherwise blocks would cross into the next matrix
             yield pairing.block
         return
     yield rows, columns

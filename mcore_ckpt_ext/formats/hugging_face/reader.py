@@ -44,7 +44,7 @@ NAME = "hf"
 _SHOWN = 6
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 _BLOCK = 1 << 24
-_ENTRY_BYTES, _STEPS_A_REGION = 60, 16  # of a tensor in a file's header, at least; to make a region of one
+_ENTRY_BYTES, _STEPS_A_REGION = 60, 16  # least size of a tensor's entry in a header; cost of creating a region
 
 
 class HuggingFaceCheckpoint(WeightsAlone):
@@ -70,14 +70,14 @@ class HuggingFaceCheckpoint(WeightsAlone):
         Args:
             folder: the folder.
             order_sources: see `FormatReader`.
-            family: of the model; by default as `config.json` says.
-            transformer_impl: the layer spec of the job that will read it, because its names differ.
-            below: the folder in it that the model lies in.
-            mtp: whether multi-token prediction (MTP) layers are read, where the folder has any.
+            family: the model's family; by default recognized from `config.json`.
+            transformer_impl: the layer spec of the job that will read it, because names differ.
+            below: the subfolder that contains the model.
+            mtp: whether multi-token prediction (MTP) layers are read, if the folder has any.
 
         Raises:
-            UnreadableCheckpointError: a file is missing or damaged, or tensors are not as `config.json` says.
-            UnsupportedCheckpointError: the model is of a kind that is not read.
+            UnreadableCheckpointError: a file is missing or damaged, or tensors contradict `config.json`.
+            UnsupportedCheckpointError: the kind of model is not supported.
         """
         super().__init__(folder, order_sources)
         self._below = below
@@ -106,11 +106,11 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return tensor if shape is None else replace(tensor, shape=shape, turned=True)
 
     def without_mtp(self) -> HuggingFaceCheckpoint:
-        """The same, without the MTP layers."""
+        """Read the folder again without the MTP layers."""
         return self.read_again(HuggingFaceCheckpoint, mtp=False)
 
     def read_again(self, kind: type[HuggingFaceCheckpoint], mtp: bool = True) -> HuggingFaceCheckpoint:
-        """The same folder, read by another class, or without MTP layers."""
+        """Read the folder again with another class, or without MTP layers."""
         return kind(
             self.folder, self._extra_parameter_orders, family=self.family, transformer_impl=self.model.transformer_impl,
             below=self._below, mtp=mtp,
@@ -132,7 +132,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
                 "config.json describes more layers than the folder can contain",
                 found=f"{len(stored)} tensors", expected=f"{layers} layers", where=str(self.folder),
             )  # fmt: skip
-        # Query, key and value are rows of one parameter, group by group.
+        # Query, key and value are interleaved rows of one parameter, so each query group has regions of its own.
         regions = layers * (experts + 3 * self.model.num_query_groups)
         Budget(_ENTRY_BYTES * len(stored), CONFIG).spend(_STEPS_A_REGION * regions, "layers, experts and query groups")
         self._check_tied(stored)
@@ -164,10 +164,10 @@ class HuggingFaceCheckpoint(WeightsAlone):
     def _without_copies(
         self, stored: Mapping[str, StoredTensor], expected: Iterable[HuggingFaceTensor]
     ) -> Mapping[str, StoredTensor]:
-        """The tensors but for those that repeat others of the `expected` ones, and have to be copies of them.
+        """Leave out tensors that duplicate `expected` ones, after comparing them.
 
         Raises:
-            UnreadableCheckpointError: one of them is not.
+            UnreadableCheckpointError: a duplicate differs from its original.
         """
         copies = self.family.copies(self.model)
         if not any(copy.name in stored for copy in copies):
@@ -185,7 +185,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return found
 
     def _check_tied(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Check that a tied model's own output layer, which is left out, really is a copy."""
+        """Check that the output layer in a tied model's folder is a copy of the embedding; it is not read otherwise."""
         copy = stored.get("lm_head.weight")
         embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
         if self.model.untie_embeddings_and_output_weights or copy is None or embedding is None:
@@ -216,7 +216,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """The arguments of a release checkpoint for the job that will read it."""
+        """The common state of a release checkpoint for the job that will read it."""
         return common_state(self.model, self.vocabulary, self._weights.dtypes)
 
     @property
@@ -309,7 +309,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return "starts from its weights: --load FOLDER; tested with 0.19.2"
 
     def unlike_most(self) -> list[str]:
-        """A note of parameters in another dtype than most, if there are any."""
+        """Return a note on parameters whose dtype differs from most others; empty if there are none."""
         odd = self._weights.unlike_most
         dtypes = " and ".join(sorted({tensor.dtype for tensor in odd}))
         rest = f"unlike the rest, so that a job in {self._weights.dtypes[0]} rounds them"
@@ -323,7 +323,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return None
 
     def training_flags(self) -> list[str]:
-        """The words of the command line of `pretrain_gpt.py` that describe this model."""
+        """Return the command line arguments of `pretrain_gpt.py` that describe this model."""
         return training_flags(complete(self.arguments))
 
     @override
@@ -331,5 +331,5 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return run_config(self.family, complete(self.arguments))
 
     def extra_states(self) -> Mapping[str, Any]:
-        """The extra states of new modules, which Megatron requires."""
+        """Return the extra states of new modules, which Megatron requires."""
         return fresh_extra_states(self._weights.names(), self.model.transformer_impl == TRANSFORMER_ENGINE)

@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder as what they are to Megatron: slices of its parameters."""
+"""The tensors of a Hugging Face folder as slices of Megatron's parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
 
 
 class ModelSpaceWeights(StoredOnce):
-    """The arrays, in model space."""
+    """The arrays of a Hugging Face folder in model space."""
 
     kinds: tuple[str, ...] = ()
 
@@ -43,7 +43,7 @@ class ModelSpaceWeights(StoredOnce):
 
     @property
     def dtypes(self) -> list[str]:
-        """All dtypes, the one with the most elements first."""
+        """All dtypes, sorted by their number of elements, largest first."""
         elements: dict[str, int] = {}
         for tensor in self._tensors.values():
             elements[tensor.dtype] = elements.get(tensor.dtype, 0) + prod(tensor.shape)
@@ -51,17 +51,17 @@ class ModelSpaceWeights(StoredOnce):
 
     @property
     def unlike_most(self) -> list[LogicalTensor]:
-        """Parameters that a job in the dtype of most would round; Megatron itself keeps a router's bias in fp32."""
+        """Parameters that a job in the most frequent dtype would round, without routers' biases, which stay in fp32."""
         most = self.dtypes[0] if self._tensors else "float32"
         tensors = self._tensors.values()
         return [one for one in tensors if one.dtype != most != "float32" and not is_module_buffer(one.name)]
 
     def names(self) -> list[str]:
-        """All names."""
+        """Return all names."""
         return list(self._tensors)
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        """Return the name, shape and dtype of a weight; None if the folder does not contain it."""
         return self._tensors.get(name) if kind == WEIGHT else None
 
     @override
@@ -70,7 +70,7 @@ class ModelSpaceWeights(StoredOnce):
 
 
 def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[str, StoredSlice]]:
-    """The slices that a tensor holds of each parameter, whose regions lie one after the other in it."""
+    """Yield the slices of each parameter in a tensor, in which the regions of a parameter are contiguous."""
     transposed = tensor.transposed != stored.turned
     first = stored.first
     for name, found in groupby(tensor.regions, key=lambda region: region.name):

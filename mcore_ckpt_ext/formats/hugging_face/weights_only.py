@@ -1,4 +1,4 @@
-"""Folders of transformers and of peft: weights, and nothing of the training that they come from."""
+"""Base class of the readers of transformers and peft folders, which contain no training state."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mcore_ckpt_ext.planning.array_location import RawArray, ScaleCodec
 
 
 class WeightsAlone(FormatReader):
-    """Base class of folders that contain weights only."""
+    """Reads a folder that contains only weights."""
 
     is_of_job = False
     kind: ClassVar[str]
-    """What it is called in messages."""
+    """Its name in messages."""
     _weights: ModelSpaceWeights
 
     @property
@@ -34,7 +34,7 @@ class WeightsAlone(FormatReader):
 
     @property
     def stored_optimizer_format(self) -> str | None:
-        """There is none."""
+        """None, because there is no optimizer."""
         return None
 
     @property

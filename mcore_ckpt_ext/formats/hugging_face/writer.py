@@ -1,7 +1,7 @@
-"""Writing a Hugging Face folder, laid out as `save_pretrained` of transformers 4 and 5 does.
+"""Writes a Hugging Face folder in the layout of `save_pretrained` of transformers 4 and 5.
 
-Tensors bear the names of released models, which both versions read; transformers 5 holds experts stacked in memory,
-but saves them one by one, too (`save_original_format`, transformers/core_model_loading.py, seen in 5.23).
+Tensors have the names of released models, which both versions read. transformers 5 stacks experts in memory, but also
+saves them separately (`save_original_format`, transformers/core_model_loading.py, seen in 5.23).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Quantised, Record, WriteItem
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file
 
-# An argument of Megatron's own parser, which other descriptions of a job do not have.
+# An argument of Megatron's own parser, which descriptions by other training loops do not have.
 _OF_PRETRAIN_GPT = "use_checkpoint_args"
 _SHOWN = 6
 
@@ -75,14 +75,17 @@ _FP8 = {
 class HuggingFaceTarget:
     """Lays out one folder.
 
-    `family`: what the user says that the model is; by default it is recognised. `tokenizer`: small files that the user
-    adds to the model's own, by name. `companions`: the model's small files with these in place of its own.
+    Args:
+        checkpoint: the source.
+        options: the options of the folder.
+        family: the model's family as passed by the user; recognized by default.
+        tokenizer: small files that the user adds, by name; in `companions` they replace the model's own.
     """
 
     def __init__(
         self, checkpoint: CheckpointView, options: HuggingFace, family: Family | None, tokenizer: Mapping[str, bytes]
     ) -> None:
-        """Raises: UnsupportedCheckpointError, when it is of no known family, or a size is not known."""
+        """Raise UnsupportedCheckpointError if no family fits, or the vocabulary size is unknown."""
         self._checkpoint = checkpoint
         self._options = options
         self._tokenizer = tokenizer
@@ -122,11 +125,11 @@ class HuggingFaceTarget:
 
     @property
     def sees(self) -> bool:
-        """Whether the model also sees images."""
+        """Whether the model has a vision part."""
         return bool(self._seeing)
 
     def _check_ignored(self, model: ModelArguments, stated: Collection[str]) -> None:
-        """Refuse arguments that the job may have been told in vain; a model to begin with has not been trained yet."""
+        """Refuse arguments that Megatron may have ignored, except in release checkpoints, which no job trained."""
         found = {name: value for name, value in ignored(model).items() if name not in stated}
         if found and not self._checkpoint.released and self._checkpoint.arguments.is_set(_OF_PRETRAIN_GPT):
             default = {
@@ -143,7 +146,7 @@ class HuggingFaceTarget:
             )
 
     def output(self) -> Output:
-        """All files, and where each tensor goes."""
+        """Plan all files, and the location of each tensor."""
         repeated = self.fit.family.copies(self.fit.arguments)
         tensors = list(chain.from_iterable(self._written(tensor) for tensor in (*self._tensors, *repeated)))
         shards = list(shards_of(tensors, self._options.max_shard_size))
@@ -170,7 +173,7 @@ class HuggingFaceTarget:
                 continue
             sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
         config, lacking, is_published = self._config()
-        # The classes' own defaults belong to the released models, and are wrong for any other vocabulary.
+        # A missing key means a default of the transformers class, which fits the released model's vocabulary only.
         config |= dict.fromkeys(lacking)
         dtype = max(sizes, key=lambda dtype: sizes[dtype])
         stated = {config[key] for key in _DTYPE if config.get(key) is not None}
@@ -187,7 +190,7 @@ class HuggingFaceTarget:
     def _small_files(self, config: Mapping[str, Any]) -> list[OutputFile]:
         tokens = {key: config[key] for key in TOKENS if config.get(key) is not None}
         generation = json_of(self.companions, GENERATION_CONFIG) or {"_from_model_config": True, **tokens}
-        if GENERATION_CONFIG not in self._tokenizer:  # else the tokenizer's own is copied
+        if GENERATION_CONFIG not in self._tokenizer:  # otherwise the tokenizer's own is copied
             said = json_of(self._tokenizer, CONFIG)
             generation |= {key: said[key] for key in TOKENS if said.get(key) is not None}
         files = [
@@ -201,7 +204,7 @@ class HuggingFaceTarget:
         """Compose `config.json` without the dtype.
 
         Returns:
-            It, the tokens that nothing gives a number for, and whether it is a published one.
+            The configuration, the token keys without a value, and whether it is a published configuration.
         """
         family, arguments = self.fit.family, self.fit.arguments
         beside = json_of(self.companions, CONFIG)
@@ -215,7 +218,7 @@ class HuggingFaceTarget:
             if (found := family.updated_config(beside, arguments)) is not None:
                 return found, [], True
             kept = family.kept(beside)
-        else:  # a tokenizer may come from a model of another family: then only its tokens are this model's, too
+        else:  # the tokenizer may come from a model of another family, then only its token keys apply
             kept = {key: beside[key] for key in TOKENS if key in beside}
         config = {**kept, **family.config(arguments)}
         return config, [key for key in TOKENS if key not in config], False
@@ -232,7 +235,7 @@ class HuggingFaceTarget:
         return known
 
     def _check_shapes(self) -> None:
-        """Check that every parameter has the shape that the arguments imply; the vocabulary may be padded."""
+        """Check that parameters have the shapes that the arguments imply; the vocabulary may be padded."""
         wrong = []
         for name, shape in parameter_shapes(self._tensors).items():
             found = self._checkpoint.named_tensor(WEIGHT, name).shape
@@ -246,7 +249,7 @@ class HuggingFaceTarget:
             )  # fmt: skip
 
     def _notes(self, config: Mapping[str, Any], missing: Sequence[str]) -> Iterator[str]:
-        """What a user who loads the folder should know; `missing`: tokens that `config.json` has no number for."""
+        """Yield notes for a user who loads the folder; `missing`: token keys that `config.json` has no value for."""
         family = self.fit.family
         yield f"model family: {family.described}"
         yield from family.notices(self.fit.arguments)
@@ -271,7 +274,7 @@ class HuggingFaceTarget:
             yield f"config.json has no {lacking}: name a folder that has (--tokenizer PATH), or edit config.json"
 
     def _written(self, tensor: HuggingFaceTensor) -> Iterator[WrittenTensor]:
-        """What is written of a tensor: itself, or its codes and their scales."""
+        """Yield the tensors to write for a tensor: itself, or its codes and their scales."""
         laid_out = self._laid_out(tensor)
         if not self._options.quantize or not is_linear(tensor) or tensor in self._seeing:
             yield laid_out
@@ -306,11 +309,11 @@ class HuggingFaceTarget:
 
 
 def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | None) -> OutputPlan:
-    """Lay out a folder: of the model, or of its adapters for peft, where it has such.
+    """Lay out a folder of the model, or of its adapters for peft if it has any.
 
     Raises:
-        UnsupportedCheckpointError: it is of no known family, or a size is not known.
-        UsageError: an option has no meaning for this checkpoint.
+        UnsupportedCheckpointError: no family fits, or the vocabulary size is unknown.
+        UsageError: an option does not apply to this checkpoint.
     """
     if any(map(is_adapter, checkpoint.names(WEIGHT))):
         return lay_out_adapters(checkpoint, target, family)

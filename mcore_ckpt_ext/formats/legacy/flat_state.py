@@ -28,7 +28,7 @@ _STATE_NAMES = {kind: state for state, kind in KINDS.items()}
 
 
 class FlatStates:
-    """Lays out what each chained optimizer of a rank stores: its settings, and its gradient buffers."""
+    """Lays out the state of each chained optimizer of a rank: its settings, and its gradient buffers."""
 
     def __init__(
         self, checkpoint: CheckpointView, models: TargetModels, layout: ParallelLayout, version: tuple[int, int]
@@ -39,11 +39,11 @@ class FlatStates:
         self._version = version
 
     def settings(self, rank: LegacyRank) -> Any:
-        """The rank's entry `optimizer`: the state of the only optimizer, or a list of several."""
+        """Return the rank's entry `optimizer`: the state of a single optimizer, or a list of several."""
         return _alone_or_all([self._settings(rank, child) for child in self._children])
 
     def buffers(self, rank: LegacyRank) -> Any:
-        """The content of the rank's `distrib_optim.pt`; None if it has no such file.
+        """Return the content of the rank's `distrib_optim.pt`; None if it has no such file.
 
         The first expert rank stores the state of the dense parameters.
         """
@@ -57,7 +57,7 @@ class FlatStates:
         return range(2 if self._layout.expert > 1 else 1)
 
     def _settings(self, rank: LegacyRank, child: int) -> dict[str, Any]:
-        """The param groups and the scaler of one chained optimizer."""
+        """Return the parameter groups and the scaler of one chained optimizer."""
         groups = distinct_groups(self._checkpoint.param_groups(), self._layout.expert > 1)[child]
         if not MATCHES_GROUPS_BY_SETTINGS.is_of(self._version):
             groups = self._by_first_use(groups, rank, child)
@@ -66,9 +66,9 @@ class FlatStates:
         return settings if scaler is None else {**settings, "grad_scaler": scaler}
 
     def _by_first_use(self, groups: Sequence[dict[str, Any]], rank: LegacyRank, child: int) -> list[dict[str, Any]]:
-        """The groups in the order of their first parameter on this rank, which 0.13 and older load by position.
+        """Sort groups by their first parameter on this rank, because 0.13 and older load them by position.
 
-        Biases and arrays of one axis have no weight decay (`_get_param_groups`, megatron/core/optimizer/__init__.py).
+        Biases and arrays with one axis have no weight decay (`_get_param_groups`, megatron/core/optimizer/__init__.py).
         """
         multipliers = [group.get("wd_mult", group.get("pre_wd_mult")) for group in groups]
         if sorted(multipliers, key=repr) not in ([0.0, 1.0], [1.0], [0.0]):
@@ -102,9 +102,9 @@ class FlatStates:
         return packed
 
     def _buffer_states(self, rank: LegacyRank, child: int) -> dict[Any, Any]:
-        """`get_parameter_state_dp_zero`: for each buffer, its buckets without the padding at their ends."""
+        """Return the state of `get_parameter_state_dp_zero`: each buffer's buckets without padding at their ends."""
         state: dict[Any, Any] = {"buckets_coalesced": True}
-        # Numbered through all chunks of the optimizer; a chunk without experts has no buffer of them.
+        # Buffers are numbered across all chunks of the optimizer; a chunk without experts has no buffer for them.
         for number, buffer in enumerate(self._packed(rank, child)):
             numel = sum(bucket.numel_unpadded for bucket in buffer.buckets)
             arrays: dict[str, Any] = {
@@ -124,10 +124,10 @@ class FlatStates:
 
 
 def _alone_or_all(states: list[Any]) -> Any:
-    """Return one state as it is, several as a list, as Megatron stores them."""
+    """Return a single state itself and several as a list, as Megatron stores them."""
     return states if len(states) > 1 else states[0]
 
 
 def _dtypes(buffer: PackedBuffer) -> tuple[torch.dtype, ...]:
-    """The (parameter, gradient) dtypes that are the key of a buffer in Megatron."""
+    """Return Megatron's key of a buffer, its (parameter, gradient) dtypes."""
     return tuple(getattr(torch, name.strip().removeprefix("torch.")) for name in buffer.dtypes.strip("()").split(","))

@@ -1,4 +1,4 @@
-"""The model as the ranks that will read legacy files hold it: which parameters each has, and its part of them."""
+"""The model on the ranks that will read legacy files: the parameters of each, and its part of them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 
 
 class TargetModels:
-    """The model chunks of every rank of the job that will read the files.
+    """The model chunks of all ranks of the job that will read the files.
 
     Attributes:
-        local: the parameters that can lie in a gradient buffer.
+        local: the parameters that gradient buffers can contain.
         order: the order in which that job registers them.
     """
 
     def __init__(
         self, checkpoint: CheckpointView, arguments: JobArguments, layout: ParallelLayout, version: tuple[int, int]
     ) -> None:
-        """Raises: UnsupportedCheckpointError, where it is not known how that job arranges its model."""
+        """Raise UnsupportedCheckpointError if that job's arrangement of the model is unknown."""
         self._checkpoint = checkpoint
         self._arguments = arguments
         self._layout = layout
@@ -65,14 +65,14 @@ class TargetModels:
 
     @property
     def stages(self) -> range:
-        """The virtual pipeline stages, each with a model chunk of its own."""
+        """The virtual pipeline stages, each with one model chunk."""
         return range(self._layout.virtual_pipeline)
 
     def parameters(self, rank: LegacyRank, stage: int) -> list[str]:
-        """Names of one model chunk's parameters, in the order of registration.
+        """Return the names of one model chunk's parameters, in the order of registration.
 
         Raises:
-            UnsupportedCheckpointError: the order is not known, and an optimizer is to be written in it.
+            UnsupportedCheckpointError: the order is unknown, and the optimizer to write needs it.
         """
         chunk = (self.local.chunks or [])[rank.pipeline][stage]
         names = [name for name in chunk if self._holds(rank, name)]
@@ -81,19 +81,19 @@ class TargetModels:
         if parameters is not None:
             return parameters
         if self._checkpoint.optimizer_format is None:
-            return names  # the weights alone are loaded by name
+            return names  # weights are loaded by name
         raise UnsupportedCheckpointError(
             "the order in which the model registers its parameters is unknown", where=f"{rank}",
             hint="use --to torch_dist, which does not depend on the order",
         )  # fmt: skip
 
     def module_buffers(self, rank: LegacyRank, stage: int) -> list[str]:
-        """Names of a chunk's tensors that are no parameters of their own: a router's biases, second names."""
+        """Return a chunk's tensors that are not trained parameters: biases of routers, second names of tied weights."""
         others = [name for name in self._checkpoint.weights.names() if name not in self.local.weights]
         return [name for name in others if self.local.chunk_of(name) == (rank.pipeline, stage)]
 
     def extra_states(self, rank: LegacyRank, stage: int, names: Iterable[str]) -> list[str]:
-        """Those of the extra states with these names that belong to a chunk's modules."""
+        """Return the given names of extra states that belong to a chunk's modules."""
         first, count = self._first_expert(rank), (self._arguments.num_experts or 0) // self._layout.expert
         found = []
         for name in names:
@@ -104,15 +104,15 @@ class TargetModels:
         return found
 
     def local_name(self, name: str, rank: LegacyRank, stage: int, tied_copy: bool = False) -> str:
-        """The key that a chunk's `state_dict` has for a model-space name."""
+        """Return the key of a model-space name in a chunk's `state_dict`."""
         return self._names.local(name, self._layers(rank, stage).start, self._first_expert(rank), tied_copy)
 
     def is_last(self, rank: LegacyRank, stage: int) -> bool:
-        """Whether this chunk is the last of the model."""
+        """Return whether this chunk is the last of the model."""
         return (rank.pipeline, stage) == (self._layout.pipeline - 1, self._layout.virtual_pipeline - 1)
 
     def part(self, name: str, rank: LegacyRank, kind: str = WEIGHT) -> DeclaredTensor:
-        """A rank's part of a weight, or of the optimizer state of another kind."""
+        """Return a rank's part of a weight, or of its optimizer state of another kind."""
         name = self._twice.get(name, name)
         if name in self.local.weights:
             tensor = self.local.weights[name].tensor
@@ -123,18 +123,18 @@ class TargetModels:
             regions = (Region.whole(name, tensor.shape),)
         shape = list(tensor.shape)
         for axis, size in enumerate(regions[0].sizes):
-            # Two bands of a gated projection lie one after the other.
+            # The two bands of a gated projection are concatenated.
             shape[axis] = sum(region.sizes[axis] for region in regions) if axis == 0 else size
         dtype = tensor.dtype if kind == WEIGHT else "float32"
         content = (WriteItem(0, self._wanted(kind, regions, replace(tensor, dtype=dtype))),)
         return DeclaredTensor(getattr(torch, dtype), tuple(shape), content)
 
     def state_in_buffer(self, kind: str, name: str, regions: Sequence[Region]) -> TargetSlice:
-        """The optimizer state that a gradient buffer holds for a parameter, whose regions lie one after the other."""
+        """Return the optimizer state of a parameter in a gradient buffer, where its regions are contiguous."""
         return self._wanted(kind, regions, replace(self.local.weights[name].tensor, dtype="float32"))
 
     def _wanted(self, kind: str, regions: Sequence[Region], tensor: LogicalTensor) -> TargetSlice:
-        """`tensor`: the first of those that the regions are of, which are parts of one parameter."""
+        """Return a slice of regions, which may have several names if a parameter has parts; `tensor`: the first."""
         weights = self.local.weights
         others = {region.name for region in regions} - {tensor.name}
         tensors: Mapping[str, LogicalTensor] = {
@@ -143,7 +143,7 @@ class TargetModels:
         return TargetSlice(kind, Slice.whole(tuple(regions)), tensors, may_pad=in_vocabulary(tensor.name))
 
     def _padded(self, name: str) -> LogicalTensor:
-        """A weight as the target has it: the vocabulary padded for its tensor-parallel size."""
+        """Return a weight with the vocabulary padded for the target's tensor parallel size."""
         tensor = self._checkpoint.named_tensor(WEIGHT, name)
         if in_vocabulary(name):
             return replace(tensor, shape=(self._arguments.whole("padded_vocab_size"), *tensor.shape[1:]))
@@ -160,7 +160,7 @@ class TargetModels:
         return owners <= {None, rank.expert}
 
     def _layers(self, rank: LegacyRank, stage: int) -> range:
-        """Global numbers of a chunk's decoder layers."""
+        """Return the global numbers of a chunk's decoder layers."""
         layers = self.local.layers_by_chunk
         return layers[rank.pipeline][stage] if layers else range(0)
 

@@ -1,4 +1,4 @@
-"""The settings of the optimizers of legacy files: groups, steps and the gradient scaler, from all ranks together."""
+"""The settings of optimizers in legacy files, from all ranks: groups, steps and the gradient scaler."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 
 class OptimizerSettings:
-    """What the ranks stored of their optimizers beside tensors by parameter."""
+    """The optimizer state of all ranks that is not a tensor of a parameter."""
 
     def __init__(self, ranks: Sequence[RankState], archive: Callable[[RankState], TorchArchive], where: str) -> None:
-        """Collect nothing yet.
+        """Keep the sources; settings are read on request.
 
         Args:
-            ranks: what each rank stored, the first pipeline rank first.
+            ranks: the stored state of each rank, the first pipeline rank first.
             archive: opens the file of a rank.
             where: the checkpoint, for messages.
         """
         self._ranks, self._archive, self._where = ranks, archive, where
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups as each rank stored them, with repetitions."""
+        """Return the parameter groups as each rank stored them, with repetitions."""
         return [
             {**self._counted(number), **group}
             for rank in self._ranks
@@ -35,14 +35,14 @@ class OptimizerSettings:
         ]
 
     def _counted(self, number: int) -> dict[str, Any]:
-        """The step of a chained optimizer where it is no group's."""
+        """Return the step of a chained optimizer if it is stored by parameter and not in a group."""
         step = self._steps_of_parameters.get(number)
         return {} if step is None else {"step": int(step)}
 
     def chain(self) -> list[dict[str, Any]]:
-        """The settings of each chained optimizer, see `FormatReader.chain`.
+        """Return the settings of each chained optimizer, see `FormatReader.chain`.
 
-        A stage has no groups that it has no parameter for: each optimizer's are those of all ranks.
+        A stage lacks groups that contain none of its parameters, so the groups of all ranks are merged.
         """
         return [self._portable(number, child) for number, child in enumerate(self._ranks[0].optimizers)]
 
@@ -61,10 +61,10 @@ class OptimizerSettings:
 
     @cached_property
     def _steps_of_parameters(self) -> dict[int, float]:
-        """The step that torch's Adam keeps beside each parameter (torch/optim/adam.py), by chained optimizer.
+        """The step that torch's Adam stores for each parameter (torch/optim/adam.py), by chained optimizer.
 
         Raises:
-            UnreadableCheckpointError: parameters of one differ in it.
+            UnreadableCheckpointError: parameters of one optimizer have different steps.
         """
         found: dict[int, dict[float, str]] = {}
         for rank in self._ranks:
@@ -80,8 +80,8 @@ class OptimizerSettings:
         return {number: next(iter(steps)) for number, steps in found.items()}
 
     def grad_scaler(self) -> dict[str, Any] | None:
-        """The state of the gradient scaler; None where there is none."""
+        """Return the state of the gradient scaler; None if there is none."""
         first = self._ranks[0]
         scalers = [child["grad_scaler"] for child in first.optimizers if child.get("grad_scaler")]
-        # The scale is a tensor.
+        # The scale is a tensor, so its value has to be read.
         return dict(self._archive(first).with_values(scalers[0])) if scalers else None

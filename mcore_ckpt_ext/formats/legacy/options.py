@@ -10,17 +10,17 @@ from mcore_ckpt_ext.formats.target import LAYER_SPECS, LayerSpec, Target, check_
 
 @dataclass(frozen=True, kw_only=True)
 class Legacy(Target):
-    """Megatron's legacy format `torch`: the files of each model-parallel rank of one layout.
+    """Write Megatron's legacy format `torch`: the files of each model-parallel rank of one layout.
 
     Attributes:
-        megatron_version: the version that will read it; by default the installed one, else the newest known.
-        tensor_model_parallel_size: of the job that will read it; by default that of the source.
-        pipeline_model_parallel_size: likewise.
-        virtual_pipeline_model_parallel_size: model chunks per pipeline rank, likewise.
-        expert_model_parallel_size: likewise.
+        megatron_version: the version that will read it; by default the installed one, or else the newest known one.
+        tensor_model_parallel_size: the size in the job that will read it; by default the source's.
+        pipeline_model_parallel_size: the same for pipeline parallelism.
+        virtual_pipeline_model_parallel_size: the same for model chunks per pipeline rank.
+        expert_model_parallel_size: the same for expert parallelism.
         vocab_size: the tokenizer's size, to pad the vocabulary as that job pads it.
-        transformer_impl: layer spec of the job that will read it, whose names and extra states differ; by default that
-            of the source, and Transformer Engine's for a Hugging Face one.
+        transformer_impl: the layer spec of the job that will read it, because names and extra states differ; by default
+            the source's, or Transformer Engine's for a Hugging Face folder.
 
     Example:
         >>> report = convert("run", "legacy", Legacy(tensor_model_parallel_size=1, pipeline_model_parallel_size=4))
@@ -44,10 +44,10 @@ class Legacy(Target):
     transformer_impl: LayerSpec | None = None
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a source.
+        """Check the options that can be checked without a source.
 
         Raises:
-            UsageError: a value makes no sense.
+            UsageError: an option has an invalid value.
         """
         check_sizes(
             tensor_model_parallel_size=self.tensor_model_parallel_size,

@@ -1,7 +1,7 @@
-"""The rank folders of the legacy format `torch`: their names, and what the pickles in them hold.
+"""The rank folders of the legacy format `torch`: their names, and the content of their pickles.
 
 Source: megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2 (`get_checkpoint_name`, `find_checkpoint_rank_0`).
-Only pickles are read; tensors stay on disk.
+Tensor data is not read here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 LAYER_WISE_FILES = "layer_wise_optimizer_*.pt"
-"""Of `LayerWiseDistributedOptimizer`: each data-parallel rank writes what it steps (`save_checkpoint`, since 0.16)."""
+"""Files of `LayerWiseDistributedOptimizer`: a data-parallel rank's own parameters (`save_checkpoint`, since 0.16)."""
 _ITERATIONS = ("iteration", "total_iters")
 _RANK_FOLDER = re.compile(r"^mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
 _MODEL_CHUNK = re.compile(r"^model\d*$")
@@ -43,24 +43,24 @@ _MODEL_CHUNK = re.compile(r"^model\d*$")
 
 @dataclass(frozen=True)
 class LegacyRank:
-    """The numbers of a model-parallel rank, which name its folder."""
+    """The numbers of a model-parallel rank, which form the name of its folder."""
 
     tensor: int
     pipeline: int
     expert: int
 
     def folder(self, layout: ParallelLayout) -> str:
-        """The folder of the rank in a job of that layout (`get_checkpoint_name`)."""
+        """Return the name of the rank's folder in a job of that layout (`get_checkpoint_name`)."""
         pipeline = f"_{self.pipeline:03d}" if layout.pipeline > 1 else ""
         expert = f"_{self.expert:03d}" if layout.expert > 1 else ""
         return f"mp_rank_{self.tensor:02d}{pipeline}{expert}"
 
     @classmethod
     def of_folder(cls, folder: str, layout: ParallelLayout) -> LegacyRank:
-        """The rank whose folder it is in a job of that layout."""
+        """Return the rank whose folder has this name in a job of that layout."""
         match = _RANK_FOLDER.match(folder)
         tensor, *rest = [int(number) for number in match.groups() if number is not None] if match else [0]
-        # Without pipeline parallelism the expert rank stands where the pipeline rank otherwise stands.
+        # Without pipeline parallelism, the number of the expert rank has the position of the pipeline rank's.
         pipeline, expert = (*rest, 0, 0)[:2] if layout.pipeline > 1 else (0, (*rest, 0)[0])
         return cls(tensor, pipeline, expert)
 
@@ -70,7 +70,7 @@ _MOST_LISTED = 4
 
 @dataclass(frozen=True)
 class RankState:
-    """What `model_optim_rng.pt` of one rank holds, unpickled with tensors as references."""
+    """The content of one rank's `model_optim_rng.pt`, unpickled with tensors as references."""
 
     rank: LegacyRank
     folder: str
@@ -78,7 +78,7 @@ class RankState:
 
     @property
     def file(self) -> str:
-        """The file, relative to the iteration folder."""
+        """The path of the file relative to the iteration folder."""
         return f"{self.folder}/{MODEL_FILE}"
 
     @property
@@ -95,7 +95,7 @@ class RankState:
 
     @property
     def optimizers(self) -> list[Mapping[str, Any]]:
-        """The state of each chained optimizer: a list of several, or the only one itself.
+        """The state of each chained optimizer; a single optimizer is stored without a list.
 
         Raises:
             UnreadableCheckpointError: see `checked_optimizer`.
@@ -106,12 +106,12 @@ class RankState:
 
 @dataclass(frozen=True)
 class RankBuffers:
-    """What `distrib_optim.pt` of one rank holds: for each chained optimizer its buffers, or None (see `children`)."""
+    """The content of one rank's `distrib_optim.pt`: the buffers of each chained optimizer, or None (see `children`)."""
 
     rank: LegacyRank
     place: StoredObject
     children: Sequence[Any]
-    """None where another rank's file has that optimizer's state (`ChainedOptimizer.save_parameter_state`)."""
+    """None if another rank's file has that optimizer's state (`ChainedOptimizer.save_parameter_state`)."""
 
 
 class RankFolders:
@@ -125,7 +125,7 @@ class RankFolders:
 
     @cached_property
     def first(self) -> RankState:
-        """The first rank's state, which has the job's arguments.
+        """The first rank's state, which contains the job's arguments.
 
         Raises:
             UnsupportedCheckpointError: the checkpoint is too old, or has no arguments.
@@ -143,10 +143,10 @@ class RankFolders:
         return RankState(LegacyRank(0, 0, 0), folder, state)
 
     def states(self, layout: ParallelLayout) -> list[RankState]:
-        """The states of all ranks, the first pipeline rank's first.
+        """Return the states of all ranks, the first pipeline rank's first.
 
         Raises:
-            UnreadableCheckpointError: the folders are not those that a job of that layout writes at one time.
+            UnreadableCheckpointError: the folders cannot come from one save of a job of that layout.
         """
         names = folder_names(self._folder)
         states = [RankState(LegacyRank.of_folder(name, layout), name, self._load(name)) for name in names]
@@ -167,13 +167,13 @@ class RankFolders:
         return states
 
     def _check_writers(self, states: Sequence[RankState], grid: RankGrid) -> None:
-        """Compare the global rank that each file says has written it with the folder that it lies in.
+        """Compare the global rank recorded in each file with the folder of the file.
 
-        Programs that write the files of all ranks from one process (tools/checkpoint of Megatron-LM) leave one and the
-        same rank in all of them, which says nothing.
+        Programs that write the files of all ranks from one process (tools/checkpoint of Megatron-LM) record the same
+        rank in all of them, which is ignored.
 
         Raises:
-            UnreadableCheckpointError: a file lies in the folder of another rank.
+            UnreadableCheckpointError: a file is in the folder of another rank.
         """
         layout, writers = grid.layout, {own.folder: getattr(own.arguments, "rank", None) for own in states}
         world = layout.tensor * layout.pipeline * layout.context * layout.data
@@ -189,10 +189,10 @@ class RankFolders:
                 raise self._mixed_up(own, f"a file that rank {writer} wrote, {grid.place(writer)}", "that of its rank")
 
     def _check_different(self, states: Sequence[RankState]) -> None:
-        """Compare what the files of model-parallel ranks hold, by its checksums: no two hold the same part of a model.
+        """Check by checksums that no two model-parallel ranks have the same content.
 
         Raises:
-            UnreadableCheckpointError: two do.
+            UnreadableCheckpointError: the files of two ranks are equal.
         """
         known: dict[tuple[tuple[int, int], ...], str] = {}
         for own in states:
@@ -210,14 +210,14 @@ class RankFolders:
         )  # fmt: skip
 
     def _check_time(self, first: RankState, own: RankState) -> None:
-        """Compare what all ranks store alike, and what changes with every iteration.
+        """Compare values that are equal on all ranks of one save, and that change with every iteration.
 
         Raises:
-            UnreadableCheckpointError: it differs.
+            UnreadableCheckpointError: a value differs.
         """
         expected, found = _time_of(first.state), _time_of(own.state)
         for key in expected.keys() | found.keys():
-            if repr(found.get(key)) != repr(expected.get(key)):  # so that a value that is no number equals itself
+            if repr(found.get(key)) != repr(expected.get(key)):  # repr, so that NaN equals itself
                 raise UnreadableCheckpointError(
                     "the ranks' files were not written at the same time of one run",
                     found=f"{key} {format_value(found.get(key))}",
@@ -227,12 +227,12 @@ class RankFolders:
                 )
 
     def buffer_files(self, states: Sequence[RankState]) -> list[tuple[LegacyRank, str]]:
-        """The files of distributed optimizers, and the ranks that they belong to; nothing is read."""
+        """Return the files of distributed optimizers with their ranks; nothing is read."""
         files = [(state.rank, f"{state.folder}/{OPTIMIZER_FILE}") for state in states]
         return [(rank, file) for rank, file in files if (self._folder / file).exists()]
 
     def buffers(self, files: Sequence[tuple[LegacyRank, str]]) -> list[RankBuffers]:
-        """What these files hold."""
+        """Read the content of the files of distributed optimizers."""
         found = []
         for rank, file in files:
             content = TorchArchive(self._reader, file).load()
@@ -240,17 +240,17 @@ class RankFolders:
         return found
 
     def place(self, file: str) -> StoredObject:
-        """The archive that a file is."""
+        """Return the archive that extends over a whole file."""
         return StoredObject(file, 0, self._reader.size(file))
 
     def other_files(self, folder: str) -> Iterator[Path]:
-        """Files of a rank folder that are not read: those of other optimizers (`layer_wise_optimizer_0.pt`)."""
+        """Yield files of a rank folder that are not read: those of other optimizers (`layer_wise_optimizer_0.pt`)."""
         for path in sorted((self._folder / folder).glob("*.pt")):
             if path.name not in (MODEL_FILE, OPTIMIZER_FILE):
                 yield path
 
     def layer_wise_files(self, folder: str) -> list[Path]:
-        """Those of them that data-parallel ranks wrote of a LayerWiseDistributedOptimizer."""
+        """Return the files of a LayerWiseDistributedOptimizer, one for each data-parallel rank."""
         return sorted((self._folder / folder).glob(LAYER_WISE_FILES))
 
     def _load(self, folder: str) -> Mapping[str, Any]:
@@ -265,11 +265,11 @@ class RankFolders:
 
 
 def _odd_places(ranks: Sequence[LegacyRank], layout: ParallelLayout) -> list[str]:
-    """The places in a layout of which there is no folder, and folders that are none of its, in words.
+    """Describe the places of a layout that have no folder, and folders outside the layout.
 
-    Every rank writes that is the first of its (tensor, pipeline, expert) place (`save_checkpoint`, checkpointing.py,
-    core_v0.7.0 to 0.19.2). Where experts have the tensor ranks of all else, there is each such place; otherwise it is
-    known only that each expert rank of a stage is somewhere.
+    The first rank of each (tensor, pipeline, expert) place writes a folder (`save_checkpoint`, checkpointing.py,
+    core_v0.7.0 to 0.19.2). If the tensor parallel size of experts equals that of other parameters, every such place
+    exists. Otherwise it is only known that each expert rank of a stage has some folder.
     """
     tensors, stages, experts = (range(size) for size in (layout.tensor, layout.pipeline, layout.expert))
     pairs = {(one.tensor, one.pipeline) for one in ranks}
@@ -282,7 +282,7 @@ def _odd_places(ranks: Sequence[LegacyRank], layout: ParallelLayout) -> list[str
 
 
 def _differing(found: Set[tuple[int, ...]], *axes: tuple[str, range]) -> list[str]:
-    """What is there too much, and the first of what is missing: a layout may be larger than any folder."""
+    """Describe unexpected places, and the first missing ones, since a layout may have very many places."""
     names = [name for name, _ in axes]
 
     def named(place: tuple[int, ...]) -> str:
@@ -296,14 +296,14 @@ def _differing(found: Set[tuple[int, ...]], *axes: tuple[str, range]) -> list[st
 
 
 def folder_names(folder: Path) -> list[str]:
-    """Names of the rank folders below an iteration folder, sorted."""
+    """Return the names of the rank folders in an iteration folder, sorted."""
     return sorted(path.name for path in folder.glob("mp_rank_*") if _RANK_FOLDER.match(path.name))
 
 
 def _time_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What every rank stores alike (`generate_state_dict`), as far as its version does: the time, and the job.
+    """Return values that every rank stores alike (`generate_state_dict`): iteration, scheduler and job.
 
-    Other arguments (`rank`, `local_rank`) are a rank's own.
+    Other arguments (`rank`, `local_rank`) differ between ranks.
     """
     schedulers = [(key, state.get(key)) for key in SCHEDULERS]
     return (
@@ -319,5 +319,5 @@ def _time_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_model_chunk(key: object) -> bool:
-    """Whether a rank's state holds a model chunk under a key."""
+    """Return whether a key of a rank's state is that of a model chunk."""
     return bool(_MODEL_CHUNK.match(str(key)))

@@ -1,7 +1,7 @@
-"""The legacy checkpoint format `torch`: one folder for each model-parallel rank, `mp_rank_XX[_YYY][_ZZZ]`.
+"""Reads the legacy format `torch`: one folder for each model-parallel rank, `mp_rank_XX[_YYY][_ZZZ]`.
 
 Source: megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2 (`save_checkpoint`, `generate_state_dict`).
-`model_optim_rng.pt` holds the rank's `state_dict` under the rank's own names, and `distrib_optim.pt` the flat buffers
+`model_optim_rng.pt` contains the rank's `state_dict` with the rank's own names, and `distrib_optim.pt` the flat buffers
 of its distributed optimizers. The order of the `state_dict` is the order in which modules registered their parameters.
 """
 
@@ -63,16 +63,16 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "torch"
 STORED_ORDER = "the order of the stored model"
-# In `distrib_optim.pt` a tensor lies below the optimizer's number, the buffer's, its dtypes and the kind's name.
+# The path of a tensor in `distrib_optim.pt`: file, optimizer's number, buffer's number, dtypes, name of the kind.
 _DEPTH_OF_BUFFERS = 5
-# What belongs to one rank alone; everything else is the same on all of them.
+# Keys whose values belong to one rank; all others are equal on all ranks.
 _PRIVATE = ("model", "optimizer", "rng_state", "rerun_state_machine")
-# What the optimizers that are not distributed keep for a parameter.
+# States that optimizers other than distributed ones store for a parameter.
 _STATES = "exp_avg|exp_avg_sq|momentum_buffer|step"
 
 
 def is_legacy(folder: Path) -> bool:
-    """Whether an iteration folder is in this format (`_get_checkpoint_format`, checkpointing.py)."""
+    """Return whether an iteration folder is in this format (`_get_checkpoint_format`, checkpointing.py)."""
     return not (folder / "metadata.json").exists() and bool(folder_names(folder))
 
 
@@ -80,7 +80,7 @@ class LegacyCheckpoint(FormatReader):
     """One iteration folder in the legacy format."""
 
     format = NAME
-    # Rank folders are found by the running layout (`get_checkpoint_name`), whatever lies in them.
+    # Megatron locates rank folders by the running layout (`get_checkpoint_name`), whatever they contain.
     loading = Loading(in_megatron=True, by_rank=True)
 
     @override
@@ -98,7 +98,7 @@ class LegacyCheckpoint(FormatReader):
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """What all ranks stored alike, from the first of them."""
+        """State that all ranks stored alike, from the first rank."""
         first = self._folders.first
         shared = {key: value for key, value in first.state.items() if not str(key).startswith(_PRIVATE)}
         common: dict[str, Any] = self._archive(first).with_values(shared)
@@ -125,7 +125,7 @@ class LegacyCheckpoint(FormatReader):
         if self.stored_optimizer_format == LEGACY:
             return legacy_optimizer(self.view, FlatState(self._flat_arrays(), joined=True, chunked=False))
         if files := [file.name for own in self._ranks for file in self._folders.layer_wise_files(own.folder)]:
-            # The model's file has what the first data-parallel rank stepped, which looks like an optimizer of its own.
+            # The model's file has the parameters of the first data-parallel rank, which look like a complete optimizer.
             raise UnsupportedCheckpointError(
                 "each data-parallel rank has its own optimizer file, which this version does not read",
                 found=", ".join(sorted(set(files))),
@@ -145,25 +145,25 @@ class LegacyCheckpoint(FormatReader):
 
     @cached_property
     def has_expert_optimizer(self) -> bool:
-        """Whether there is one chained optimizer more than the dense chunks need, or groups of experts alone."""
+        """Whether there is an additional chained optimizer beyond those of dense chunks, or groups of experts."""
         if self.stored_optimizer_format == PER_PARAMETER:
             return has_experts(child for rank in self._ranks for child in rank.optimizers)
         return self._children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
 
     def layers(self) -> list[list[range]]:
-        """Global decoder layers by `[pipeline rank][virtual stage]`, counted from what the ranks stored.
+        """Return global decoder layers by `[pipeline rank][virtual stage]`, counted in the stored model chunks.
 
-        Layers are numbered stage by stage, all pipeline ranks in a stage (`get_transformer_layer_offset`,
-        megatron/core/transformer/transformer_layer.py), however many each has.
+        Layers are numbered stage by stage, across all pipeline ranks within a stage (`get_transformer_layer_offset`,
+        megatron/core/transformer/transformer_layer.py); chunks may have different numbers of layers.
 
         Raises:
-            UnreadableCheckpointError: there are not as many as the job had, so that others would take their numbers.
+            UnreadableCheckpointError: the number of layers differs from the job's, so that numbers would be wrong.
         """
         stages = {found.rank.pipeline: [layers_of(chunk) for chunk in found.chunks] for found in self._ranks}
         order = [(rank, stage) for stage in range(self.layout.virtual_pipeline) for rank in sorted(stages)]
         counts = [stages[rank][stage] if stage < len(stages[rank]) else 0 for rank, stage in order]
         stated = self.arguments.layer_counts
-        if stated and any(counts) and sum(counts) not in stated:  # no pipeline divides several blocks (T5)
+        if stated and any(counts) and sum(counts) not in stated:  # models with several blocks (T5) have no pipeline
             raise UnreadableCheckpointError(
                 "the ranks' files contain another number of layers than the job had",
                 found=f"{sum(counts)}, by stage {' + '.join(map(str, counts))}",
@@ -177,7 +177,7 @@ class LegacyCheckpoint(FormatReader):
         return [[spans[rank, stage] for stage in range(self.layout.virtual_pipeline)] for rank in sorted(stages)]
 
     def witnessed_orders(self) -> Sequence[ParameterOrder]:
-        """The order of the stored model first: it is the very order in which the gradient buffers were packed."""
+        """Return the order of the stored model, then others; the gradient buffers were packed in this very order."""
         return [ObservedOrder(STORED_ORDER, self.weights.registered()), *super().witnessed_orders()]
 
     @cached_property
@@ -207,7 +207,7 @@ class LegacyCheckpoint(FormatReader):
         return found
 
     def _of_experts(self, name: str, state: Any, rank: RankModel) -> dict[str, Any]:
-        """A state under its name, or that of a rank's grouped experts as one of each, where it is known how."""
+        """Return a state by its name; a state of grouped experts is split by expert if possible."""
         count = (self.arguments.num_experts or 0) // self.layout.expert
         names = grouped_experts(name, range(rank.expert * count, (rank.expert + 1) * count))
         try:
@@ -229,14 +229,14 @@ class LegacyCheckpoint(FormatReader):
             yield file, 0, self.reader.size(file)
 
     def rank_files(self) -> Iterator[tuple[str, LegacyRank, Mapping[Any, Any]]]:
-        """Every file of the checkpoint, the rank that wrote it, and its content with tensors as references."""
+        """Yield each file of the checkpoint, the rank that wrote it, and its content with tensors as references."""
         for own in self._ranks:
             yield own.file, own.rank, own.state
         for buffers in self._buffers:
             yield buffers.place.file, buffers.rank, dict(enumerate(buffers.children))
 
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
-        """Keys of several ranks are joined."""
+        """Return stored keys that this package does not read, merging equal keys of several ranks."""
         found: list[UnreadState] = []
         for own in self._ranks:
             known = {*COMMON_KEYS, *filter(is_model_chunk, own.state), "rng_state", "total_iters"}
@@ -255,7 +255,7 @@ class LegacyCheckpoint(FormatReader):
 
     @cached_property
     def _ranks(self) -> list[RankState]:
-        """What each rank stored, the first pipeline rank first."""
+        """The stored state of each rank, the first pipeline rank first."""
         return self._folders.states(self.layout)
 
     def _archive(self, own: RankState) -> TorchArchive:
@@ -281,10 +281,10 @@ class LegacyCheckpoint(FormatReader):
         return max((len(buffers.children) for buffers in self._buffers), default=1)
 
     def _flat_arrays(self) -> dict[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]:
-        """Each chained optimizer's buffers, filed as `dp_group_idx` would file them (see `FlatBuffers`).
+        """Return each chained optimizer's buffers by the key that `dp_group_idx` would have (see `FlatBuffers`).
 
-        A file has an entry for every child, None where another file has that child's state: the state of the dense
-        parameters lies beside the first expert rank only (optimizer.py, `ChainedOptimizer.save_parameter_state`).
+        A file has an entry for every chained optimizer, None if another file has its state: only the first expert rank
+        stores the state of the dense parameters (optimizer.py, `ChainedOptimizer.save_parameter_state`).
         """
         state: dict[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]] = {}
         for buffers in self._buffers:
@@ -297,7 +297,7 @@ class LegacyCheckpoint(FormatReader):
         return state
 
     def _rank_optimizers(self) -> list[RankOptimizers]:
-        """What each rank folder holds of its optimizers, and the parameters that they are for."""
+        """Return the optimizers in each rank folder, and their parameters."""
         optimizers_of = {own.file: own.optimizers for own in self._ranks}
         parameters: dict[str, list[tuple[str, TensorReference]]] = {}
         found: dict[str, RankOptimizers] = {}
@@ -310,7 +310,7 @@ class LegacyCheckpoint(FormatReader):
         return list(found.values())
 
     def _expert_index(self, rank: LegacyRank) -> int:
-        """The rank's place among all expert ranks, counted in whichever of the two ways its version counts."""
+        """Return the rank's position among all expert ranks, in the order that its version of Megatron uses."""
         layout = self.layout
         if self.arguments.is_set("expert_tensor_parallel_size"):
             tensor = rank.tensor % layout.expert_tensor
@@ -319,5 +319,5 @@ class LegacyCheckpoint(FormatReader):
 
 
 def _in_masters(key: str) -> bool:
-    """Whether a tensor is one that `LegacyMasters` reads: a master, or state by parameter number."""
+    """Return whether `LegacyMasters` reads a tensor: a master, or state by parameter number."""
     return bool(re.match(rf"optimizer\.({MASTERS}\.|(optimizer\.)?state\.\d+\.({_STATES})$)", key))

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 
 def parts_of_legacy(rank_files: Iterable[tuple[str, Any, Any]]) -> Iterator[StoredPart]:
-    """Tensors in the pickles of all ranks; see `LegacyCheckpoint.rank_files`."""
+    """Yield the tensors in the pickles of all ranks; see `LegacyCheckpoint.rank_files`."""
     for file, _, content in rank_files:
         for path, tensor in _tensors(content, ()):
             kind = _legacy_kind(path)

@@ -1,4 +1,4 @@
-"""Megatron's arguments of the job that will read legacy files, whose layout the files are written for."""
+"""Megatron's arguments of the job that will read legacy files, which determine the layout of the files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_ckpt_ext.formats.portable_state import without_fsdp
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
-# Arguments that say how layers are spread over pipeline ranks; they mean nothing for another number of ranks.
+# Arguments that distribute layers over pipeline ranks; they apply to one number of ranks only.
 _SPREADING = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
@@ -19,7 +19,7 @@ _SPREADING = (
 
 
 def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments:
-    """Megatron's arguments of the job that will read: the writer's, with another layout."""
+    """Return Megatron's arguments of the job that will read: the writer's, with another layout."""
     written, source = checkpoint.arguments, checkpoint.layout
     _check_layout_known(checkpoint, target)
     tensor = target.tensor_model_parallel_size or source.tensor
@@ -53,10 +53,10 @@ def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments
 
 
 def _check_layout_known(checkpoint: CheckpointView, target: Legacy) -> None:
-    """Refuse to take over a size from a source that does not tell it.
+    """Refuse to take a size from a source that does not record it.
 
     Raises:
-        UsageError: neither the source nor the user says it.
+        UsageError: neither the source nor the user defines a size.
     """
     open_sizes = {
         "tensor": target.tensor_model_parallel_size,
@@ -73,10 +73,10 @@ def _check_layout_known(checkpoint: CheckpointView, target: Legacy) -> None:
 
 
 def _padded_vocabulary(checkpoint: CheckpointView, tensor: int, vocabulary: int | None) -> int:
-    """Rows of the embedding: `_vocab_size_with_padding` (megatron/training/tokenizer/tokenizer.py, 0.7 to 0.19).
+    """Return the embedding's rows (`_vocab_size_with_padding`, megatron/training/tokenizer/tokenizer.py, 0.7 to 0.19).
 
-    Without the true size, which no checkpoint records, the stored one is kept, or padded further where it cannot be
-    divided.
+    No checkpoint records the size without padding. If the user does not pass it, the stored number of rows is kept, or
+    padded further if it is not divisible.
     """
     multiple = (checkpoint.arguments.make_vocab_size_divisible_by or 128) * tensor
     stored = checkpoint.vocabulary_rows or checkpoint.arguments.whole("padded_vocab_size")

@@ -1,4 +1,4 @@
-"""The order in which the job that will read a checkpoint registers its parameters, as far as the source shows it."""
+"""The order in which the job that will read a checkpoint registers its parameters, derived from the source."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mcore_ckpt_ext.model_space.names import Layer, of_experts, split_layer
 def order_for(
     checkpoint: CheckpointView, arguments: JobArguments, has_expert_optimizer: bool, version: tuple[int, int]
 ) -> ParameterOrder:
-    """The order to write gradient buffers in.
+    """Return the parameter order for writing gradient buffers.
 
-    The layer spec that the arguments name decides, unless the source shows that its model is built otherwise.
+    The order follows from the layer spec in the arguments, unless the source shows another one.
 
     Args:
         checkpoint: the source.
-        arguments: Megatron's arguments of the job that will read.
-        has_expert_optimizer: whether experts have buffers of their own there.
-        version: of its Megatron.
+        arguments: Megatron's arguments of the job that will read it.
+        has_expert_optimizer: whether experts have separate buffers in that job.
+        version: the version of Megatron of that job.
 
     Raises:
-        UnsupportedCheckpointError: the source follows no known order, and its own does not show where experts stand, or
-            what other versions register elsewhere.
+        UnsupportedCheckpointError: the source's order is unknown, and does not show the position of experts, or of
+            parameters that other versions register elsewhere.
     """
     registered = _registered(checkpoint)
     for order in known_orders(arguments):
@@ -53,8 +53,8 @@ def order_for(
 
 
 def _registered(checkpoint: CheckpointView) -> list[list[str]]:
-    """Names in registration order, a list for each buffer whose packing is proven; the buffers hold them in reverse."""
-    # Under another layer spec parameters are registered in another order.
+    """Return names in registration order for each buffer of verified packing; buffers have the reverse order."""
+    # Another layer spec registers parameters in another order.
     shown = checkpoint.optimizer_format and checkpoint.trained.shows_registration
     buffers = checkpoint.optimizer.buffers if shown else ()
     found = []
@@ -71,7 +71,7 @@ def _registered(checkpoint: CheckpointView) -> list[list[str]]:
 
 
 def _agrees(order: ParameterOrder, names: Sequence[str]) -> bool:
-    """Whether an order arranges every layer of a buffer as it was found."""
+    """Return whether an order arranges every layer of a buffer as found."""
     layers: dict[Layer, list[str]] = {}
     for name in names:
         layer, suffix = split_layer(name)

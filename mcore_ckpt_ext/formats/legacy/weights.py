@@ -1,4 +1,4 @@
-"""The weights of a legacy checkpoint: each rank's own tensors, put together in model space."""
+"""The weights of a legacy checkpoint: the tensors of all ranks, joined in model space."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class RankModel:
 
 
 class LegacyWeights(RankArrays):
-    """The model's arrays."""
+    """The model's arrays, joined from the tensors of all ranks."""
 
     def __init__(self, ranks: Iterable[RankModel], arguments: JobArguments, layout: ParallelLayout) -> None:
-        """Raises: UnsupportedCheckpointError, when it is not known how the ranks' parameters make up the model."""
+        """Raise UnsupportedCheckpointError if it is unknown how the ranks' parameters form the model."""
         super().__init__(arguments, layout)
         if layout.tensor % layout.expert_tensor:
             raise UnsupportedCheckpointError(
@@ -47,15 +47,15 @@ class LegacyWeights(RankArrays):
                 self.add(WEIGHT, name, value, rank.tensor, rank.place)
 
     def names(self) -> list[str]:
-        """All names."""
+        """Return all names."""
         return [name for _, name in self._tensors]
 
     def registered(self) -> list[list[str]]:
-        """Names of every stored model chunk, in the order of its `state_dict`; what has parts goes by the first."""
+        """Return the names in each stored chunk in the order of its `state_dict`; for split names, the first part."""
         return [[part_names(name)[0] for name, _ in named] for _, named in self.models]
 
     def _named(self, rank: RankModel) -> list[tuple[str, TensorReference]]:
-        """A chunk's tensors with their model-space names; Transformer Engine's `_extra_state` carries no weights."""
+        """Return a chunk's tensors with their model-space names, without Transformer Engine's `_extra_state`."""
         named = []
         for local, value in rank.chunk.items():
             if is_extra_state(local):
@@ -70,7 +70,7 @@ class LegacyWeights(RankArrays):
         return named
 
     def extra_states(self, rank: RankModel) -> list[tuple[str, Any]]:
-        """What a chunk's modules stored beside their parameters, with model-space names."""
+        """Return the extra states of a chunk's modules, with model-space names."""
         states = ((local, value) for local, value in rank.chunk.items() if is_extra_state(local))
         return [(self._model_space_name(local, rank), value) for local, value in states]
 

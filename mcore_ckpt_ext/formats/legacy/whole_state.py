@@ -1,8 +1,8 @@
-"""Writing the optimizers that are not distributed into legacy files: one tensor for each parameter of a rank.
+"""Writes optimizers that are not distributed into legacy files: one tensor for each parameter of a rank.
 
 Sources: `Float16OptimizerWithFloat16Params.state_dict` and `FP32Optimizer.state_dict` (optimizer.py), and
-`_get_param_groups` (__init__.py), megatron/core/optimizer, core_v0.9.0 to 0.19.2; torch's own dict numbers parameters
-through the groups, each group in the order of registration.
+`_get_param_groups` (__init__.py), megatron/core/optimizer, core_v0.9.0 to 0.19.2. torch's own dict numbers parameters
+across the groups, in the order of registration within each group.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ Part = Callable[[str, str], DeclaredTensor]
 
 
 class WholeStates:
-    """Lays out what `state_dict` of each chained optimizer gives on a rank.
+    """Lays out the `state_dict` of each chained optimizer on a rank.
 
-    `chain`: the settings of each, as `Checkpoint.chain` has them.
+    Args:
+        checkpoint: the source.
+        chain: the settings of each optimizer, as in `Checkpoint.chain`.
+        has_expert_optimizer: whether experts have an optimizer of their own.
     """
 
     def __init__(
@@ -43,11 +46,11 @@ class WholeStates:
                 self._kinds[name].append(kind)
 
     def of_rank(self, parameters: Sequence[str], part: Part) -> Any:
-        """The rank's entry `optimizer`: the state of the only optimizer, or a list of several.
+        """Return the rank's entry `optimizer`: the state of a single optimizer, or a list of several.
 
         Args:
-            parameters: what the rank trains, in the order of registration.
-            part: makes the rank's part of a tensor.
+            parameters: the rank's parameters, in the order of registration.
+            part: returns the rank's part of a tensor.
         """
         trained = [name for name in parameters if name in self._kinds]
         entries = [
@@ -80,10 +83,10 @@ class WholeStates:
         return {"optimizer": written, MASTERS: masters, **scaler}
 
     def _grouped(self, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-        """The parameters of each group: biases and arrays of one axis have no weight decay.
+        """Return the parameters of each group: biases and arrays with one axis have no weight decay.
 
         Raises:
-            UnsupportedCheckpointError: the groups differ otherwise.
+            UnsupportedCheckpointError: the groups differ in other settings.
         """
         if len(groups) == 1:
             return [list(names)]
@@ -106,7 +109,7 @@ class WholeStates:
         return tensor is not None and tensor.dtype == "float32"
 
     def _child_of(self, name: str) -> int:
-        """The optimizer that steps a parameter: known by the state that it keeps, and by whether it is an expert's."""
+        """Return the optimizer that updates a parameter, by its kinds of state and whether it is an expert's."""
         found = [number for number, child in enumerate(self._chain) if self._steps(child, name)]
         if len(found) == 1:
             return found[0]

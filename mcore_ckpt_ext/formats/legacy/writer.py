@@ -1,4 +1,4 @@
-"""Writing the legacy format `torch`: each model-parallel rank's own pickles, for one layout.
+"""Writes the legacy format `torch`: the pickles of each model-parallel rank, for one layout.
 
 Sources: `save_checkpoint`, `get_checkpoint_name` and `generate_state_dict` (megatron/training/checkpointing.py,
 core_v0.9.0 to 0.19.2).
@@ -37,13 +37,16 @@ from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
 
 
 class LegacyTarget:
-    """Lays out one iteration folder for a layout that the given arguments describe.
+    """Lays out one iteration folder for the layout in the given arguments.
 
-    `arguments`: Megatron's arguments of the job that will read it.
+    Args:
+        checkpoint: the source.
+        arguments: Megatron's arguments of the job that will read it.
+        version: the version of Megatron that will read it.
     """
 
     def __init__(self, checkpoint: CheckpointView, arguments: JobArguments, version: tuple[int, int]) -> None:
-        """Raises: UnsupportedCheckpointError, where that layout or version cannot be written."""
+        """Raise UnsupportedCheckpointError if that layout or version cannot be written."""
         if not CHOOSES_CHECKPOINT_FORMATS.is_of(version):
             raise UnsupportedCheckpointError(
                 "legacy files are not written for that version", found=f"{version[0]}.{version[1]}",
@@ -66,7 +69,7 @@ class LegacyTarget:
             )
 
     def output(self) -> Output:
-        """All rank files, and where each tensor goes."""
+        """Plan all rank files, and the location of each tensor."""
         files: list[OutputFile] = []
         records: list[Record] = []
         for rank in self._ranks():
@@ -79,12 +82,12 @@ class LegacyTarget:
                 files.append(OutputFile(path, archive.length, archive.literals))
                 for tensor in archive.tensors:
                     dtype = str(tensor.dtype).removeprefix("torch.")
-                    content = cast("tuple[WriteItem, ...]", tensor.tag)  # the tags that this target's parts give
+                    content = cast("tuple[WriteItem, ...]", tensor.tag)  # set by `TargetModels.part` and `FlatStates`
                     records.append(Record(path, tensor.offset, dtype, tensor.numel, content, tensor.checksums))
         return Output(files, records, tuple(self._notes()))
 
     def _notes(self) -> Iterator[str]:
-        """Notes for the job that reads the files."""
+        """Yield notes for the user of the files."""
         if self._whole is None:
             yield f"parameters in gradient buffers: the order of {self._models.order.label}"
         elif any(SHARDING_MARK in child for child in self._checkpoint.chain()):
@@ -123,7 +126,7 @@ class LegacyTarget:
         return RankGrid(self.layout, bool(self._arguments.use_tp_pp_dp_mapping)).firsts
 
     def _rank_state(self, rank: LegacyRank) -> dict[str, Any]:
-        """What `generate_state_dict` puts together."""
+        """Return the content of `generate_state_dict` for a rank."""
         state = dict(self._state.common)
         if (writer := self._writers.get((rank.tensor, rank.pipeline, rank.expert))) is not None:
             state["args"] = argparse.Namespace(**{**vars(state["args"]), "rank": writer})
@@ -142,7 +145,7 @@ class LegacyTarget:
         return state
 
     def _chunk(self, rank: LegacyRank, stage: int) -> OrderedDict[str, Any]:
-        """The `state_dict` of one model chunk, parameters in the order of registration."""
+        """Return the `state_dict` of one model chunk, with parameters in the order of registration."""
         models, last = self._models, self._models.is_last(rank, stage)
         tied_copy = last and models.local.has_tied_copy
         chunk: OrderedDict[str, Any] = OrderedDict()
@@ -154,13 +157,13 @@ class LegacyTarget:
         for module, names in by_module.items():
             chunk[module] = self._extra_state(names)
         if last:
-            # The output layer is a ColumnParallelLinear.
+            # The output layer is a ColumnParallelLinear, which has an extra state.
             before = language_prefix(models.local.word_embeddings or "")
             chunk.setdefault(f"{before}output_layer.{EXTRA_STATE}", None)
         return chunk
 
     def _extra_state(self, names: Sequence[str]) -> Any:
-        """The state of a module, or that of grouped experts together."""
+        """Return the extra state of a module; for grouped experts, the joined states of all."""
         states = [self._state.extra_states[name] for name in sorted(names, key=lambda name: parse(name).expert or 0)]
         try:
             return joined_state(states) if len(states) > 1 else states[0]
@@ -170,7 +173,7 @@ class LegacyTarget:
 
     @property
     def _same_ranks(self) -> bool:
-        """Whether every target rank is a rank of the source, which has its random state."""
+        """Whether the target has the ranks of the source, so that their random states apply."""
         layout, source = self.layout, self._checkpoint.layout
         expected = set(product(range(layout.pipeline), range(layout.tensor)))
         same = (layout.tensor, layout.pipeline) == (source.tensor, source.pipeline)
@@ -178,14 +181,14 @@ class LegacyTarget:
 
     @cached_property
     def _whole(self) -> WholeStates | None:
-        """What is written of optimizers that are not distributed; None where there is none."""
+        """The writer of optimizers that are not distributed; None if there are none."""
         apart = self.layout.expert > 1
         chain = portable_chain(self._checkpoint.chain() if self._checkpoint.optimizer_format else [], apart)
         return WholeStates(self._checkpoint, undistributed(chain), apart) if chain else None
 
     @cached_property
     def _flat(self) -> FlatStates | None:
-        """What is written of distributed optimizers; None where there is none."""
+        """The writer of distributed optimizers; None if there are none."""
         if self._checkpoint.optimizer_format is None or self._whole is not None:
             return None
         return FlatStates(self._checkpoint, self._models, self.layout, self._version)
@@ -196,7 +199,7 @@ def lay_out(checkpoint: CheckpointView, target: Legacy) -> OutputPlan:
 
     Raises:
         UnsupportedCheckpointError: the format, that version or that layout cannot hold this checkpoint.
-        UsageError: the layout is not known.
+        UsageError: the layout is unknown.
     """
     check_iteration(checkpoint, target)
     arguments = reader_arguments(checkpoint, target)

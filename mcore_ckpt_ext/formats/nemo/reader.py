@@ -1,8 +1,8 @@
-"""NeMo 2's `weights/`: a `torch_dist` checkpoint whose keys and common state are arranged in another way.
+"""Reads NeMo 2's `weights/`: a `torch_dist` checkpoint with other keys and another common state.
 
-Source: `MegatronStrategy.save_checkpoint` and `MegatronParallel.sharded_state_dict` of NeMo 2.3.2: each key of
-the model begins with `module.`, in the optimizer's keys, too; the optimizer's entry is a list of one; beside it stands
-what Lightning keeps.
+Source: `MegatronStrategy.save_checkpoint` and `MegatronParallel.sharded_state_dict` of NeMo 2.3.2: each key of the
+model begins with `module.`, also within the optimizer's keys. The optimizer's entry is a list of one. The common state
+also contains Lightning's own state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mcore_ckpt_ext.job.loops.nemo import PREFIX
 from mcore_ckpt_ext.storage.dcp_index import read_index
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
-# Lightning's count of steps (`dump_checkpoint`, its trainer's checkpoint connector).
+# Lightning's counter of steps (`dump_checkpoint`, its trainer's checkpoint connector).
 _STEP = "global_step"
 
 Value = TypeVar("Value")
@@ -61,10 +61,10 @@ class NemoCheckpoint(TorchDistCheckpoint):
 
 
 def _renamed(entries: Mapping[str, Value]) -> dict[str, Value]:
-    """The same under Megatron's keys.
+    """Return entries under Megatron's keys.
 
     Raises:
-        ValueError: two keys become one.
+        ValueError: two entries get the same key.
     """
     found = {_name(key): value for key, value in entries.items()}
     if len(found) < len(entries):
@@ -73,7 +73,7 @@ def _renamed(entries: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _name(key: str) -> str:
-    """`optimizer.state.exp_avg.module.decoder...` and `module.decoder...` as Megatron has them."""
+    """Return Megatron's key for `optimizer.state.exp_avg.module.decoder...` or `module.decoder...`."""
     before, prefix, name = key.partition(PREFIX)
     is_prefix = prefix and (not before or before.endswith(".") and before.startswith(("optimizer.state.", "chained_")))
     return before + name.removeprefix(PREFIX) if is_prefix else key

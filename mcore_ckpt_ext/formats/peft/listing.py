@@ -1,7 +1,7 @@
-"""The files of a PEFT folder, checked without the model that the adapters are for.
+"""Checks the files of a PEFT folder without the model of the adapters.
 
-Source: `LoraLayer.update_layer` (tuners/lora/layer.py, peft 0.21.2): `lora_A` has the rank as its rows, `lora_B` as its
-columns.
+Source: `LoraLayer.update_layer` (tuners/lora/layer.py, peft 0.21.2): the rank is the number of rows of `lora_A`, and
+the number of columns of `lora_B`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _A, _B = ".lora_A.", ".lora_B."
 
 
 def list_adapters(folder: Path) -> Listing:
-    """List the tensors of a folder of adapters, and what is wrong with its files."""
+    """List the tensors of a folder of adapters, and the problems of its files."""
     listing = Listing(folder, folder_reader(folder))
     try:
         read_json(folder / ADAPTER)

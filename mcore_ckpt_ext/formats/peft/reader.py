@@ -1,4 +1,4 @@
-"""A PEFT folder as a source: adapters in model space, as Megatron-Bridge has them, for a model that lies elsewhere.
+"""Reads a PEFT folder: adapters in model space as Megatron-Bridge stores them, for a model in another folder.
 
 Sources: `LoraConfig` (tuners/lora/config.py), `save_pretrained` (peft_model.py, utils/save_and_load.py); peft 0.21.2.
 """
@@ -33,7 +33,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.storage.safetensors import read_json
 
 NAME = "peft"
-# Keys that say which linears have adapters, which is compared with their tensors, or how they were made.
+# Keys that select linears for adapters, which their tensors are compared with, or that only document the training.
 _WITHOUT_EFFECT = {
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "r", "lora_dropout",
     "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version", "peft_type",
@@ -44,17 +44,17 @@ _WITHOUT_EFFECT = {
 _VALUES: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
-    # Other beginnings change the base, too (`reset_lora_parameters`, tuners/lora/layer.py).
+    # Other initializations also change the base (`reset_lora_parameters`, tuners/lora/layer.py).
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
-_ALPHA = 8  # peft's, where none is told (`LoraConfig`)
+_ALPHA = 8  # peft's default (`LoraConfig`)
 _LAYER = re.compile(r"layers\.\d+\.", re.ASCII)
 _LAYOUT = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context", "data")
 
 
 class PeftCheckpoint(WeightsAlone):
-    """A folder that `peft` loads onto a model."""
+    """A folder of adapters that `peft` loads into a model."""
 
     format = NAME
     foreign_writer = "no Megatron: it is a PEFT folder"
@@ -65,12 +65,12 @@ class PeftCheckpoint(WeightsAlone):
 
         Args:
             folder: the folder.
-            base: the model that the adapters are for; of it nothing but its description is used.
-            family: of the model; by default as it says.
+            base: the model of the adapters; only its description is used.
+            family: the model's family; by default recognized from the model.
 
         Raises:
             UnreadableCheckpointError: a file is missing or damaged.
-            UnsupportedCheckpointError: Megatron-Bridge has nothing like these adapters.
+            UnsupportedCheckpointError: Megatron-Bridge does not support these adapters.
         """
         super().__init__(folder)
         self._base = base.folder
@@ -78,7 +78,7 @@ class PeftCheckpoint(WeightsAlone):
         self._check_config()
         self._fit: Fit = fit_of_adapters(base, family, {})
         if isinstance(self._fit.family, GPT2):
-            # For Conv1D alone; with any other linear peft leaves the key aside (`dispatch_default`, lora/layer.py).
+            # Only Conv1D uses the key; peft ignores it for other linears (`dispatch_default`, lora/layer.py).
             raise UnsupportedCheckpointError(
                 "adapters of GPT-2, whose matrices are transposed, are not supported",
                 found="fan_in_fan_out",
@@ -108,7 +108,7 @@ class PeftCheckpoint(WeightsAlone):
             )  # fmt: skip
 
     def _check_tensors(self, stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        # MTP layers are not in transformers' models.
+        # transformers' models have no MTP layers.
         linears = [
             one.name.removesuffix(".weight") for name, ours in linears_of(self._of_model).items() for one in ours
             if not name.startswith("mtp.")
@@ -128,7 +128,7 @@ class PeftCheckpoint(WeightsAlone):
         if file is None:
             raise UnreadableCheckpointError("the folder contains no adapters", expected=" or ".join(ADAPTER_FILES),
                                             where=str(self.folder))  # fmt: skip
-        end = f".{MAGNITUDES}.weight"  # as peft before 0.10 wrote it
+        end = f".{MAGNITUDES}.weight"  # the name in peft before 0.10
         return {
             name.removesuffix(".weight") if name.endswith(end) else name: tensor
             for name, tensor in tensors_of(self.reader, file)
@@ -141,7 +141,7 @@ class PeftCheckpoint(WeightsAlone):
         return hashlib.sha256(self.reader.read(place.file, first, size)).digest() + str(place.dtype).encode()
 
     def _once(self, stored: Mapping[str, StoredTensor]) -> Iterator[Any]:
-        """The tensors, each of Bridge's once; with the shapes that they have to have."""
+        """Yield tensors after a check of their shapes, one for each adapter tensor of Megatron-Bridge."""
         seen = set()
         for tensor in self._adapters.tensors:
             if stored[tensor.name].shape != tensor.shape:
@@ -156,7 +156,7 @@ class PeftCheckpoint(WeightsAlone):
     @property
     @override
     def common(self) -> dict[str, Any]:
-        """What a release checkpoint says: of the model, and of its adapters."""
+        """The common state of a release checkpoint with this model and its adapters."""
         arguments = {
             **self._fit.arguments.as_dict(), **{f"{name}_parallel_size": 1 for name in _LAYOUT},
             "virtual_pipeline_model_parallel_size": None, "world_size": 1, "iteration": 0, "consumed_train_samples": 0,
@@ -166,10 +166,10 @@ class PeftCheckpoint(WeightsAlone):
         return {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
 
     def run_config(self) -> str:
-        """What Megatron-Bridge asks for in a checkpoint of these adapters.
+        """Return Megatron-Bridge's `run_config.yaml` for a checkpoint of these adapters.
 
         Raises:
-            UnsupportedCheckpointError: it has none like them.
+            UnsupportedCheckpointError: Megatron-Bridge does not support them.
         """
         scaling = scaling_of(self.view, None)
         if scaling.by_root:
@@ -188,7 +188,7 @@ class PeftCheckpoint(WeightsAlone):
         return run_config(self._fit.family, self._fit.arguments, peft=peft)
 
     def _without_adapters(self, names: Sequence[str]) -> list[str]:
-        """Linears of the model that have no adapters, where the same one of another layer has."""
+        """Return linears of the model that have no adapters while the same linear of another layer has."""
         have = {name.partition(".adapter.")[0] for name in names}
         kinds = {_LAYER.sub("layers.", name) for name in have}
         linears = (name for name in linears_of(self._of_model) if not name.startswith("mtp."))

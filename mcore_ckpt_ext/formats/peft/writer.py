@@ -1,4 +1,4 @@
-"""Writing a PEFT folder: `adapter_model.safetensors`, `adapter_config.json`, as `save_pretrained` of peft 0.21 does."""
+"""Writes a PEFT folder as `save_pretrained` of peft 0.21: `adapter_model.safetensors`, `adapter_config.json`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 
 
 class PeftTarget:
-    """Lays out the folder of a checkpoint's adapters; a model that they are stored beside is left out."""
+    """Lays out the folder of a checkpoint's adapters, without a model that is stored with them."""
 
     def __init__(self, checkpoint: CheckpointView, options: HuggingFace, family: Family | None) -> None:
-        """Raises: UnsupportedCheckpointError, when the model or an adapter is of a kind that is not known."""
+        """Raise UnsupportedCheckpointError if the model's family, or the weight of an adapter, is unknown."""
         self._checkpoint = checkpoint
         self._check_options(options)
         self.left_out = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
@@ -51,7 +51,7 @@ class PeftTarget:
             )  # fmt: skip
 
     def output(self) -> Output:
-        """Both files, and where each tensor goes."""
+        """Plan both files, and the location of each tensor."""
         declared = [Declared(one.name, one.shape, self._dtype(one)) for one in self._adapters.tensors]
         file, starts, checksums = lay_out_checked_file(MODEL, declared)
         records = [
@@ -84,7 +84,7 @@ class PeftTarget:
             yield f"left out: the model itself, {join_some(self.left_out, 2)}"
 
     def read_back(self, folder: Path) -> CheckpointView:
-        """The source, once the files of a folder that was written are seen to be whole."""
+        """Check that the files of a written folder are complete, and return the source."""
         read_header(FolderReader(folder), MODEL)
         read_json(folder / CONFIG)
         return self._checkpoint
@@ -94,8 +94,8 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
     """Lay out the folder of a checkpoint's adapters.
 
     Raises:
-        UnsupportedCheckpointError: peft has no such adapters.
-        UsageError: an option has no meaning for adapters.
+        UnsupportedCheckpointError: peft does not support the adapters.
+        UsageError: an option does not apply to adapters.
     """
     adapters = PeftTarget(checkpoint, target, family)
     return OutputPlan(adapters.output(), "", (), adapters.left_out, False, adapters.read_back)

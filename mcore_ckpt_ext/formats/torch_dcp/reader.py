@@ -1,12 +1,12 @@
-"""The checkpoint format `torch_dcp`: what a job with `--use-torch-fsdp2` writes, in torch's own distributed checkpoint.
+"""Reads the format `torch_dcp`: torch's distributed checkpoint, as a job with `--use-torch-fsdp2` writes it.
 
 Sources: `save_checkpoint` and `generate_state_dict` (megatron/training/checkpointing.py), `state_dict` of
 `Float16OptimizerWithFloat16Params` and `FP32Optimizer` (megatron/core/optimizer/optimizer.py), core_v0.12.0 to 0.19.2.
-Weights lie under the names of their modules. The optimizer's state has numbers: masters by group and position
-(`fp32_from_fp16_params`, of the parameters of half precision), moments by torch's own ids, which a group's `params`
-lists. A group has its parameters in the order of registration, which is that of the stored model, too; which group a
-parameter is in, Megatron's rule says. Shapes must agree with that, and masters are proven against their weights
-wherever they are used, as in every format.
+Weights have the names of their modules. The optimizer's state is numbered: masters by group and position
+(`fp32_from_fp16_params`, for half-precision parameters), moments by torch's parameter ids, which are listed in a
+group's `params`. A group lists its parameters in the order of registration, as does the stored model. The group of a
+parameter follows from Megatron's rule. Shapes are compared, and masters are verified against their weights on use,
+as in every format.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mcore_ckpt_ext.storage.index_entries import StoredArray
 
 NAME = "torch_dcp"
 _STATE = "optimizer.state."
-# Around the inner optimizer's own dict there is another one, unless the job trains in fp32.
+# The inner optimizer's dict is nested in another one, unless the job trains in fp32.
 _GROUP = re.compile(r"^(?P<inner>optimizer\.(?:optimizer\.)?)param_groups\.(?P<group>\d+)\.(?P<setting>\w+)$")
 _MASTER = re.compile(r"^optimizer\.fp32_from_fp16_params\.(?P<group>\d+)\.(?P<position>\d+)$")
 _MOMENT = re.compile(r"^optimizer\.(?:optimizer\.)?state\.(?P<id>\d+)\.(?P<kind>\w+)$")
@@ -61,13 +61,13 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
         return DcpIndex({**weights, **state}, {}, {}, has_plans=True)
 
     def _weights(self) -> Iterator[tuple[str, StoredArray]]:
-        """Each weight by its name in model space, in the order of registration."""
+        """Yield each weight by its name in model space, in the order of registration."""
         for key, array in self.stored_index.arrays.items():
             if key.startswith(MODEL) and not is_extra_state(key):
                 yield check_whole(model_space_name(key.removeprefix(MODEL), 0, 0, self.recorded_arguments), NAME), array
 
     def _state(self, weights: Mapping[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
-        """Masters and moments by the keys that `torch_dist` would have for them."""
+        """Yield masters and moments by their keys in `torch_dist`."""
         for name, found in self._owned(weights).items():
             for kind, array in found.items():
                 if array.shape != weights[name].shape:
@@ -76,10 +76,10 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
                 yield key, replace(array, key=key)
 
     def _owned(self, weights: Mapping[str, StoredArray]) -> dict[str, dict[str, StoredArray]]:
-        """The optimizer's arrays of each parameter, by kind.
+        """Return the optimizer's arrays of each parameter, by kind.
 
         Raises:
-            UnsupportedCheckpointError: there are more or fewer than parameters.
+            UnsupportedCheckpointError: their number differs from that of parameters.
         """
         masters: dict[int, dict[int, StoredArray]] = {}
         moments: dict[int, dict[str, StoredArray]] = {}
@@ -116,7 +116,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
         """The parameter groups.
 
         Raises:
-            UnsupportedCheckpointError: one has no step, as torch's own Adam keeps it elsewhere.
+            UnsupportedCheckpointError: a group has no step, because torch's own Adam stores it by parameter.
         """
         found: dict[int, dict[str, Any]] = {}
         for key in self.stored_index.objects:

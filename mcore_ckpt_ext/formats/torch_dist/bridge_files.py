@@ -1,4 +1,4 @@
-"""What Megatron-Bridge wants beside a `torch_dist` checkpoint: `run_config.yaml` and `train_state.pt`.
+"""The files that Megatron-Bridge needs in a `torch_dist` checkpoint: `run_config.yaml` and `train_state.pt`.
 
 Sources: `load_checkpoint` (training/checkpointing.py) and `TrainState` (training/state.py) of megatron-bridge 0.2.1 to
 0.6.0.
@@ -24,14 +24,14 @@ from mcore_ckpt_ext.storage.yaml_text import dumped_yaml
 
 
 def run_config_file(checkpoint: CheckpointView, random_states: bool) -> tuple[OutputFile, list[str]]:
-    """`run_config.yaml`, and what its reader should know.
+    """Return `run_config.yaml`, and notes for its user.
 
     Args:
         checkpoint: the source.
-        random_states: whether the states of the random generators are carried.
+        random_states: whether the states of the random generators are carried over.
 
     Raises:
-        UnsupportedCheckpointError: it is not known under which tensor and pipeline parallel size it was written.
+        UnsupportedCheckpointError: the tensor or pipeline parallel size that it was written under is unknown.
     """
     content, notes = _content(checkpoint)
     layout = checkpoint.layout
@@ -54,7 +54,7 @@ def run_config_file(checkpoint: CheckpointView, random_states: bool) -> tuple[Ou
 
 
 def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
-    """The source's `run_config.yaml`, or one made from its arguments."""
+    """Return the content of the source's `run_config.yaml`, or one made from its arguments."""
     found = run_config_of(checkpoint.folder)
     if found is not None:
         kept, emptied = harmless(found)
@@ -65,7 +65,7 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
     try:
         model = complete(checkpoint.arguments)
         stated = checkpoint.arguments
-        # What only some description tells of is not filled up with defaults.
+        # Incomplete arguments are not filled up with defaults.
         section = {
             name: value for name, value in model_fields(model).items() if stated.is_complete or stated.is_set(name)
         }
@@ -80,7 +80,7 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def train_state(checkpoint: CheckpointView) -> bytes:
-    """The bytes of `train_state.pt`: tensors of one number, by name."""
+    """Return the bytes of `train_state.pt`: tensors with one element, by name."""
     stated = checkpoint.arguments.raw
     counts = {name: int(stated.get(name) or 0) for name in COUNTED}
     operations = float(checkpoint.common.get("num_floating_point_operations_so_far") or 0)

@@ -1,11 +1,11 @@
-"""The chain of optimizers that a torch_dist checkpoint is written for, where not all of it is distributed.
+"""The chain of optimizers in a torch_dist checkpoint to write, if not all of them are distributed.
 
-Which optimizer of a job with `--optimizer muon --use-distributed-optimizer` holds what Muon does not step depends on
-the release: up to core_v0.19.0 the LayerWiseDistributedOptimizer has all; since core_v0.19.1 a DistributedOptimizer of
-its own may have it, where the model is built by a function; on the development head of August 2026 it always has it,
+In a job with `--optimizer muon --use-distributed-optimizer`, the optimizer of the parameters that Muon does not update
+depends on the release. Up to core_v0.19.0 it is the LayerWiseDistributedOptimizer; since core_v0.19.1 it may be a
+separate DistributedOptimizer, if the model is built by a function; on the development head of August 2026 it always is,
 unless `--no-use-layer-wise-param-layout` is given (`_get_megatron_emerging_optimizer`,
-megatron/core/optimizer/__init__.py; `setup_model_and_optimizer`, megatron/training/training.py). Stock loads only the
-split that its own job has.
+megatron/core/optimizer/__init__.py; `setup_model_and_optimizer`, megatron/training/training.py). Stock Megatron loads
+only the split that its own job has.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ChainedOptimizers:
 
         Args:
             checkpoint: the source.
-            version: the release that will read what is written.
-            has_expert_optimizer: whether experts have an optimizer of their own there.
+            version: the release that will read the written checkpoint.
+            has_expert_optimizer: whether experts have an optimizer of their own in that job.
         """
         self._checkpoint = checkpoint
         self._version = version
@@ -48,7 +48,7 @@ class ChainedOptimizers:
         self._stepped_by_muon = frozenset(checkpoint.optimizer.names(MOMENTUM)) if self._is_resplit else frozenset()
 
     def is_distributed(self, name: str) -> bool:
-        """Whether a DistributedOptimizer has the state of a parameter."""
+        """Return whether a DistributedOptimizer has the state of a parameter."""
         if not self._source:
             return True
         if self._is_resplit:
@@ -56,7 +56,7 @@ class ChainedOptimizers:
         return MAY_SPLIT_LAYER_WISE.is_of(self._version) and self._checkpoint.optimizer.is_distributed(name)
 
     def entries(self, encoding: str) -> list[dict[str, Any]]:
-        """The entry of each optimizer in the common state, distributed ones marked; empty where all are distributed."""
+        """Return the entry of each optimizer in the common state, marking distributed ones; empty if all are."""
         children = portable_chain(self._source, self._experts_apart)
         if self._is_resplit:
             by_muon = [child for child in children if _is_muons(child)]
@@ -66,7 +66,7 @@ class ChainedOptimizers:
         return [{**child, SHARDING_MARK: encoding} if SHARDING_MARK in child else child for child in children]
 
     def notes(self) -> Iterator[str]:
-        """Which jobs load the split that is written, where that is not obvious."""
+        """Yield which jobs load the written split, if that is not obvious."""
         if self._is_resplit:
             yield (
                 "what Muon does not step is written for a DistributedOptimizer of its own, as that version has it; a "
@@ -82,11 +82,12 @@ class ChainedOptimizers:
             )
 
     def _splits_by_default(self) -> bool:
-        """Whether a job of that release, with the arguments of the source, keeps Adam's or Lion's part elsewhere.
+        """Return whether a job of that release, with the source's arguments, has a separate optimizer for Adam or Lion.
 
-        Experts that Muon does not step make such a job impossible, so theirs has `--no-use-layer-wise-param-layout`.
-        Chains of Lion or SOAP with Adam stay whole: the head's DistributedOptimizer drops Adam's second moment beside
-        them (`optimizer_state_keys`, distrib_optimizer.py), so no file lets stock resume them.
+        Such a job is impossible if there are experts that Muon does not update, so the source's job had
+        `--no-use-layer-wise-param-layout`. Chains of Lion or SOAP with Adam are not split: in them the development
+        head's DistributedOptimizer drops Adam's second moment (`optimizer_state_keys`, distrib_optimizer.py), so stock
+        Megatron cannot resume any file.
         """
         arguments = self._checkpoint.arguments
         others = [child for child in self._source if not _is_muons(child)]
@@ -104,7 +105,7 @@ def _is_muons(child: Mapping[str, Any]) -> bool:
 
 
 def _distributed(child: Mapping[str, Any], encoding: str) -> dict[str, Any]:
-    """The entry of a DistributedOptimizer in place of that of an optimizer of whole parameters."""
+    """Convert the entry of an optimizer of whole parameters to that of a DistributedOptimizer."""
     inner = inner_state(child)
     step = (inner.get("state") or {}).get("common_step")
     groups = [group if step is None else {"step": step, **group} for group in inner["param_groups"]]

@@ -1,4 +1,4 @@
-"""A checkpoint whose job may have to be found out: by a description beside it, its index, its user."""
+"""A checkpoint whose job may have to be described by auxiliary files, its index, or its user."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class ExternalModel:
     """The model of an optimizer that is stored without its weights.
 
     Attributes:
-        weights: what each weight is, by model-space name.
-        checkpoint: the one that holds them; None where a live job does.
-        layout: sizes of the layout of the optimizer's job, under Megatron's names, that are assumed.
+        weights: the specification of each weight, by model-space name.
+        checkpoint: the checkpoint that contains the weights; None if a live job has them.
+        layout: assumed sizes of the layout of the optimizer's job, under Megatron's names.
     """
 
     weights: Mapping[str, WeightSpec] = field(default_factory=dict)
@@ -77,13 +77,13 @@ class DescribedCheckpoint(FormatReader):
 
         Args:
             folder: see `FormatReader`.
-            order_sources: likewise.
-            facts: what the user states of the job, for a checkpoint without Megatron's arguments.
-            external: the model, where the weights are not in the checkpoint.
-            opened: the same checkpoint without it, whose index and common state are not read again.
+            order_sources: see `FormatReader`.
+            facts: properties of the job that the user passes, for a checkpoint without Megatron's arguments.
+            external: the model, if the weights are not in the checkpoint.
+            opened: the same checkpoint, opened without `external`; its index and common state are reused.
 
         Raises:
-            UsageError: the checkpoint has arguments, or shows something else.
+            UsageError: facts are passed for a checkpoint with arguments, or contradict the checkpoint.
         """
         super().__init__(folder, order_sources)
         self._facts, self._external, self._opened = facts, external or ExternalModel(), opened
@@ -102,11 +102,11 @@ class DescribedCheckpoint(FormatReader):
 
     @abstractmethod
     def _read_index(self) -> DcpIndex:
-        """What `.metadata` says; of the job only `recorded_arguments` are known by then."""
+        """Read the index; of the job's properties only `stated_arguments` are available."""
 
     @abstractmethod
     def _read_common(self) -> dict[str, Any]:
-        """The common state."""
+        """Read the common state."""
 
     @cached_property
     def common(self) -> dict[str, Any]:
@@ -127,11 +127,11 @@ class DescribedCheckpoint(FormatReader):
 
     @cached_property
     def _stated_by_megatron(self) -> JobArguments | None:
-        """Megatron's arguments, all or some; None where the checkpoint has none."""
+        """Megatron's arguments, possibly incomplete; None if the checkpoint has none."""
         return stated_by_megatron(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
 
     def _described(self) -> Description:
-        """What lies beside the checkpoint, or its user, says of the job."""
+        """Describe the job by auxiliary files and the user's options."""
         return described(self.reader, self._stated_by_megatron, self.sidecar, self._facts)
 
     @cached_property
@@ -139,7 +139,7 @@ class DescribedCheckpoint(FormatReader):
         """The properties of the job, from Megatron's arguments, or else from auxiliary files and the index.
 
         Raises:
-            UsageError: the user states something else than the index shows.
+            UsageError: a property that the user passes contradicts the index.
         """
         own = self._stated_by_megatron
         if own is not None and own.is_complete:
@@ -164,7 +164,7 @@ class DescribedCheckpoint(FormatReader):
     @override
     def with_weights_of_a_job(self, weights: Mapping[str, WeightSpec]) -> Self:
         found = self._with(ExternalModel(weights))
-        # Whoever fills an optimizer from here proves every element, so a layout may be tried that only fits.
+        # A reader that fills an optimizer verifies every element, so a layout may be tried that merely fits.
         return found._under_a_layout(_fits) or found
 
     @override
@@ -181,11 +181,11 @@ class DescribedCheckpoint(FormatReader):
 
     @property
     def has_weights_elsewhere(self) -> bool:
-        """Whether its weights are those of another checkpoint."""
+        """Whether its weights come from another checkpoint."""
         return self._lender is not None
 
     def lent_archives(self) -> Iterator[tuple[str, int, int]]:
-        """Every archive of the checkpoint that has the weights, if it is another one."""
+        """Yield all archives of the other checkpoint that contains the weights, if any."""
         if self._lender is not None and isinstance(self.reader, OverlayReader):
             for file, offset, length in self._lender.archives():
                 yield self.reader.name_of(file), offset, length
@@ -196,7 +196,7 @@ class DescribedCheckpoint(FormatReader):
         )
 
     def _under_a_layout(self, holds: Callable[[Self], bool]) -> Self | None:
-        """The same under a layout of the job for which something holds, where nothing else shows it; None without."""
+        """Return the reader under a layout for which `holds` is true if the layout is unknown; None without one."""
         if "tensor" not in self.layout.unknown or not (sizes_to_try := possible_layouts(self.index)):
             return self
         candidates = (self._with(replace(self._external, layout=sizes)) for sizes in sizes_to_try)

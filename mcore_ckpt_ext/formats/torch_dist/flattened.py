@@ -1,7 +1,7 @@
 """Base of `fsdp_dtensor` and `torch_dcp`: torch.distributed.checkpoint with flattened keys.
 
-Every entry of a dict is an object or an array of its own, under the path to it. Here the index is read as that of a
-`torch_dist` checkpoint would be.
+Every entry of a nested dict is a separate object or array, whose key is the path to it. The readers convert the index
+to that of a `torch_dist` checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RANDOM_STATE = "rng_state."
 
 
 class FlattenedCheckpoint(TorchDistCheckpoint):
-    """One iteration folder of torch's distributed checkpoint, as Megatron writes it without its own."""
+    """One iteration folder of torch's distributed checkpoint, written by Megatron with flattened keys."""
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:
@@ -101,12 +101,12 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
 
     @abstractmethod
     def _is_taken(self, key: str) -> bool:
-        """Whether a stored key is read, or carries no information."""
+        """Return whether a stored key is read, or carries no information."""
 
     @abstractmethod
     def kind_of(self, key: str) -> str:
-        """The kind of a stored array."""
+        """Return the kind of a stored array."""
 
     @override
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        return FormatReader.sharded_keys(self)  # as in Megatron, since no key stacks layers in these formats
+        return FormatReader.sharded_keys(self)  # Megatron's keys, because these formats do not stack layers

@@ -1,7 +1,7 @@
 """Infers the job that wrote a `torch_dist` checkpoint from its index, under the names of Megatron's arguments.
 
-Parallel sizes are inferred only from traces of ranks (the grid of random states, the
-groups of gradient buffers, the files of writers), sizes of the model from its arrays.
+Parallel sizes are inferred only from traces of ranks (the grid of random states, the groups of gradient buffers, the
+files of writers), and sizes of the model from its arrays.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_si
 
 
 def infer_layout(index: DcpIndex, grid: tuple[int, ...] | None, stated: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of the parallel layout that the index shows, as far as it does.
+    """Infer the sizes of the parallel layout from the index, as far as possible.
 
     Args:
-        index: of the checkpoint.
+        index: the index of the checkpoint.
         grid: the ranks that stored their random state: (pipeline, tensor[, data]).
-        stated: what else is known; only what no index shows is taken from it.
+        stated: other known properties; used only for sizes that no index shows.
     """
     groups = _groups(index)
     found: dict[str, int] = {}
@@ -44,7 +44,7 @@ def infer_layout(index: DcpIndex, grid: tuple[int, ...] | None, stated: Mapping[
     elif groups and (tensor := _bands(index.arrays) or stated.get(TENSOR)) and groups[0] % tensor == 0:
         found = {PIPELINE: groups[0] // tensor, TENSOR: tensor}
     if not found or not groups:
-        # Where optimizers are not flat, files and chunks are those of whoever wrote them last: a converter's, too.
+        # If optimizers are not flat, files and chunks come from the last writer, which may be a converter.
         return found
     if len(groups) > 1 + bool(stated.get("overlap_param_gather_with_optimizer_step")):
         found |= _experts(index, groups[max(groups)], found[PIPELINE])
@@ -61,13 +61,13 @@ def infer_layout(index: DcpIndex, grid: tuple[int, ...] | None, stated: Mapping[
 
 
 def possible_layouts(index: DcpIndex) -> list[dict[str, int]]:
-    """The tensor and pipeline sizes that flat optimizer state allows where nothing else shows them."""
+    """Return the tensor and pipeline sizes that flat optimizer state allows if nothing else shows them."""
     groups = _groups(index).get(0, 0)
     return [{TENSOR: size, PIPELINE: groups // size} for size in range(1, groups + 1) if groups % size == 0]
 
 
 def infer_model_config(arrays: Mapping[str, StoredArray], names: Iterable[str]) -> dict[str, Any]:
-    """What the arrays show of the model: its layers, experts and widths, and whether its embeddings are tied."""
+    """Infer the numbers of layers and experts, widths, and whether embeddings are tied from the arrays."""
     names = list(names)
     parsed = [parse(name) for name in names]
     divided = pipelined_block(names) or BLOCKS[0]
@@ -88,7 +88,7 @@ def infer_model_config(arrays: Mapping[str, StoredArray], names: Iterable[str]) 
 
 
 def _groups(index: DcpIndex) -> dict[int, int]:
-    """For each chained optimizer in flat buffers, how many groups it has: one for each model-parallel rank."""
+    """Return the number of groups of each chained optimizer in flat buffers, one for each model-parallel rank."""
     found: dict[int, set[int]] = {}
     for key in (*index.arrays, *index.objects):
         if match := _GROUP.match(key):
@@ -97,7 +97,7 @@ def _groups(index: DcpIndex) -> dict[int, int]:
 
 
 def _experts(index: DcpIndex, groups: int, pipeline: int) -> dict[str, int]:
-    """The sizes that an experts' optimizer shows: its groups run over expert-tensor, expert and pipeline ranks."""
+    """Infer sizes from an experts' optimizer, which has a group for each expert-tensor, expert and pipeline rank."""
     keys = [key for key in index.arrays if of_experts(key) and key.endswith("linear_fc2.weight")]
     columns = {
         len({chunk.offsets[-1] for chunk in index.arrays[key].chunks}) for key in keys if index.arrays[key].shape
@@ -108,9 +108,9 @@ def _experts(index: DcpIndex, groups: int, pipeline: int) -> dict[str, int]:
 
 
 def _bands(arrays: Mapping[str, StoredArray]) -> int | None:
-    """Number of row blocks in which an embedding is stored; None if there is no embedding.
+    """Return the number of row blocks in which an embedding is stored; None if there is no embedding.
 
-    Every tensor-parallel rank has one (core_v0.7.0 to 0.19.2).
+    Every tensor-parallel rank stores one (core_v0.7.0 to 0.19.2).
     """
     for is_table in (is_word_embeddings, is_output_layer):
         for key in filter(is_table, arrays):
@@ -119,7 +119,7 @@ def _bands(arrays: Mapping[str, StoredArray]) -> int | None:
 
 
 def _writers(index: DcpIndex) -> set[int]:
-    """The global ranks that wrote a file."""
+    """Return the global ranks that wrote a file."""
     chunks = (chunk.extent for array in index.arrays.values() for chunk in array.chunks)
     files = {extent.file for extent in chunks if not isinstance(extent, RawArray)}
     files |= {stored.file for stored in index.objects.values()}
@@ -127,6 +127,6 @@ def _writers(index: DcpIndex) -> set[int]:
 
 
 def _gradients_in_fp32(arrays: Mapping[str, StoredArray]) -> set[str]:
-    """The dtypes of gradients whose parameters have another one than fp32, by the names of the flat buffers."""
+    """Return the dtypes of gradients of parameters that are not fp32, from the keys of flat buffers."""
     found = (match for key in arrays if (match := _DTYPES.search(key)))
     return {match[2] for match in found if match[1] != "float32"}

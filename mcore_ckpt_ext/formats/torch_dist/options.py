@@ -13,14 +13,14 @@ Loop: TypeAlias = Literal["megatron", "bridge"]
 
 @dataclass(frozen=True, kw_only=True)
 class TorchDist(Target):
-    """Megatron's `torch_dist`, in the optimizer format that stock Megatron resumes under any layout.
+    """Write Megatron's `torch_dist`, in the optimizer format that stock Megatron resumes under any layout.
 
     Attributes:
-        megatron_version: the version that will read it; by default the installed one, else the newest known.
-        expert_model_parallel_size: of the job that will read it; only says whether experts have an optimizer of their
-            own.
-        transformer_impl: layer spec of the job that will read it, whose names and extra states differ; by default that
-            of the source, and Transformer Engine's for a Hugging Face one.
+        megatron_version: the version that will read it; by default the installed one, or else the newest known one.
+        expert_model_parallel_size: the size in the job that will read it; decides only whether experts have an
+            optimizer of their own.
+        transformer_impl: the layer spec of the job that will read it, because names and extra states differ; by default
+            the source's, or Transformer Engine's for a Hugging Face folder.
         loop: the training loop that will read it: Megatron's own, or Megatron-Bridge, whose checkpoints have
             `run_config.yaml` and `train_state.pt` instead of Megatron's arguments.
 
@@ -45,10 +45,10 @@ class TorchDist(Target):
         return self.loop == "bridge"
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a source.
+        """Check the options that can be checked without a source.
 
         Raises:
-            UsageError: a value makes no sense.
+            UsageError: an option has an invalid value.
         """
         check_sizes(expert_model_parallel_size=self.expert_model_parallel_size)
         check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)

@@ -1,5 +1,4 @@
-"""The checkpoint format `torch_dist`: arrays in `.distcp` archives, everything else in the common state.
-
+"""Reads the format `torch_dist`: arrays in `.distcp` archives, everything else in the common state.
 Source: `megatron/core/dist_checkpointing/strategies/torch.py` and `serialization.py` (core_v0.7.0 to 0.19.2).
 The common state is `common.pt` up to 0.18, and the object `common_state` since 0.19.0 (commit 40b1fd37).
 """
@@ -71,7 +70,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     @property
     @override
     def as_torch_dist(self) -> TorchDistCheckpoint | None:
-        # Formats that derive from it arrange keys, files or objects in another way.
+        # Formats with a derived reader have other keys, files or objects.
         return self if type(self) is TorchDistCheckpoint else None
 
     @override
@@ -95,7 +94,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @property
     def stored_index(self) -> DcpIndex:
-        """What `.metadata` says, under the keys that stand in it."""
+        """The index by the keys in `.metadata`."""
         return self.index
 
     @property
@@ -129,7 +128,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @cached_property
     def stored_optimizer_format(self) -> str | None:
-        """What the keys show, whatever the common state calls it."""
+        """The optimizer format according to its keys, which take precedence over the common state."""
         return NOT_DISTRIBUTED if self._keeps_nothing else format_name(self._optimizer_keys)
 
     @cached_property
@@ -149,7 +148,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @cached_property
     def has_expert_optimizer(self) -> bool:
-        """Whether there is one chained optimizer more than the dense chunks need, or groups of experts alone."""
+        """Whether there is an additional chained optimizer beyond those of dense chunks, or groups of experts."""
         children = optimizer_children([*self.index.arrays, *self.index.objects])
         expected = 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
         # Formats in model space do not number their optimizers, and keep all groups in the common state.
@@ -160,7 +159,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         """The optimizer's state.
 
         Raises:
-            UnsupportedCheckpointError: it is in a format that is not read.
+            UnsupportedCheckpointError: its format is not supported.
         """
         if self._keeps_nothing:
             nothing = ModelSpaceState(self._optimizer_keys, distributed=False)
@@ -173,7 +172,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return joined([*self._unread_keys(), *in_common_state(self.common, COMMON_KEYS), *within])
 
     def _unread_keys(self) -> Iterator[UnreadState]:
-        """Arrays and objects of the index that belong to nothing known."""
+        """Yield arrays and objects of the index that are not read."""
         claimed = {key for _, own in recognised(self._optimizer_keys) for key in own}
         for key, array in self.index.arrays.items():
             if key.startswith(_OPTIMIZER_PREFIXES) and key not in claimed:
@@ -186,14 +185,14 @@ class TorchDistCheckpoint(DescribedCheckpoint):
                 yield UnreadState(key, optimizer_kind(key), place.length)
 
     def _unread_in_objects(self) -> Iterator[UnreadState]:
-        """Tensors in the small objects of optimizers, beside the parameter groups."""
+        """Yield tensors in the small objects of optimizers, outside the parameter groups."""
         for key in self._keys(_STATE_OBJECTS):
             for path, nbytes in tensors_in(self.object(key), (key,)):
                 if "param_groups" not in path:
                     yield UnreadState(".".join(path), UNKNOWN, nbytes)
 
     def object(self, key: str) -> Any:
-        """A pickled object by its key.
+        """Return a pickled object by its key.
 
         Raises:
             UnreadableCheckpointError: it is damaged.
@@ -201,17 +200,17 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return self._archived(self.index.objects[key], key)
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups as each rank group stored them, with repetitions.
+        """Return the optimizer's parameter groups as each rank group stored them, with repetitions.
 
-        The flat formats keep them in objects of their own, the model-space formats in the common state.
+        Flat formats store them in separate objects, model-space formats in the common state.
         """
         found: list[dict[str, Any]] = []
         for key in self._keys(_STATE_OBJECTS):
             found.extend(checked_groups(self._values(key)["param_groups"]))
         for child in self._common_optimizers():
-            # Of a job in fp32 the entry is torch's own dict (`FP32Optimizer`, megatron/core/optimizer/optimizer.py).
+            # In an fp32 job the entry is torch's own dict (`FP32Optimizer`, megatron/core/optimizer/optimizer.py).
             inner = child.get("optimizer") or child
-            # torch's Adam counts beside each parameter, and all of them alike.
+            # torch's Adam stores a step for each parameter, all of them equal.
             step = (inner.get("state") or {}).get("common_step")
             counted = {} if step is None else {"step": int(step)}
             found.extend({**counted, **group} for group in inner.get("param_groups", []))
@@ -230,25 +229,25 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return found
 
     def grad_scaler(self) -> dict[str, Any] | None:
-        """The state of the gradient scaler (fp16 only)."""
+        """Return the state of the gradient scaler (fp16 only)."""
         for key in self._keys(_SCALER_OBJECTS):
             return dict(self._values(key))
         scalers = [child["grad_scaler"] for child in self._common_optimizers() if child.get("grad_scaler")]
         return dict(scalers[0]) if scalers else None
 
     def _common_optimizers(self) -> list[dict[Any, Any]]:
-        """The optimizer's entries in the common state: one, or one for each chained optimizer."""
+        """Return the optimizer's entries in the common state: one, or one for each chained optimizer."""
         return common_optimizers(self.common)
 
     def random_state_grid(self) -> tuple[int, ...] | None:
-        """The grid of ranks that stored their random state: (PP, TP), in 0.16 with experts (PP, TP, DP)."""
+        """Return the grid of ranks that stored their random state: (PP, TP), in 0.16 with experts (PP, TP, DP)."""
         for key in self.index.objects:
             if key.startswith(_RANDOM_STATE):
                 return tuple(int(size) for size in key.rpartition("_")[2].split("."))
         return None
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        """The checkpoint itself shows them, or that of its weights."""
+        """Return the keys of the checkpoint that contains the weights: this one, or the other."""
         return self._lender.sharded_keys() if self._lender else self._own_weights.places()
 
     @override
@@ -271,7 +270,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return found
 
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        """Every archive of the checkpoint: (file, offset, length)."""
+        """Yield all torch archives of the checkpoint as (file, offset, length)."""
         for array in self.stored_index.arrays.values():
             for extent in (chunk.extent for chunk in array.chunks if not isinstance(chunk.extent, RawArray)):
                 yield extent.file, extent.offset, extent.length
@@ -283,7 +282,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return sorted(k for k in self.index.objects if k.startswith(_OPTIMIZER_PREFIXES) and k.endswith(suffix))
 
     def _values(self, key: str) -> Any:
-        """A small object with its tensors read."""
+        """Read a small object and its tensors."""
         place = self.index.objects[key]
         return TorchArchive(self.reader, place.file, place.offset, place.length).with_values(self.object(key))
 
@@ -292,7 +291,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return self._unwrapped(archive.load(), f"{key}, {archive.where}")
 
     def _unwrapped(self, loaded: Any, where: str) -> Any:
-        """The object itself: Megatron wraps each in a list of one (strategies/torch.py)."""
+        """Return the object itself, which Megatron wraps in a list of one (strategies/torch.py)."""
         if not isinstance(loaded, list) or len(loaded) != 1:
             raise UnreadableCheckpointError(
                 "a pickled object is not as Megatron writes it: it is damaged, or its metadata belongs to other files",
@@ -302,6 +301,6 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
 
 def _is_read(key: str) -> bool:
-    """Whether an object that belongs to no optimizer is read."""
+    """Return whether an object that does not belong to an optimizer is read."""
     name, _, _ = key.rpartition("/shard_")
     return key == COMMON_OBJECT or key.startswith(_RANDOM_STATE) or is_extra_state(name)

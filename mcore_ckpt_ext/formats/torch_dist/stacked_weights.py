@@ -1,4 +1,4 @@
-"""The weights of a sharded checkpoint: arrays that stack layers and experts, seen as one tensor for each of them."""
+"""The weights of a sharded checkpoint: arrays with stacked layers and experts, as one tensor for each of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StackedWeights(StoredOnce):
     def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
         self._arrays = arrays
         self._places: dict[str, ShardedKey] = {}
-        # Each chunk took some hundred bytes of the index to describe; a shape may say anything.
+        # Shapes may be forged, but each chunk takes some hundred bytes of the index, which limits the work.
         budget = Budget(_CHUNK_BYTES * sum(len(array.chunks) for array in arrays.values()), "the checkpoint's index")
         for key, array in arrays.items():
             stacked = stacked_axes(key)
@@ -34,15 +34,15 @@ class StackedWeights(StoredOnce):
         self._by_index: dict[str, dict[tuple[int, ...], list[tuple[StoredChunk, int]]]] = {}
 
     def names(self) -> list[str]:
-        """All names."""
+        """Return all names."""
         return list(self._places)
 
     def places(self) -> Mapping[str, ShardedKey]:
-        """The array of each name, and its index on the stacked axes."""
+        """Return the array of each name, and its index on the stacked axes."""
         return self._places
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        """Return the name, shape and dtype of a weight; None if the checkpoint does not contain it."""
         if kind != WEIGHT or name not in self._places:
             return None
         key, index = self._places[name]
@@ -60,18 +60,18 @@ class StackedWeights(StoredOnce):
         ]
 
     def offsets(self, name: str) -> Iterator[tuple[int, ...]]:
-        """Where the stored parts of a tensor begin, by axis."""
+        """Yield the offsets of the stored parts of a tensor, on all axes."""
         key, index = self._places[name]
         return (chunk.offsets[len(index) :] for chunk, _ in self._chunks(key).get(index, ()))
 
     def _chunks(self, key: str) -> dict[tuple[int, ...], list[tuple[StoredChunk, int]]]:
-        """The chunks of an array by stack index, each with the element at which that index begins in it."""
+        """Return the chunks of an array by stack index, each with the element at which that index begins in it."""
         if key not in self._by_index:
             stacked = stacked_axes(key)
             by_index: dict[tuple[int, ...], list[tuple[StoredChunk, int]]] = {}
             one = (1,) * stacked
             for chunk in self._arrays[key].chunks:
-                if chunk.sizes[:stacked] == one:  # as in large checkpoints
+                if chunk.sizes[:stacked] == one:  # the usual case in large checkpoints
                     by_index.setdefault(chunk.offsets[:stacked], []).append((chunk, 0))
                     continue
                 inner = prod(chunk.sizes[stacked:])

@@ -19,13 +19,13 @@ _GATHERED = ".param_state/shard_"
 
 
 def kind_of(key: str) -> str:
-    """The kind of the array stored under Megatron's sharded key."""
+    """Return the kind of the array stored under Megatron's sharded key."""
     kind = optimizer_kind(key)
     return WEIGHT if kind == OTHER else kind
 
 
 def parts_of_torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]:
-    """Arrays and objects of an index under Megatron's keys."""
+    """Yield the arrays and objects of an index by Megatron's keys."""
     for key, array in checkpoint.index.arrays.items():
         kind, size = kind_of(key), ITEM_SIZE[array.dtype]
         if kind == FP32_PARAM and array.dtype == "int16":
@@ -43,7 +43,7 @@ def parts_of_torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]
 
 
 def _gathered(checkpoint: TorchDistCheckpoint, keys: list[str]) -> Iterator[StoredPart]:
-    """Whole buffers in pickled objects; the objects themselves where their content cannot be read."""
+    """Yield whole buffers in pickled objects, or the objects themselves if their content cannot be read."""
     try:
         of_optimizer = checkpoint.optimizer.buffers
     except UnsupportedCheckpointError:

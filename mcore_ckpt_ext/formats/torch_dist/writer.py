@@ -1,10 +1,10 @@
-"""Writing `torch_dist`: what stock Megatron resumes under any layout, optimizer in natural shapes.
+"""Writes `torch_dist` with the optimizer in natural shapes, which stock Megatron resumes under any layout.
 
 Sources: `save_checkpoint` (megatron/training/checkpointing.py) and `_save` of megatron/core/dist_checkpointing
 (serialization.py, strategies/torch.py), core_v0.8.0 to 0.19.2.
 Since 0.15 the optimizer is `fully_reshardable`; before, `fully_sharded_model_space`, whose arrays are stored as
 [shards along each axis, elements of a shard] (strategies/resharding.py). Here a shard is one index of the stacked
-axes, and whole otherwise.
+axes, and extends over all other axes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.archive_writer import plan_archive
 
-# A rank that wants part of a chunk reads all of it (torch/distributed/checkpoint/filesystem.py), so chunks stay small.
+# A rank that needs part of a chunk reads all of it (torch/distributed/checkpoint/filesystem.py), so chunks are small.
 CHUNK_BYTES = 128 << 20
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}
 _COMPARED = ("num_layers", "hidden_size", "num_attention_heads")
@@ -65,7 +65,7 @@ _LAST_NORM = re.compile(r"decoder\.final_(layer)?norm\.weight")
 class TorchDistTarget:
     """Lays out one iteration folder.
 
-    `has_expert_optimizer`: experts have an optimizer of their own, as in jobs with several expert-parallel ranks.
+    `has_expert_optimizer`: whether experts have an optimizer of their own, as in jobs with expert parallelism.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class TorchDistTarget:
         *,
         with_arguments: bool = True,
     ) -> None:
-        """`with_arguments`: write Megatron's arguments, which other loops do not.
+        """Choose the optimizer format of that version; `with_arguments`: write Megatron's arguments.
 
         Raises:
-            UnsupportedCheckpointError: that version knows no format that it resumes under any layout.
+            UnsupportedCheckpointError: that version has no optimizer format that it resumes under any layout.
         """
         if not LOADS_PORTABLE_OPTIMIZERS.is_of(version):
             raise UnsupportedCheckpointError(
@@ -103,7 +103,7 @@ class TorchDistTarget:
         return bool(self._random_states)
 
     def output(self) -> Output:
-        """All files of the folder, and where each tensor goes."""
+        """Plan all files of the folder, and the location of each tensor."""
         writer = DistcpFiles()
         objects = dict(self._objects())
         common = self._common(objects)
@@ -125,13 +125,13 @@ class TorchDistTarget:
         return Output([*files, *small], records, (*notes, *self._chain.notes(), *self._about_the_arguments()))
 
     def _about_the_arguments(self) -> Iterator[str]:
-        """Arguments that stock Megatron requires and compares (`check_checkpoint_args`, 0.7 to 0.19)."""
+        """Report missing arguments that stock Megatron requires and compares (`check_checkpoint_args`, 0.7 to 0.19)."""
         missing = [name for name in _COMPARED if not self._checkpoint.arguments.is_set(name)]
         if missing and self._with_arguments and not self._checkpoint.released:
             yield f"{' and '.join(missing)} of the job, which stock Megatron requires, is unknown"
 
     def _config(self) -> bytes:
-        """`CheckpointingConfig` (megatron/core/dist_checkpointing/core.py); without common backend since 0.19."""
+        """Return `CheckpointingConfig` (core/dist_checkpointing/core.py); since 0.19 without common backend."""
         config: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         if not STORES_COMMON_STATE_AS_OBJECT.is_of(self._version):
             config |= {"common_backend": "torch", "common_backend_version": 1}
@@ -154,7 +154,7 @@ class TorchDistTarget:
                 yield from self._arrays_of(kind, names, f"optimizer.state.{state}.", distributed)
 
     def _arrays_of(self, kind: str, names: Sequence[str], prefix: str, distributed: bool = False) -> Iterator[Array]:
-        """The arrays of one kind: tensors with the same key, stacked; `distributed`: of a DistributedOptimizer."""
+        """Yield the arrays of one kind, stacking equal keys; `distributed`: they are of a DistributedOptimizer."""
         stacks: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         for name in names:
             key, index = self._keys[name]
@@ -177,20 +177,20 @@ class TorchDistTarget:
                 yield Array(name, whole, dtype, tuple(chunks))
 
     def _reshapes(self, shape: tuple[int, ...]) -> bool:
-        """Whether that version stores optimizer arrays of a natural shape reshaped; of one axis only since 0.11."""
+        """Return whether that version stores an optimizer array of this shape reshaped (with one axis since 0.11)."""
         row = RESHAPES_STATE if len(shape) > 1 else RESHAPES_STATE_OF_ONE_AXIS
         return row.is_of(self._version)
 
     def _child_prefix(self, kind: str, key: str) -> str:
-        """Chained optimizers mark their keys in 0.8 to 0.13 (`ChainedOptimizer.sharded_state_dict`)."""
+        """Return the prefix of a chained optimizer's keys in 0.8 to 0.13 (`ChainedOptimizer.sharded_state_dict`)."""
         if kind == WEIGHT or not self._experts_apart or not MARKS_CHAINED_KEYS.is_of(self._version):
             return ""
         return f"chained_{int(of_experts(key))}."
 
     def _objects(self) -> Iterator[tuple[str, Any]]:
-        """Pickled objects by key: extra states, and the random states where their ranks keep their meaning."""
+        """Yield pickled objects by key: extra states, and the random states if the reading job has the same ranks."""
         counts: dict[str, tuple[int, ...]] = {}
-        # Experts are always stacked; one axis more shows that the layers of a block are, too.
+        # Experts are always stacked, so an additional axis shows that the layers of a block are stacked, too.
         stacked = {block_of(key) for key, index in self._keys.values() if len(index) > of_experts(key)}
         states: list[tuple[str, tuple[int, ...], Any]] = []
         for name, value in {**self._of_last_norms(), **self._state.extra_states}.items():
@@ -204,10 +204,10 @@ class TorchDistTarget:
         yield from self._random_states.items()
 
     def _of_last_norms(self) -> dict[str, Any]:
-        """The empty extra states of the final norms in the local layer spec, for a release checkpoint.
+        """Return empty extra states of the final norms for a release checkpoint in the local layer spec.
 
-        Where Transformer Engine is installed, they are its, and ask for them (`LayerNormImpl`, transformer_block.py,
-        core_v0.12.1 to 0.19.2). Where it is not, nobody asks.
+        With Transformer Engine installed, the final norms are its own, and request them (`LayerNormImpl`,
+        transformer_block.py, core_v0.12.1 to 0.19.2). Otherwise they are not requested.
         """
         if not (self._checkpoint.released and self._checkpoint.arguments.transformer_impl == "local"):
             return {}
@@ -215,7 +215,7 @@ class TorchDistTarget:
         return {f"{module}.{EXTRA_STATE}": torch.empty(0, dtype=torch.uint8) for module in modules}
 
     def _random_state_objects(self) -> Iterator[tuple[str, Any]]:
-        """The states of the random generators by key; none where the reading job has different ranks."""
+        """Yield the states of the random generators by key; none if the reading job has different ranks."""
         states = self._state.random_states
         grid = tuple(max(axis) + 1 for axis in zip(*states, strict=True)) if states else ()
         layout = self._checkpoint.layout
@@ -226,7 +226,7 @@ class TorchDistTarget:
                 yield f"rng_state/shard_{_dotted(place)}_{_dotted(grid)}", value
 
     def _common(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        """The common state as that version's `save_checkpoint` writes it."""
+        """Return the common state as that version's `save_checkpoint` writes it."""
         source = self._checkpoint
         common, arguments = dict(self._state.common), argparse.Namespace(**vars(self._state.common["args"]))
         common["args"] = arguments
@@ -243,7 +243,7 @@ class TorchDistTarget:
             if any(SHARDING_MARK in child for child in children):
                 content["distrib_optim_sharding_type"] = encoding
             arguments.use_distributed_optimizer = all(SHARDING_MARK in child for child in children)
-            arguments.ckpt_fully_parallel_save = True  # up to 0.12 this chooses `fully_sharded_model_space`
+            arguments.ckpt_fully_parallel_save = True  # up to 0.12 this selects `fully_sharded_model_space`
         if DESCRIBES_CONTENT.is_of(self._version):
             written = source.common.get("content_metadata")
             singletons = written.get("singleton_local_shards") if isinstance(written, dict) else None
@@ -257,7 +257,7 @@ class TorchDistTarget:
         return common
 
     def _distributed(self, encoding: str) -> list[dict[str, Any]]:
-        """The entry of each distributed optimizer: the dense parameters', then the experts'."""
+        """Return the entry of each distributed optimizer: the dense parameters', then the experts'."""
         children = []
         for groups in distinct_groups(self._checkpoint.param_groups(), self._experts_apart):
             child: dict[str, Any] = {"optimizer": {"param_groups": groups}, SHARDING_MARK: encoding}
@@ -269,7 +269,7 @@ class TorchDistTarget:
 
 
 def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[Chunk]:
-    """A tensor in chunks of bounded size, cut along its first axis."""
+    """Yield a tensor in chunks of limited size, split along its first axis."""
     shape = tensor.shape
     rows = shape[0] if shape else 1
     row_bytes = max(1, prod(shape[1:]) * ITEM_SIZE[tensor.dtype])
@@ -283,10 +283,10 @@ def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterato
 
 
 def _holding_all(tensors: Sequence[LogicalTensor]) -> str:
-    """The dtype that rounds none of them: layers of one array may differ.
+    """Return the dtype that rounds none of the tensors, since layers of one array may differ.
 
     Raises:
-        UnsupportedCheckpointError: there is none, where some are numbers and others their codes.
+        UnsupportedCheckpointError: there is none, because some tensors are numbers and others are quantized.
     """
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) == 1:
@@ -301,7 +301,7 @@ def _holding_all(tensors: Sequence[LogicalTensor]) -> str:
 
 
 def _flat_chunk(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[Chunk]:
-    """A tensor as one shard of the reshaped array."""
+    """Yield a tensor as one shard of the reshaped array."""
     region = Region.whole(tensor.name, tensor.shape)
     wanted = TargetSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
     axes = len(index) + len(tensor.shape)

@@ -1,4 +1,4 @@
-"""The declaration of verl's folders of a step."""
+"""The declaration of verl's step folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class VerlFormat(Format[Target]):
-    """The folder of a step of verl's."""
+    """verl's step folders."""
 
     name = "verl"
     takes_facts = True

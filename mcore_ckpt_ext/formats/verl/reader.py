@@ -1,4 +1,4 @@
-"""Reads verl's folder of a step: `torch_dist` checkpoints of the model, the optimizer and the rest, joined into one.
+"""Reads verl's step folder: `torch_dist` checkpoints of the model, the optimizer and the rest, joined into one.
 
 Source: verl/utils/checkpoint/megatron_checkpoint_manager.py of verl 0.9.1 (`model/dist_ckpt`, `optimizer/dist_ckpt`,
 `extra/dist_ckpt`) and of the development head of 29 January 2026 (`dist_ckpt` for all).
@@ -24,7 +24,7 @@ _PARTS = tuple(f"{part}/{DISTRIBUTED}" for part in ("model", "optimizer", "extra
 
 
 def is_verl(folder: Path) -> bool:
-    """Whether a folder is one of verl's steps: it holds checkpoints, and is none itself."""
+    """Return whether a folder is one of verl's steps, which contains checkpoints in subfolders."""
     own = any((folder / name).exists() for name in (CONFIG_FILE, METADATA_FILE))
     return not own and bool(_parts(folder))
 
@@ -34,7 +34,7 @@ def _parts(folder: Path) -> list[str]:
 
 
 class VerlCheckpoint(TorchDistCheckpoint):
-    """The checkpoints of one step; files are named from the step's folder."""
+    """The checkpoints of one step; file names are relative to the step's folder."""
 
     @override
     def _read_index(self) -> DcpIndex:

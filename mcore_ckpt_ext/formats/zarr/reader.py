@@ -1,9 +1,9 @@
-"""The checkpoint format `zarr`: a folder with a zarr array for each sharded key, objects as files beside them.
+"""Reads the format `zarr`: a folder with a zarr array for each sharded key, and objects as files.
 
 Source: `megatron/core/dist_checkpointing/strategies/zarr.py` (core_v0.7.0 to 0.15.3; removed in 0.16, commit faa6037b).
 An array has the global shape in uncompressed chunks of the local shard's shape; `flattened_range` pieces are written by
 coordinates, so that optimizer state in model space has its natural shape. Everything else is as in `torch_dist`:
-`megatron.training` could save so up to 0.11, with the optimizer in `fully_sharded_bucket_space`,
+`megatron.training` could save it up to 0.11, with the optimizer in `fully_sharded_bucket_space`,
 `fully_sharded_model_space` or `dp_zero_gather_scatter` (`dp_reshardable` needs irregular chunks, which zarr lacks).
 """
 
@@ -37,12 +37,12 @@ from mcore_ckpt_ext.storage.json_text import parsed
 
 NAME = "zarr"
 _DESCRIPTION = ".zarray"
-# `bfloat16` is Megatron's own patch of the description (`_create_zarr_array`).
+# Megatron patches the dtype `bfloat16` into the description (`_create_zarr_array`).
 _DTYPES: Mapping[str, str] = {
     "bfloat16": "bfloat16", "<f2": "float16", "<f4": "float32", "<f8": "float64", "|u1": "uint8", "|i1": "int8",
     "<i2": "int16", "<i4": "int32", "<i8": "int64", "|b1": "bool",
 }  # fmt: skip
-# What Megatron leaves at its plainest.
+# Settings for which Megatron uses the plainest values.
 _PLAIN: Mapping[str, Any] = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
 
 
@@ -50,7 +50,7 @@ class ZarrCheckpoint(TorchDistCheckpoint):
     """One iteration folder in `zarr`."""
 
     format = NAME
-    # It left the loader in 0.16 (commit faa6037b).
+    # Megatron's loader supported it up to 0.15 (commit faa6037b).
     loading = Loading(in_megatron=True, loaded_by=LOADS_ZARR)
 
     @override
@@ -61,16 +61,16 @@ class ZarrCheckpoint(TorchDistCheckpoint):
         return read_index(self.folder)
 
     def _unwrapped(self, loaded: Any, where: str) -> Any:
-        """Objects are stored as they are, not in a list."""
+        """Return the object itself; in this format it is not wrapped in a list."""
         return loaded
 
 
 def read_index(folder: Path) -> DcpIndex:
-    """The arrays and objects of an iteration folder.
+    """Return the arrays and objects of an iteration folder.
 
     Raises:
         UnreadableCheckpointError: an array's description is damaged, or chunks are missing.
-        UnsupportedCheckpointError: an array is not as Megatron writes it.
+        UnsupportedCheckpointError: an array has settings that Megatron does not use.
     """
     arrays: dict[str, StoredArray] = {}
     objects: dict[str, StoredObject] = {}
@@ -109,7 +109,7 @@ def _array(path: Path) -> StoredArray:
 
 
 def _is_filled(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether chunks end where the array does, along all axes but the first."""
+    """Return whether the last chunk ends with the array on all axes but the first."""
     if len(shape) != len(sizes) or min(sizes, default=1) < 1 or min(shape, default=0) < 0:
         return False
     return not any(whole % size for whole, size in zip(shape[1:], sizes[1:], strict=True))
@@ -118,7 +118,7 @@ def _is_filled(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
 def _chunks(
     path: Path, shape: tuple[int, ...], sizes: tuple[int, ...], separator: str, dtype: str
 ) -> Iterator[StoredChunk]:
-    """Every chunk; the last one along the first axis may reach beyond the array, and is cut off there."""
+    """Yield all chunks; the last one along the first axis may extend beyond the array, and is truncated."""
     counts = [-(-whole // size) for whole, size in zip(shape, sizes, strict=True)]
     stored = sum(not file.name.startswith(".") for file in path.iterdir())
     if stored != prod(counts):
@@ -130,7 +130,7 @@ def _chunks(
             hint=INTERRUPTED,
         )
     if not stored:
-        return  # one axis has no elements; the others may claim any number
+        return  # one axis has no elements, so the lengths of other axes are not limited by chunks
     for number in product(*(range(count) for count in counts)):
         offsets = tuple(index * size for index, size in zip(number, sizes, strict=True))
         inside = tuple(min(size, whole - start) for size, whole, start in zip(sizes, shape, offsets, strict=True))
