@@ -1,11 +1,11 @@
 """Resume a Megatron-LM checkpoint, optimizer included, under another TP x PP layout.
 
-What is listed here is public, and all else is private. Importing this package costs next to nothing and imports neither
-torch nor a framework: torch itself imports it at the end of ``import torch`` (the ``torch.backends`` entry point). So
-every public name is looked up when it is first used (PEP 562).
+Only the names listed here are public. Importing this package costs next to nothing and imports neither torch nor a
+framework, because torch itself imports it at the end of ``import torch`` (the ``torch.backends`` entry point). Each
+public name is therefore looked up when it is first used (PEP 562).
 """
 
-# Nothing is imported here, not even of the standard library: under `python -m` it would come from the current folder.
+# Import nothing here, not even the standard library: under `python -m`, modules come from the current folder.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mcore_ckpt_ext.errors import (
@@ -176,5 +176,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List the lazy names beside those that are already there."""
+    """List the lazy names and the names that exist already."""
     return sorted({*globals(), *__all__})

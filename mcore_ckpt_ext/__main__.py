@@ -1,10 +1,10 @@
-"""`python -m mcore_ckpt_ext` is `mcore-ckpt`."""
+"""Run the command line: `python -m mcore_ckpt_ext` is the same as `mcore-ckpt`."""
 
 import os
 import sys
 
-# `-m` puts the current folder first, which may be untrusted: nothing is imported from there, and so nothing before
-# this but what Python itself has imported by now.
+# `-m` puts the current folder, which may be untrusted, first in `sys.path`. Import nothing from there: before this
+# line, only import modules that Python itself has imported by now.
 if sys.path[:1] in ([""], [os.getcwd()]) and not getattr(sys.flags, "safe_path", False):  # noqa: PTH109 - see above
     del sys.path[0]
 

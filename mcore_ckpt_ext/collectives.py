@@ -1,4 +1,7 @@
-"""Ranks agree on errors, so that one rank's refusal is the refusal of all and nobody waits in a collective."""
+"""Collectives that raise an error on all ranks when one rank fails.
+
+No rank then waits in a collective for a rank that has refused.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +24,32 @@ from mcore_ckpt_ext.storage.gc_pause import collector_paused
 Result = TypeVar("Result")
 _SHOWN = 4
 _SIZE_BYTES, _SHORT_BYTES = 8, 56
-# Of all ranks together; also what messages over a device take of its memory.
+# Total over all ranks; also the device memory that messages over a device use.
 _LITTLE_BYTES = 1 << 20
-# Items are few where at most one rank in so many has one of its own.
+# `gather` broadcasts long items one by one if at most one rank in `_FEW` has an item of its own.
 _FEW = 4
 OPTIMIZER_UNCHANGED = "the optimizer is unchanged"
-"""What a refused load has left as it was, for messages."""
+"""States, in messages, what a refused load leaves unchanged."""
 Failure = CheckpointException
-"""What torch and Megatron raise when some rank failed; it is no Exception."""
+"""The error that torch and Megatron raise when some rank failed; it does not derive from Exception."""
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This rank, and how many there are; of a program without ranks, the only one."""
+    """Return this rank and the number of ranks; `(0, 1)` without torch.distributed."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def is_first_rank() -> bool:
-    """Whether this rank writes and speaks for all."""
+    """Return True on rank 0, which writes files and log lines for all ranks."""
     return rank_and_size()[0] == 0
 
 
 def gather(item: Result) -> list[Result]:
-    """One item from every rank, in rank order; items that several ranks have may be one object.
+    """Return the items of all ranks, in rank order; equal items may be one object.
 
-    Thousands of ranks have the same to tell, or little. So all learn what each has to tell where that is short, and the
-    digests of the rest; where these are few, the first rank of each sends what is behind it, and otherwise all send
-    theirs, at the size of the largest.
+    Thousands of ranks often have equal or short items. So each rank first sends its item if it is short, else the
+    item's digest. If few different items are long, the first rank that has each broadcasts it; otherwise all
+    ranks send their items, padded to the largest size.
     """
     if not dist.is_initialized():
         return [item]
@@ -59,13 +62,15 @@ def gather(item: Result) -> list[Result]:
     if len(firsts) == 1:
         return [item] * ranks
     # Ranks of this job made the pickles, as with torch's own collectives of objects.
-    known: dict[bytes, Result] = {mark: pickle.loads(short) for mark in firsts if (short := _told_by(mark)) is not None}
+    known: dict[bytes, Result] = {
+        mark: pickle.loads(short) for mark in firsts if (short := _short_bytes(mark)) is not None
+    }
     known[own] = item
-    long = {mark: first for mark, first in firsts.items() if _told_by(mark) is None}
+    long = {mark: first for mark, first in firsts.items() if _short_bytes(mark) is None}
     if len(long) * _FEW > ranks:
         sizes = list(map(_size_in, marks))
-        told = _all_gathered(data.ljust(max(sizes), b"\0"), ranks)
-        return [pickle.loads(padded[:size]) for padded, size in zip(told, sizes, strict=True)]
+        gathered = _all_gathered(data.ljust(max(sizes), b"\0"), ranks)
+        return [pickle.loads(padded[:size]) for padded, size in zip(gathered, sizes, strict=True)]
     for mark, first in long.items():
         sent = _broadcast(data if mark == own else bytes(_size_in(mark)), first)
         if mark != own:
@@ -74,7 +79,7 @@ def gather(item: Result) -> list[Result]:
 
 
 def highest_of_all(numbers: Sequence[int]) -> list[int]:
-    """Return the highest of each number, over all ranks."""
+    """Return the maximum over all ranks, number by number."""
     device = control_device()
     own = torch.tensor(numbers, dtype=torch.int64)
     found = own if device.type == "cpu" else _room(device)[: own.nbytes].view(torch.int64).copy_(own)
@@ -85,15 +90,15 @@ def highest_of_all(numbers: Sequence[int]) -> list[int]:
 
 @cache
 def _room(device: torch.device) -> torch.Tensor:
-    """Memory on a device through which messages go: with their own, a rank that has none left would keep all waiting.
+    """Return preallocated device memory for messages: a rank that ran out of memory can still communicate.
 
-    It is asked for when ranks first agree on something, before anything large is read.
+    It is allocated at the first exchange between ranks, before anything large is read.
     """
     return torch.empty(_LITTLE_BYTES, dtype=torch.uint8, device=device)
 
 
 def _broadcast(data: bytes, first: int) -> bytes:
-    """Return the bytes that one rank has for all; `data` is as long on each."""
+    """Return the bytes of rank `first` on all ranks; `data` has the same length on each rank."""
     device = control_device()
     if device.type == "cpu":
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -109,7 +114,7 @@ def _broadcast(data: bytes, first: int) -> bytes:
 
 
 def _mark(data: bytes) -> bytes:
-    """How long it is, and itself where it is short, or else its digest."""
+    """Return the size of the data, followed by the data if they are short, else by their digest."""
     short = data if len(data) <= _SHORT_BYTES else hashlib.blake2b(data, digest_size=_SHORT_BYTES).digest()
     return len(data).to_bytes(_SIZE_BYTES, "little") + short.ljust(_SHORT_BYTES, b"\0")
 
@@ -118,17 +123,21 @@ def _size_in(mark: bytes) -> int:
     return int.from_bytes(mark[:_SIZE_BYTES], "little")
 
 
-def _told_by(mark: bytes) -> bytes | None:
-    """The bytes that a mark was made of, where they are short."""
+def _short_bytes(mark: bytes) -> bytes | None:
+    """Return the bytes that a mark contains.
+
+    Returns:
+        The bytes, or None if they are long, so that the mark holds their digest.
+    """
     size = _size_in(mark)
     return mark[_SIZE_BYTES : _SIZE_BYTES + size] if size <= _SHORT_BYTES else None
 
 
 def _all_gathered(data: bytes, ranks: int) -> NDArray[numpy.uint8]:
-    """The bytes of every rank, of which all have as many: `[ranks, bytes]`.
+    """Gather bytes from every rank, all of one length: `[ranks, bytes]`.
 
-    Gloo's `all_gather` hands them on from rank to rank. Where they are little, the first rank hears of all and tells
-    all, which takes a fifth of the time (of 64 bytes of each of 8 ranks on 2 cores).
+    Gloo's `all_gather` passes data from rank to rank. For little data, a gather to rank 0 and a broadcast take a fifth
+    of the time (measured with 64 bytes of each of 8 ranks on 2 cores).
     """
     device = control_device()
     if device.type != "cpu":
@@ -145,9 +154,9 @@ def _all_gathered(data: bytes, ranks: int) -> NDArray[numpy.uint8]:
 
 
 def _all_gathered_over(device: torch.device, data: bytes, ranks: int) -> NDArray[numpy.uint8]:
-    """The same over a device's memory, as much at a time as there is room for.
+    """Gather bytes over a device's memory, in parts that fit into the preallocated memory.
 
-    Of `all_gather`, NCCL would put the parts together in memory of its own (`ProcessGroupNCCL::allgather`,
+    With `all_gather`, NCCL would join the parts in memory of its own (`ProcessGroupNCCL::allgather`,
     torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, 2.4 to 2.13).
     """
     width = max(1, _LITTLE_BYTES // (ranks + 1))
@@ -162,15 +171,15 @@ def _all_gathered_over(device: torch.device, data: bytes, ranks: int) -> NDArray
 
 
 def agreed(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_UNCHANGED) -> list[Result]:
-    """Do `work` on every rank; its results from all ranks, or the same refusal on all.
+    """Do `work` on every rank; return the results of all ranks, or raise the same refusal on all.
 
     Args:
-        phase: what is being done, for the message.
-        work: must not communicate.
+        phase: names the work in the message.
+        work: the function to call; it must not communicate.
         consequence: the state in which a refusal leaves the job.
 
     Raises:
-        ResumeRefusedError: some rank's work raised; the message holds the reasons.
+        ResumeRefusedError: the work of some rank raised; the message holds the reasons.
     """
     return list(agreed_among(lambda item: dict(enumerate(gather(item))), phase, work, consequence).values())
 
@@ -178,20 +187,20 @@ def agreed(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_
 def agreed_among(
     exchange: Callable[[Any], dict[int, Any]], phase: str, work: Callable[[], Result], consequence: str
 ) -> dict[int, Result]:
-    """Like `agreed`, among some ranks of the job.
+    """Do what `agreed` does, among some ranks of the job.
 
     Args:
         exchange: takes an item of this rank, returns the items of all ranks concerned, by rank.
-        phase: as there.
-        work: as there.
-        consequence: as there.
+        phase: names the work in the message.
+        work: the function to call; it must not communicate.
+        consequence: the state in which a refusal leaves the job.
 
     Raises:
-        ResumeRefusedError: some rank's work raised; the message holds the reasons.
+        ResumeRefusedError: the work of some rank raised; the message holds the reasons.
     """
     result: Result | None = None
     cause: Exception | CheckpointException | None = None
-    with collector_paused():  # for every few plans that are made, it would look through the whole program
+    with collector_paused():  # planning allocates many objects; each collection would scan the whole program
         try:
             result = work()
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - the latter is no Exception
@@ -204,30 +213,35 @@ def agreed_among(
 
 
 def agreed_here(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_UNCHANGED) -> Result:
-    """Like `agreed`, but returns this rank's own result, which stays here."""
+    """Do what `agreed` does, but return only this rank's own result, which is not sent."""
     kept: list[Result] = []
     agreed(phase, lambda: kept.append(work()), consequence)
     return kept[0]
 
 
 def attempt(work: Callable[[], object]) -> str | None:
-    """Do it; returns what went wrong, in one line, or None."""
+    """Call a function and catch its errors.
+
+    Returns:
+        The error in one line, or None if there was none.
+    """
     try:
         work()
-    except (Exception, Failure) as error:  # noqa: BLE001 - told to all ranks by the caller
+    except (Exception, Failure) as error:  # noqa: BLE001 - the caller reports it to all ranks
         return text_of(error)
     return None
 
 
 def reason_of(error: BaseException) -> str:
-    """An error with its class; what Megatron collects of several ranks is spelt out."""
+    """Return an error with its class; expand an error that Megatron collected from several ranks."""
     return f"{type(error).__name__}: {error}" if _has_own_message(error) else text_of(error)
 
 
 def text_of(error: BaseException) -> str:
-    """An error of this package as it is, any other with its class; of Megatron's collected ones, each rank's last line.
+    """Return the text of an error, preceded by its class unless it is an error of this package.
 
-    On ranks other than 0, Megatron's says nothing.
+    If Megatron collected it from several ranks, the text has the last line of each rank's error.
+    Megatron's collected error has no text of its own on ranks other than 0.
     """
     if isinstance(error, Failure) and not _has_own_message(error):
         return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
@@ -235,38 +249,41 @@ def text_of(error: BaseException) -> str:
 
 
 def _has_own_message(error: BaseException) -> bool:
-    """Whether the error's own text is complete: an error of this package may be a `Failure` besides."""
+    """Return True if the error's own text is complete; an error of this package may be a `Failure`, too."""
     return isinstance(error, CheckpointError) or not isinstance(error, Failure)
 
 
 def reasons_of_all(reason: str | None) -> str:
-    """The reasons of the ranks that have one, on every rank."""
+    """Collect reasons from all ranks and list them on every rank; empty if there is none."""
     return listed_of_all(gather(reason))
 
 
 def listed_of_all(reasons: Sequence[str | None]) -> str:
-    """The reasons of the ranks that have one, given that of every rank; empty where none has."""
+    """List the reasons of the ranks, one item a rank; the result is empty if all are None."""
     return _listed({rank: text for rank, text in enumerate(reasons) if text is not None})
 
 
 def refusal(phase: str, reasons: dict[int, str], consequence: str = OPTIMIZER_UNCHANGED) -> ResumeRefusedError:
-    """The error that all ranks raise where some refuse: the distinct reasons, each with the ranks that gave it.
+    """Make the error that all ranks raise if some refuse: the distinct reasons, each with its ranks.
 
     Args:
-        phase: as of `agreed`.
-        reasons: those of the ranks that have one, see `reason_of`.
-        consequence: as there.
+        phase: names the work in the message.
+        reasons: texts by `reason_of`, by rank; ranks that did not refuse are absent.
+        consequence: the state in which a refusal leaves the job.
     """
     return ResumeRefusedError(refusal_text(phase, _listed(reasons), consequence))
 
 
 def refusal_text(phase: str, reason: str, consequence: str = OPTIMIZER_UNCHANGED) -> str:
-    """The sentence of a refusal: in which phase, what is left as it was, and why."""
+    """Return the message of a refusal: the phase, what is left unchanged, and the reason."""
     return f"mcore_ckpt_ext refused while {phase}; {consequence}\n  {reason}"
 
 
 def _listed(reasons: dict[int, str]) -> str:
-    """Each reason with its ranks, empty where there is none; ranks that say nothing only know that another failed."""
+    """List each reason with its ranks; leave out empty reasons unless all are empty.
+
+    A rank with an empty reason only reports that another rank failed.
+    """
     ranks_of: dict[str, list[int]] = {}
     for rank, reason in ({rank: text for rank, text in reasons.items() if text} or reasons).items():
         ranks_of.setdefault(reason, []).append(rank)

@@ -1,8 +1,8 @@
-"""The accelerator of this process, whatever its kind: the only module that names a device's own part of torch.
+"""The accelerator of this process; no other module uses torch's modules for a kind of device.
 
-`torch.accelerator` (since torch 2.6) covers CUDA, ROCm (which torch calls "cuda"), XPU, and devices that register
-themselves from outside, as torch_npu does for Ascend. Older releases of torch have the same functions only in a module
-for each kind of device: `torch.cuda`, `torch.xpu`, `torch.npu`.
+`torch.accelerator` (since torch 2.6) covers CUDA, ROCm (which torch calls "cuda"), XPU, and devices that other packages
+register, as torch_npu does for Ascend. Older releases of torch have the same functions only in a module for each kind
+of device: `torch.cuda`, `torch.xpu`, `torch.npu`.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ def accelerator_type() -> str | None:
 
 
 def _kinds_before_2_6() -> Iterator[str]:
-    """Yield the kinds of devices of which torch 2.4 and 2.5 have a module; one from outside comes first."""
+    """Yield the kinds of devices that have a module in torch 2.4 and 2.5; registered ones come first."""
     kinds = (torch._C._get_privateuse1_backend_name(), "cuda", "xpu")
     return (kind for kind in kinds if hasattr(device_module(kind), "is_available"))
 
 
 def device_module(kind: str) -> Any:
-    """Return torch's module for a kind of device (`torch.cuda`, `torch.xpu`, `torch.npu`), or None without one."""
+    """Return torch's module for a kind of device, such as `torch.cuda`; None if torch has none."""
     return getattr(torch, kind, None)
 
 
 def current_device(kind: str) -> torch.device:
-    """Return the device of a kind that this thread uses; for the CPU, and kinds without numbers, without an index."""
+    """Return this thread's current device of a kind, with its index if the kind has indices."""
     current = getattr(device_module(kind), "current_device", None)
     index = None if kind == _CPU or current is None else current()
     return torch.device(kind, index) if isinstance(index, int) else torch.device(kind)
 
 
 def holds_data(device: torch.device) -> bool:
-    """True where `copy_` fills a tensor: everywhere but on the device `meta`."""
+    """Return True if tensors on the device have data, which is false for the device `meta` only."""
     return device.type != _WITHOUT_DATA
 
 
 def pins_memory() -> bool:
-    """True where the system's memory can be pinned for an accelerator."""
+    """Return True if host memory can be pinned for an accelerator."""
     return accelerator_type() is not None
 
 
 def host_buffer(nbytes: int) -> torch.Tensor:
-    """Return uninitialized bytes of the CPU's memory, pinned where there is an accelerator.
+    """Return uninitialized bytes of host memory, pinned if there is an accelerator.
 
-    Pinned memory is limited, and a job without it is slower, not wrong: where the system refuses it, ordinary memory
-    is used.
+    Pinned memory is limited, and a job without it is slower but not wrong. If the system refuses it, the result is
+    ordinary memory.
     """
     if pins_memory():
         try:
@@ -76,18 +76,18 @@ def host_buffer(nbytes: int) -> torch.Tensor:
 
 
 def empty_on_host(like: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor like another in the CPU's memory, pinned where there is an accelerator."""
+    """Return an uninitialized tensor on the CPU like another tensor, pinned if there is an accelerator."""
     return torch.empty_like(like, device=_CPU, pin_memory=pins_memory())
 
 
 def is_staged(device: torch.device) -> bool:
-    """True where copies to a device run beside the CPU, and an event reports their end."""
+    """Return True if copies to the device are asynchronous and an event reports their end."""
     module = device_module(device.type)
     return device.type == accelerator_type() and hasattr(module, "Event") and hasattr(module, "device")
 
 
 def wait_for_copies(device: torch.device) -> Callable[[], None]:
-    """Return a function that waits until all that this thread has sent to a device so far has arrived."""
+    """Return a function that waits for all copies that this thread has issued to a device so far."""
     module = device_module(device.type)
     with module.device(device):
         event = module.Event()
@@ -97,10 +97,10 @@ def wait_for_copies(device: torch.device) -> Callable[[], None]:
 
 
 def driver_versions(driver: Path = _NVIDIA_DRIVER) -> Mapping[str, str]:
-    """Return the versions of what this process drives its accelerator with; what it does not have is left out.
+    """Return the versions of the accelerator's software (CUDA, ROCm, NCCL, driver) that this process has.
 
     Args:
-        driver: the file in which the driver's kernel module reports itself.
+        driver: the file in which NVIDIA's kernel module writes its version.
     """
     found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": _nccl_version()}
     if driver.exists() and (line := _NVIDIA_VERSION.search(driver.read_text(encoding="utf-8", errors="replace"))):
@@ -109,7 +109,11 @@ def driver_versions(driver: Path = _NVIDIA_DRIVER) -> Mapping[str, str]:
 
 
 def _nccl_version() -> str | None:
-    """Return the version of NCCL, or of RCCL under the same name, that torch was built with."""
+    """Return the version of NCCL that torch was built with (for ROCm, RCCL reports under the same name).
+
+    Returns:
+        The version, or None if torch was built without it.
+    """
     if not hasattr(torch._C, "_nccl_version"):
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

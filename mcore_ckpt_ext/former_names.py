@@ -7,12 +7,14 @@ from importlib import import_module
 
 
 def renamed(module: str, former: str, name: str) -> object:
-    """Return what a module offered under a former name, for its `__getattr__`, with a warning that names the new one.
+    """Return the object that a module offered under a former name, and warn with the new name.
+
+    A module calls it in its `__getattr__`.
 
     Args:
-        module: where it is now.
-        former: what it was called.
-        name: what it is called there now.
+        module: the module that defines the object now.
+        former: the former name.
+        name: the name in that module now.
     """
     warnings.warn(f"{former} is now {name} of {module}", DeprecationWarning, stacklevel=3)
     found: object = getattr(import_module(module), name)

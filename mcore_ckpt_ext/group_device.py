@@ -1,6 +1,6 @@
-"""The device on which a process group's collectives take their tensors: its backends decide, not the machine.
+"""The device for the tensors of a process group's collectives, by the backends of the group.
 
-A machine may have GPUs and the job's group be gloo's alone; a group may have a backend for each kind of device
+A machine may have GPUs while the job's only backend is gloo. A group may have a backend for each kind of device
 (`cpu:gloo,cuda:nccl`, the default of `init_process_group` without a backend), or one from outside torch (`npu:hccl`).
 """
 
@@ -15,27 +15,27 @@ import torch.distributed as dist
 from mcore_ckpt_ext.devices import current_device
 
 _CPU = "cpu"
-# They name devices that they reach through the memory of the CPU (`Backend.backend_capability`, torch 2.4 to 2.13).
+# These backends list accelerators but send through host memory (`Backend.backend_capability`, torch 2.4 to 2.13).
 _THROUGH_THE_CPU = ("gloo", "mpi", "ucc", "fake")
 
 
 def control_device(group: Any = None) -> torch.device:
-    """Return where a few numbers or bytes travel: the CPU, where they are made and read, if the group reaches it.
+    """Return the device for messages of a few numbers or bytes: the CPU if the group has a backend for it.
 
     torch chooses likewise for its collectives of objects (`_get_object_coll_device`, distributed_c10d.py, 2.6 to 2.13).
 
     Args:
-        group: by default the default group.
+        group: the process group; None is the default group.
     """
     backends = _backends(group)
     return _device(_CPU if _CPU in backends or not backends else next(iter(backends)), group)
 
 
 def payload_device(group: Any = None) -> torch.device:
-    """Return where tensors of a model travel: the accelerator, if the group has a backend of its own for it.
+    """Return the device for a model's tensors: the accelerator if the group has a direct backend for it.
 
     Args:
-        group: by default the default group.
+        group: the process group; None is the default group.
     """
     backends = _backends(group)
     direct = (kind for kind, backend in backends.items() if kind != _CPU and backend not in _THROUGH_THE_CPU)
@@ -49,7 +49,7 @@ def default_backend(kind: str) -> str:
 
 
 def _backends(group: Any) -> Mapping[str, str]:
-    """Return the backend for each kind of device, in the group's order; nothing in a program without ranks."""
+    """Return the backend of each kind of device, in the group's order; empty without torch.distributed."""
     if not dist.is_initialized():
         return {}
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
@@ -57,7 +57,7 @@ def _backends(group: Any) -> Mapping[str, str]:
 
 
 def _device(kind: str, group: Any) -> torch.device:
-    """Return the group's own device (`device_id` of `init_process_group`), by default this thread's current one."""
+    """Return the group's bound device (`device_id` of `init_process_group`), else the current device."""
     if kind == _CPU:
         return torch.device(_CPU)
     bound: torch.device | None = getattr(group or dist.group.WORLD, "bound_device_id", None)

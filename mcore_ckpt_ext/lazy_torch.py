@@ -1,7 +1,7 @@
-"""`torch`, imported when something of it is first used: a command that reads no tensor runs without it.
+"""A stand-in for `torch` that imports it on first use: commands that read no tensor run without.
 
-`import torch` takes a second and several hundred MiB (benchmarks/README.md). A module that works without a live job
-imports the name `torch` from here, and uses it in functions only.
+`import torch` takes a second and several hundred MiB (benchmarks/README.md). Modules that work without a live job
+import the name `torch` from here, and use it in functions only.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ if TYPE_CHECKING:
 else:
 
     class _LazyTorch:
-        """Stands for the module: the first attribute that is looked up imports it."""
+        """A stand-in for the module: the first attribute that is looked up imports it."""
 
         def __getattr__(self, name: str) -> Any:
-            # `import_module` takes four times as long to find what is imported, and tensors are read in a loop.
+            # `import_module` is four times slower for a module that is imported already, and tensors are read in a
+            # loop.
             return getattr(sys.modules.get("torch") or import_module("torch"), name)
 
     torch = _LazyTorch()
 
 
 def is_tensor(value: object) -> TypeIs[torch.Tensor]:
-    """True for a tensor of torch; like the functions below, it imports nothing: nothing is one before the import."""
+    """Return True for a tensor; never imports torch, as no tensor exists before its import."""
     return _is_instance(value, "Tensor")
 
 
 def is_dtype(value: object) -> TypeIs[torch.dtype]:
-    """True for a dtype of torch."""
+    """Return True for a `torch.dtype`."""
     return _is_instance(value, "dtype")
 
 
 def is_size(value: object) -> TypeIs[torch.Size]:
-    """True for a shape as torch has it."""
+    """Return True for a `torch.Size`."""
     return _is_instance(value, "Size")
 
 
 def is_layout(value: object) -> TypeIs[torch.layout]:
-    """True for a layout of a tensor's elements in memory, such as `torch.strided`."""
+    """Return True for a `torch.layout`, such as `torch.strided`."""
     return _is_instance(value, "layout")
 
 

@@ -1,9 +1,9 @@
-"""The online feature: fill a live Megatron optimizer, of any layout, from a checkpoint of any other.
+"""Fill a live Megatron optimizer of any layout from a checkpoint of any other layout.
 
-Source = the checkpoint, target = this rank's shards. Three phases, each an object that the one before it makes, and
-after each all ranks agree: `prepare` plans and touches nothing; `Prepared.prove` reads the masters into memory of its
-own and compares them with the live weights; `Proven.fill` writes. A refusal in the first two leaves the optimizer as it
-was.
+The source is the checkpoint, the target this rank's shards. There are three phases; each ends when all ranks agree, and
+returns the object that performs the next one. `prepare` plans and changes nothing. `Prepared.prove` reads the masters
+into memory of its own and compares them with the live weights. `Proven.fill` writes. A refusal in the first two phases
+leaves the optimizer unchanged.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Summary:
     seconds: float
     changed: int = 0
     certainty: str = "verified equal to their weights"
-    disbelieved: str | None = None
-    """Why the sidecar could not be read."""
+    sidecar_problem: str | None = None
+    """Why the sidecar could not be read; None if it was read or is absent."""
     differing: int = 0
-    """Masters of tied embeddings that are not the same on all pipeline stages."""
+    """Number of masters of tied embeddings that differ between pipeline stages."""
     new: int = 0
-    """Elements of parameters that the model of the checkpoint does not have."""
+    """Number of elements of parameters that the checkpoint's model does not have."""
 
     def __str__(self) -> str:
         changed = f"; {self.changed} weights halfway between two took the one that this optimizer writes"
@@ -68,7 +68,7 @@ class Summary:
             f"iteration {self.iteration} was loaded"
             f"{fresh if self.new else ''}{changed if self.changed else ''}"
             f"{f'; {in_words(self.differing)}' if self.differing else ''}"
-            f"{f'; {SIDECAR_FILE} is ignored: {self.disbelieved}' if self.disbelieved else ''}"
+            f"{f'; {SIDECAR_FILE} is ignored: {self.sidecar_problem}' if self.sidecar_problem else ''}"
         )
 
 
@@ -83,7 +83,7 @@ def prepare(
     read_once: bool = False,
     own_bounds: bool = False,
 ) -> Prepared:
-    """Open the checkpoint, recover its packing as far as this rank needs it, plan, and check every record; collective.
+    """Open the checkpoint, recover the packing that this rank needs, plan, check each record. Collective.
 
     Args:
         folder: the iteration folder.
@@ -91,12 +91,12 @@ def prepare(
         optimizer: the live optimizer.
         arguments: Megatron's arguments of the run.
         verify_all: compare the checksums of all records, shared between the ranks.
-        accept_lost: where the checkpoint lost elements, take masters from the weights and zero for moments.
-        read_once: what several ranks want is read by one of them.
-        own_bounds: as of `carried_groups`.
+        accept_lost: take elements that the checkpoint lost from the weights (masters) or as zero (moments).
+        read_once: one rank reads data that several ranks need and sends them to the others.
+        own_bounds: see `carried_groups`.
 
     Raises:
-        ResumeRefusedError: on every rank, when some rank cannot.
+        ResumeRefusedError: on every rank, if some rank cannot resume.
     """
     started = time.monotonic()
     jobs: list[LiveJob] = []
@@ -150,7 +150,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class Prepared:
-    """A planned resume; nothing is touched yet."""
+    """A planned resume; nothing has been changed yet."""
 
     job: LiveJob
     checkpoint: CheckpointView
@@ -164,33 +164,33 @@ class Prepared:
 
     @property
     def bytes_read(self) -> int:
-        """Payload bytes that this rank reads."""
+        """Number of tensor bytes that this rank reads."""
         return sum(plan.bytes_read for plan in self.reading.plans)
 
     @property
     def filled_elements(self) -> int:
-        """Elements of this rank's memory that the checkpoint does not have."""
+        """Number of elements of this rank's memory that the checkpoint does not have."""
         return sum(fill.stop - fill.start for plan in self.reading.plans for fill in plan.fills)
 
     @property
     def lost_elements(self) -> int:
-        """Elements, for each kind, that the checkpoint itself lost and that were accepted."""
+        """Number of elements that the checkpoint lost and the user accepted, summed over the kinds of state."""
         return sum(self.checkpoint.optimizer.lost_elements().values())
 
     @property
     def random_state_grid(self) -> tuple[int, ...] | None:
-        """The grid of ranks that stored their random state."""
+        """The grid of the ranks that stored their random state; None if the checkpoint has no random state."""
         return self.checkpoint.random_state_grid()
 
     @property
     def schedule(self) -> dict[str, Any] | None:
-        """The stored state of the learning rate's scheduler; None where another loop stored none."""
+        """The stored state of the learning rate scheduler; None if the checkpoint has none."""
         found = scheduler_in(self.checkpoint.common)
         return found if isinstance(found, dict) else None
 
     @property
     def certainty(self) -> str:
-        """How it is known that the masters belong to the weights, in words."""
+        """Explain in words why the masters are known to belong to the weights."""
         checkpoint = self.checkpoint
         if checkpoint.weights_derived_from_masters:
             return "stored as masters, from which the weights are derived"
@@ -201,18 +201,18 @@ class Prepared:
 
     @property
     def proof(self) -> Proof:
-        """How masters are proven: as the checkpoint allows, or as live weights in fp8 or fp4 allow."""
+        """The comparison of masters and weights that the checkpoint and live fp8 or fp4 weights permit."""
         live = (quantisation(shard.live.parameter) for shard in self.job.shards)
         return reduce(weaker_of, live, self.checkpoint.proof)
 
     def prove(self) -> Proven:
-        """Read this rank's masters and compare them with the live weights, which the framework has already loaded.
+        """Read this rank's masters and compare them with the live weights. Collective.
 
-        The masters land in the memory that will hold the first moments afterwards: no byte is read twice, and no
-        rank holds more than its own shards. Collective.
+        The framework has already loaded the weights. The masters are read into the memory that holds the first moments
+        afterwards: no byte is read twice, and no rank holds more than its own shards.
 
         Raises:
-            ResumeRefusedError: on every rank, when some rank's masters do not round to the weights.
+            ResumeRefusedError: on every rank, if some rank's masters do not round to its weights.
         """
 
         def work() -> Proven:
@@ -224,7 +224,7 @@ class Prepared:
             prover = Prover(masters, self.checkpoint)
             for shard, parts in self.reading.read(FP32_PARAM, masters, prover.on_read).items():
                 for part in parts:
-                    # Rows of padded vocabulary, and accepted lost elements: they take the values of the weights.
+                    # Padding rows of the vocabulary and accepted lost elements take the values of the weights.
                     masters[shard][part] = shard.weight[part].float()
             prover.finish()
             return Proven(self, masters)
@@ -234,7 +234,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Proven:
-    """A resume whose masters are read and proven to be those of the live weights; the optimizer is still untouched."""
+    """A resume whose masters are verified against the live weights; the optimizer is still unchanged."""
 
     prepared: Prepared
     masters: dict[LiveShard, torch.Tensor]
@@ -243,7 +243,7 @@ class Proven:
         """Write masters, moments, parameter groups and the gradient scaler into the live optimizer; collective.
 
         Raises:
-            ResumeRefusedError: on every rank, when reading failed on some rank; the run must not go on.
+            ResumeRefusedError: on every rank, if reading failed on some rank; training must not continue.
         """
         prepared, reading = self.prepared, self.prepared.reading
 
@@ -270,16 +270,22 @@ class Proven:
                 adapter.finish(groups, prepared.scaler)
             return changed
 
-        told = agreed("writing the optimizer", work, "it is partly written: do not train on, start again")
-        changed = sum(number for number, _ in told)
+        results = agreed("writing the optimizer", work, "it is partly written: do not train on, start again")
+        changed = sum(number for number, _ in results)
         if changed:
             for adapter in prepared.job.adapters:
                 adapter.share_weights()
         prepared.checkpoint.reader.close()
-        return self._summary(changed, [done for _, done in told])
+        return self._summary(changed, [done for _, done in results])
 
     def _follow(self, shard: LiveShard, master: torch.Tensor) -> int:
-        """Returns: how many weights changed: optimizers differ where a master lies halfway between two of them."""
+        """Write the weights that this optimizer derives from new masters.
+
+        Optimizers differ if a master lies halfway between two weights.
+
+        Returns:
+            The number of weights that changed.
+        """
         if shard.adapter.proof(shard) is not None and not self.prepared.checkpoint.masters_are_derived(shard.name):
             return 0
         if quantisation(shard.live.parameter) is not None:
@@ -315,13 +321,13 @@ class Proven:
             changed=changed,
             certainty=prepared.certainty,
             differing=sum(one.differing for one in done),
-            disbelieved=checkpoint.sidecar_problem,
+            sidecar_problem=checkpoint.sidecar_problem,
             new=sum(one.new for one in done),
         )
 
 
 class _Done(NamedTuple):
-    """One rank's part in a resume, as `Summary` adds it up."""
+    """One rank's share of the numbers in a `Summary`."""
 
     elements: int
     bytes_read: int

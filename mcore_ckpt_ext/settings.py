@@ -1,6 +1,6 @@
-"""The variables of the environment that this package listens to: each with its meaning, its default and its value now.
+"""The environment variables of this package: name, meaning, default and current value.
 
-Every `import torch` pays for this module, and a checkpoint's writer process imports it: it needs nothing but Python.
+Every `import torch` imports this module, and so does the writer process of a checkpoint: it only needs Python.
 """
 
 from __future__ import annotations
@@ -10,22 +10,24 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
-# What a save that fails does to the training; also the values of `--ckpt-ext-on-save-failure`.
+# What training does when a save fails; also the values of `--ckpt-ext-on-save-failure`.
 STOP, CONTINUE = "stop", "continue"
 WARN = "warn"
-# Who reads tensors; also the values of `--ckpt-ext-load`.
+# Which loader reads tensors; also the values of `--ckpt-ext-load`.
 AUTO, STOCK, FAST = "auto", "stock", "fast"
 
 
 class Setting(Generic[Value]):
-    """One variable; it is read when it is asked for, so that a program may set it after this package is imported.
+    """An environment variable and its default.
+
+    It is read at each use, so that a program may set it after it imports this package.
 
     Args:
-        name: the variable.
-        meaning: what it does, in words that follow its name: "full: checksums of ...".
-        default: its value where it is not set, or is set to what nobody understands.
-        parse: the value of a text; raises LookupError or ValueError for what it does not understand.
-        argument: the argument of a job's command line that means the same, and wins.
+        name: the variable's name.
+        meaning: the effect, as the documentation shows it after the name: "full: checksums of ...".
+        default: the value if the variable is not set or its text is invalid.
+        parse: returns the value of a text; raises LookupError or ValueError if the text is invalid.
+        argument: the command-line argument of a job with the same effect; it has priority.
     """
 
     def __init__(
@@ -39,22 +41,22 @@ class Setting(Generic[Value]):
 
     @property
     def flag(self) -> str:
-        """The argument as a user spells it."""
+        """The command-line argument as a user types it."""
         return f"--{self.argument.replace('_', '-')}"
 
     def chosen(self, arguments: object) -> Value:
-        """The argument's value where the command line has it, else the environment's."""
+        """Return the command-line argument's value if it is given, else the environment's."""
         given: Value | None = getattr(arguments, self.argument, None)
         return self.value if given is None else given
 
     @property
     def text(self) -> str | None:
-        """The variable's text; None if it is not set or empty."""
+        """The variable's text; None if it is not set or is empty."""
         return os.environ.get(self.name) or None
 
     @property
-    def is_understood(self) -> bool:
-        """Whether what the environment says means anything."""
+    def is_valid(self) -> bool:
+        """True if the variable is not set or its text is valid."""
         return self._parsed()[1]
 
     @property
@@ -190,4 +192,4 @@ SETTINGS = (
     EXPLAIN,
     WRITER_PATIENCE,
 )
-"""All of them, in the order in which a user meets them; the documentation's table is made of this."""
+"""All variables, in the order of the documentation's table, which is generated from this tuple."""

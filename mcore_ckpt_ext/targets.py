@@ -1,4 +1,4 @@
-"""What a conversion can write, by the name that `mcore-ckpt convert --to` knows it by."""
+"""The formats that a conversion can write, by their names for `mcore-ckpt convert --to`."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from mcore_ckpt_ext.formats.target import Target
 __all__ = ["TARGETS", "Target"]
 
 TARGETS: dict[str, type[Target]] = {one.target.name: one.target for one in FORMATS if one.target is not None}
-"""The options of each format that is written."""
+"""The class of options for each format that this package writes."""

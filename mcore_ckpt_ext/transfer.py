@@ -1,7 +1,7 @@
-"""Executes plans: the only code that moves tensor bytes.
+"""Executes read plans; no other module moves tensor bytes out of a checkpoint.
 
-Elements go from the file straight into the destination's memory where that is ordinary memory of the same dtype,
-else through a block of bounded size. Nothing here knows a format or a framework.
+Elements are read directly into the destination if it is on the CPU and has the stored dtype, else through a block of
+bounded size. This module depends on no format and no framework.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 BLOCK_BYTES = 16 << 20
-# Below, starting threads costs more than reading.
+# Below this size, starting threads costs more than reading.
 _BYTES_FOR_WORKERS = 1 << 20
-# Of each fp8 number while it is decoded.
+# Memory that each fp8 number takes while it is decoded.
 _DECODED_BYTES = 8
-# By target index; a mapping may leave out targets that the plan does not serve.
+# Destinations by target index; a mapping may leave out targets for which the plan has no elements.
 Destinations: TypeAlias = "Sequence[torch.Tensor] | Mapping[int, torch.Tensor]"
-# Given a target index and the elements from the first to below the second, which have just been read.
+# Called with a target index and the range of elements (first, end) that have just been read.
 OnRead = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements just read, packed, and where they belong: `count` rows of `length` elements, `stride` apart."""
+    """Elements just read, and their destination: `count` rows of `length` elements, `stride` apart."""
 
     elements: torch.Tensor
     start: int
@@ -52,20 +52,20 @@ class Block:
     stride: int
 
     def rows_of(self, destination: torch.Tensor) -> torch.Tensor:
-        """The view of a 1-D contiguous destination where these elements belong, shaped (count, length)."""
+        """Return the view of a 1-D contiguous destination that these elements fill, shaped (count, length)."""
         offset = destination.storage_offset() + self.start
         return destination.as_strided((self.count, self.length), (self.stride, 1), offset)
 
     def rows(self) -> torch.Tensor:
-        """The elements, shaped (count, length)."""
+        """Return the elements, shaped (count, length)."""
         return self.elements.view(self.count, self.length)
 
 
 class Transfer:
-    """Moves the bytes of plans out of one checkpoint folder; payload positions are looked up once."""
+    """Copies the tensors of read plans out of one checkpoint folder; it caches where tensors lie in files."""
 
     def __init__(self, reader: FolderReader, workers: int | None = None, checksums: Checksums | None = None) -> None:
-        """Args: the folder's reader, the number of threads, what compares checksums (see `TensorLocations`)."""
+        """Args: the folder's reader, the number of threads, the checksums to compare (`TensorLocations`)."""
         self._reader = reader
         self._workers = workers or _threads()
         self._payloads = TensorLocations(reader, checksums)
@@ -74,16 +74,17 @@ class Transfer:
         self._stages = Stages()
 
     def execute(self, plan: Plan, destinations: Destinations, on_read: OnRead | None = None) -> None:
-        """Fill the destinations, 1-D contiguous tensors by target index, according to the plan.
+        """Read the plan's elements into the destinations, 1-D contiguous tensors by target index.
 
         Args:
-            plan: what is read.
-            destinations: which of it goes where.
-            on_read: called with elements while they are in the processor's cache, in the thread that has read them:
-                with most of those that go straight to ordinary memory, with none twice. Its errors stop the transfer.
+            plan: the elements to read.
+            destinations: one tensor for each target of the plan.
+            on_read: called with elements while they are in the processor's cache, in the thread that has read them. It
+                is called for most elements that are read directly into CPU memory, and never twice for one element.
+                Its errors stop the transfer.
 
         Raises:
-            UnreadableCheckpointError: a file is damaged or too short; some elements may have been written.
+            UnreadableCheckpointError: a file is damaged or too short; some elements may have been written already.
         """
         for fill in plan.fills:
             destinations[fill.target][fill.start : fill.stop].zero_()
@@ -97,16 +98,16 @@ class Transfer:
                 done.result()
 
     def compare_checksums(self, plan: Plan, destinations: Sequence[torch.Tensor]) -> None:
-        """Have the checksums of what a plan has just read compared, if this transfer compares any.
+        """Compare the checksums of the elements that a plan has just read, if this transfer has checksums.
 
         Raises:
-            UnreadableCheckpointError: one differs.
+            UnreadableCheckpointError: a checksum differs.
         """
         if self._checksums is not None:
             self._checksums.of_plan(plan, destinations, self.locate)
 
     def blocks(self, copy: Copy, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """Read the elements of one copy block by block, packed, each at most `block_bytes` large."""
+        """Read the elements of one copy in contiguous blocks of at most `block_bytes`."""
         payload = self.locate(copy.extent)
         for run in copy.runs.rows():
             yield from self._blocks_of(payload, run, copy.extent, block_bytes)
@@ -129,17 +130,17 @@ class Transfer:
                 )
 
     def locate(self, extent: Extent) -> TensorLocation:
-        """Where the elements of a stored array lie; errors as of `TensorLocations.locate`."""
+        """Return where the elements of a stored array lie; for errors see `TensorLocations.locate`."""
         if isinstance(extent, ScaleCodec):
             return self.locate(extent.codes)
         return self.locate(extent.array) if isinstance(extent, TransposeCodec) else self._payloads.locate(extent)
 
     def archive(self, file: str) -> TorchArchive:
-        """The archive that fills a file, of many objects; errors as of `TensorLocations.archive`."""
+        """Return the archive that fills a file and holds many objects; errors as `TensorLocations.archive`."""
         return self._payloads.archive(file)
 
     def elements(self, extent: Extent, first: int, count: int) -> torch.Tensor:
-        """A few elements of a stored array, without a plan; errors as of `execute`."""
+        """Read a few elements of a stored array without a plan; for errors see `execute`."""
         payload = self.locate(extent)
         if count == 0 or isinstance(extent, (TransposeCodec, ScaleCodec)):
             return payload.decoded(self._read_rows(payload, first, count, 1, count, extent))
@@ -165,7 +166,7 @@ class Transfer:
         self._stages.wait()
 
     def _read_staged(self, payload: TensorLocation, runs: Iterable[Run], destination: torch.Tensor) -> None:
-        """Read elements to a device, through memory that it copies from while more is read."""
+        """Read elements to a device through host buffers: one is copied to the device while the next is read."""
         size = payload.dtype.itemsize
         for source, target, length, count, source_stride, target_stride in in_parts(runs, STAGE_BYTES // size):
             packed = source, 0, length, count, source_stride, length
@@ -187,11 +188,11 @@ class Transfer:
             return self._read_rearranged(payload, first, length, count, stride, extent)
         size = payload.dtype.itemsize
         span = (count - 1) * stride + length
-        # Of a transposed matrix, more rows come at once than a block has room for what lies between them.
+        # The rows of a transposed matrix may span more than a block: the gaps between them would not fit.
         if are_read_together(length, count, stride, size) and span * size <= BLOCK_BYTES:
             together = torch.empty(span, dtype=payload.dtype.torch, device="cpu")
             self._reader.read_into(payload.file, payload.offset + first * size, bytes_of(together))
-            # Of a single column, a reshape alone would be a view with all that lies between; callers think it packed.
+            # For a single column, reshape alone returns a view of the whole span; callers need contiguous elements.
             return together.as_strided((count, length), (stride, 1)).reshape(-1).contiguous()
         elements = torch.empty(count * length, dtype=payload.dtype.torch, device="cpu")
         memory = bytes_of(elements)
@@ -206,7 +207,7 @@ class Transfer:
     def _read_rearranged(
         self, payload: TensorLocation, first: int, length: int, count: int, stride: int, extent: TransposeCodec
     ) -> torch.Tensor:
-        """Like `_read_rows`, of a matrix that lies otherwise: the rows that hold the elements are read whole."""
+        """Read rows of a transposed or interleaved matrix; stored rows that hold the elements are read whole."""
         last = first + (count - 1) * stride + length
         top, bottom = first // extent.columns, -(-last // extent.columns)
         height = extent.rows // extent.interleaved
@@ -223,7 +224,7 @@ class Transfer:
     def _read_part(
         self, payload: TensorLocation, part: int, top: int, bottom: int, extent: TransposeCodec
     ) -> torch.Tensor:
-        """Rows `[top, bottom)` of one of the parts that take turns, `[rows, columns]`."""
+        """Read rows `[top, bottom)` of one of the interleaved parts: `[rows, columns]`."""
         array = extent.array if isinstance(extent.array, ScaleCodec) else None
         columns, step = extent.columns, extent.interleaved
         begin, span = top * step + part, (bottom - top - 1) * step + 1
@@ -235,19 +236,19 @@ class Transfer:
 
 
 def _threads() -> int:
-    """Number of threads with a core each, if every rank of this machine (torchrun's `LOCAL_WORLD_SIZE`) has as many.
+    """Return a number of threads that gives each a core, if all ranks of this machine use as many.
 
-    The cores are those that this process may use: its own, where every rank may have been given as many; else all ranks
-    share them.
+    The number of ranks is torchrun's `LOCAL_WORLD_SIZE`. If this process is limited to so few cores that each rank may
+    have as many of its own, it uses all of them; else the ranks share the cores.
     """
-    told, every = os.environ.get("LOCAL_WORLD_SIZE", ""), os.cpu_count() or 1
-    ranks = max(1, int(told) if told.isdecimal() else 1)
+    local_size, every = os.environ.get("LOCAL_WORLD_SIZE", ""), os.cpu_count() or 1
+    ranks = max(1, int(local_size) if local_size.isdecimal() else 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     return max(1, min(DEFAULT_WORKERS, cores if cores * ranks <= every else cores // ranks))
 
 
 Allocate: TypeAlias = "Callable[[int, torch.dtype], torch.Tensor]"
-"""Makes a 1-D tensor of so many elements, of a dtype; what is in it does not matter."""
+"""Makes a 1-D tensor with a number of elements and a dtype; its content may be arbitrary."""
 
 
 def _fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -257,19 +258,19 @@ def _fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
 def read_slice(
     source: Source, transfer: Transfer, kind: str, wanted: Slice, accept_lost: bool = False, allocate: Allocate = _fresh
 ) -> torch.Tensor:
-    """Read a slice of model space into a 1-D tensor of the tensor's dtype; what is derived is computed.
+    """Read a slice of model space into a 1-D tensor of the tensor's dtype, or compute it if derived.
 
     Args:
         source: the checkpoint.
-        transfer: reads its files.
-        kind: of the tensors.
+        transfer: reads the checkpoint's files.
+        kind: the kind of the tensors.
         wanted: the elements.
-        accept_lost: elements that are stored nowhere become zero.
-        allocate: the memory for what is stored as it is read; by default memory of its own.
+        accept_lost: return zero for elements that are not stored.
+        allocate: makes the result's memory if the elements are stored; by default `torch.empty`.
 
     Raises:
-        ModelMismatchError: the checkpoint does not hold all of it.
-        CheckpointError: a file is damaged, or what values are derived from makes no sense.
+        ModelMismatchError: the checkpoint does not hold all elements.
+        CheckpointError: a file is damaged, or the inputs of derived values are invalid.
     """
     tensors = {}
     for region in wanted.regions:
@@ -283,12 +284,12 @@ def read_slice(
 def read_wanted(
     source: Source, transfer: Transfer, wanted: TargetSlice, accept_lost: bool = False, allocate: Allocate = _fresh
 ) -> torch.Tensor:
-    """Like `read_slice`, for tensors as a target knows them, in their dtype."""
+    """Read a slice as `read_slice` does, with the dtypes of the target's tensors."""
     names = [region.name for region in wanted.slice.regions]
     derivation = derivation_of(source, wanted.kind, names[0])
     if derivation is not None:
         return _derived(derivation, transfer, wanted, accept_lost)
-    # The plan comes first and fails where elements are missing, so that nothing is allocated for them.
+    # Plan first: planning fails if elements are missing, before memory is allocated for them.
     plan = make_plan([wanted], source, accept_lost)
     result = allocate(wanted.slice.numel, getattr(torch, wanted.tensors[names[0]].dtype))
     transfer.execute(plan, [result])

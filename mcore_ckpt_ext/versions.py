@@ -1,4 +1,4 @@
-"""Releases of Megatron Core, by the two numbers that its formats depend on."""
+"""Releases of Megatron Core as (major, minor), the part of the version on which its formats depend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _VERSION = re.compile(r"(?:core_)?v?(\d{1,4})\.(\d{1,4})(?!\w)", re.ASCII)
 
 
 class Version(NamedTuple):
-    """Major and minor number; compares with any pair of numbers."""
+    """A major and minor version number; compares with any pair of numbers."""
 
     major: int
     minor: int
@@ -23,6 +23,10 @@ KNOWN: tuple[Version, ...] = tuple(Version(0, minor) for minor in range(OLDEST.m
 
 
 def parse_version(text: object) -> Version | None:
-    """The release that a text begins with (`0.16.1`, `core_v0.12.1`, `0.20.0rc0+abc`); None where it is no version."""
+    """Parse the version at the start of a text: `0.16.1`, `core_v0.12.1`, `0.20.0rc0+abc`.
+
+    Returns:
+        The version, or None if the text does not begin with one.
+    """
     match = _VERSION.match(str(text))
     return Version(int(match[1]), int(match[2])) if match else None

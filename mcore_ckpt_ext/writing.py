@@ -1,4 +1,4 @@
-"""Executes outputs: fills the records of the files being made, block by block, in bounded memory."""
+"""Executes write plans: fills the records of output files block by block, in bounded memory."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from mcore_ckpt_ext.storage.direct import ALIGNMENT, BlockFile, write_all
 from mcore_ckpt_ext.storage.folder import Folder
 
 BLOCK_BYTES = 64 << 20
-# Of a record: what a thread fills before it looks for other work.
+# The part of a record that a thread fills before it takes other work.
 _STRETCH_BYTES = 64 << 20
 
 FillBlock: TypeAlias = "Callable[[Record, Block, torch.Tensor], Sequence[Piece] | None]"
-"""Fills a 1-D tensor, one element for each of the block, with the block's content; the gaps are zero already.
+"""Fills a 1-D tensor, one element for each element of the block, with the block's content; gaps are zero already.
 
-What it answers with are pieces of the block, in bytes, whose checksums are known.
+It returns the pieces of the block, in bytes, whose checksums are known, or None if there is none.
 """
 
 
 def lay_out(files: Iterable[OutputFile], folder: Folder) -> None:
-    """Make files at their full size, with the bytes that are known already.
+    """Create files at their full size and write the bytes that are known already.
 
     Raises:
-        DestinationError: the disk refuses.
+        DestinationError: writing failed.
     """
     for file in files:
         _lay_out_file(file, folder)
@@ -42,7 +42,7 @@ def lay_out(files: Iterable[OutputFile], folder: Folder) -> None:
 
 def _lay_out_file(file: OutputFile, folder: Folder) -> None:
     try:
-        # An interrupted run may have left it: the contents of its records stay.
+        # An interrupted run may have left the file: keep the contents of its records.
         descriptor = folder.open(file.name, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(descriptor, file.length)
@@ -55,7 +55,7 @@ def _lay_out_file(file: OutputFile, folder: Folder) -> None:
 
 
 class _Unfinished:
-    """A record of which some stretches are still to be written."""
+    """A record that is not completely written yet."""
 
     def __init__(self, record: Record, stretches: int) -> None:
         self.record = record
@@ -64,7 +64,11 @@ class _Unfinished:
         self._lock = threading.Lock()
 
     def add(self, start: int, stop: int, crc: int) -> int | None:
-        """Take a stretch as written, given its bytes and their CRC-32; that of the record follows from the last one."""
+        """Record a written byte range and its CRC-32.
+
+        Returns:
+            The CRC-32 of the whole record after its last part, else None.
+        """
         with self._lock:
             self._written.append((start, stop, crc))
             self._left -= 1
@@ -72,7 +76,7 @@ class _Unfinished:
 
 
 class RecordWriter:
-    """Fills records of the files below one folder, several at a time."""
+    """Fills records of the files below one folder with several threads."""
 
     def __init__(self, folder: Folder, fill: FillBlock, workers: int, block_bytes: int = BLOCK_BYTES) -> None:
         self._folder = folder
@@ -90,13 +94,13 @@ class RecordWriter:
         """Fill numbered records.
 
         Args:
-            records: what to fill.
-            finished: told the number and the CRC-32 of every finished record.
-            moved: told the bytes of every finished block.
+            records: the records to fill, with their numbers.
+            finished: called with the number and the CRC-32 of every finished record.
+            moved: called with the number of bytes of every finished block.
 
         Raises:
-            DestinationError: the disk refuses.
-            CheckpointError: whatever the source raises; no other block is begun after that, or after an interrupt.
+            DestinationError: writing failed.
+            CheckpointError: the source raised it; no other block is begun after an error or an interrupt.
         """
         stop = threading.Event()
         self._unfinished = Counter(record.file for _, record in records)
@@ -113,18 +117,18 @@ class RecordWriter:
 
         with ExitStack() as stack:
             stack.callback(self._close)
-            # Threads that torch added to each of these would spin while they wait for each other. What one thread sets
-            # is the number of all that begin later.
+            # One thread of torch in each of these threads: more would spin while they wait for each other. The number
+            # that one thread sets applies to all threads that start later.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             pool = ThreadPoolExecutor(self._workers, "mcore_ckpt_ext", torch.set_num_threads, (1,))
             stack.enter_context(pool)
-            # Before it waits for the threads: an interrupt reaches only the one that waits for them.
+            # Called before the pool waits for its threads: only the waiting thread receives an interrupt.
             stack.callback(stop.set)
             for _ in pool.map(lambda stretch: one(*stretch), self._stretches(records)):
                 pass
 
     def _stretches(self, records: Sequence[tuple[int, Record]]) -> Iterator[tuple[int, _Unfinished, int, int]]:
-        """Parts of the records: a large one is shared by all threads, so that none is left alone with the last."""
+        """Split large records into parts, so that the last record does not occupy a single thread."""
         for number, record in records:
             step = record.step(self._block_bytes)
             step *= max(1, _STRETCH_BYTES // (step * ITEM_SIZE[record.dtype]))
@@ -133,12 +137,12 @@ class RecordWriter:
             yield from ((number, whole, begin, min(begin + step, record.numel)) for begin in begins)
 
     def confirm(self, record: Record, expected: int) -> bool:
-        """Whether a record that an earlier run finished holds what it held then, by its CRC-32.
+        """Return True if a record that an earlier run finished still has the CRC-32 that it had then.
 
-        Its checksums in the file are written again: laying out the files anew has cleared them.
+        The record's checksums in the file are written again, because `lay_out` has cleared them.
 
         Raises:
-            DestinationError: the disk refuses.
+            DestinationError: reading or writing failed.
         """
         crc, size = 0, ITEM_SIZE[record.dtype]
         try:
@@ -155,7 +159,12 @@ class RecordWriter:
     def _write_stretch(
         self, whole: _Unfinished, begin: int, end: int, moved: Callable[[int], None], stop: threading.Event
     ) -> int | None:
-        """The record's CRC-32; None where other parts of it are left, or the failure of another stopped it."""
+        """Write a part of a record.
+
+        Returns:
+            The record's CRC-32 if this was its last part; None if other parts are left or another thread's error
+            stopped it.
+        """
         record = whole.record
         crc, size = 0, ITEM_SIZE[record.dtype]
         try:
@@ -179,15 +188,15 @@ class RecordWriter:
         return found
 
     def _room(self, record: Record, block: Block) -> torch.Tensor:
-        """This thread's memory for a block, the same for each: fresh pages cost more than what is read into them.
+        """Return this thread's reused memory for a block: new pages would cost more than reading into them.
 
-        Its address is as far from a boundary as the position of the block in the file, as a direct write needs it.
+        The memory has the same alignment as the block's position in the file, as direct writes require.
         """
         if not hasattr(self._memory, "bytes"):
             self._memory.bytes = torch.empty(max(self._block_bytes, 16) + 2 * ALIGNMENT, dtype=torch.uint8)
         count, size = block.stop - block.start, ITEM_SIZE[record.dtype]
         position = record.offset + block.start * size
-        # What is not aligned to its own elements cannot be read as them.
+        # Memory that is not aligned to its elements cannot be viewed as a tensor of them.
         shift = (position - self._memory.bytes.data_ptr()) % ALIGNMENT if position % size == 0 else 0
         memory = self._memory.bytes[shift : shift + count * size]
         room: torch.Tensor = memory.view(getattr(torch, record.dtype))

@@ -1,9 +1,9 @@
-"""Gives ColossalAI's ZeroDDP and GeminiDDP the state_dict that PyTorch would give, and strict loading.
+"""Give ColossalAI's ZeroDDP and GeminiDDP the state dict and the strict loading of a PyTorch module.
 
     from mcore_ckpt_ext import zero_strict_state_dict
     zero_strict_state_dict.install()          # or install(dtype="compute")
 
-Importing this imports neither ColossalAI nor torch; every public name is looked up when it is first used.
+Importing this module imports neither ColossalAI nor torch; every public name is looked up when it is first used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.colossalai.shards import iter_zero_strict_state_dict
     from mcore_ckpt_ext.colossalai.state import get_static_torch_model, zero_strict_state_dict
 
-    # The hooks stand above this layer, and the subclasses have ColossalAI's as their bases.
+    # A type checker sees Any: `installation` is above this layer, and the subclasses derive from ColossalAI's classes.
     StrictGeminiDDP: Any
     StrictGeminiOptimizer: Any
     install: Any
@@ -68,5 +68,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List the lazy names beside those that are already there."""
+    """List the lazy names and the names that exist already."""
     return sorted({*globals(), *__all__})

@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    ("setting", "text", "value", "is_understood"),
+    ("setting", "text", "value", "is_valid"),
     [
         (SWITCH, "0", False, True),
         (SWITCH, "off", True, False),
@@ -45,10 +45,10 @@ REPOSITORY = Path(__file__).parents[1]
     ],
 )
 def test_what_is_not_understood_is_as_if_not_set(
-    setting: Setting[Any], text: str, value: object, is_understood: bool, monkeypatch: pytest.MonkeyPatch
+    setting: Setting[Any], text: str, value: object, is_valid: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(setting.name, text)
-    assert (setting.value, setting.is_understood) == (value, is_understood)
+    assert (setting.value, setting.is_valid) == (value, is_valid)
 
 
 def test_what_is_not_understood_ends_a_job_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_an_argument_outweighs_the_variable(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_without_the_variable_the_default_holds(setting: Setting[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(setting.name, raising=False)
-    assert (setting.text, setting.value, setting.is_understood) == (None, setting.default, True)
+    assert (setting.text, setting.value, setting.is_valid) == (None, setting.default, True)
 
 
 def test_the_documentation_explains_each() -> None:

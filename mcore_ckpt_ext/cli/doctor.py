@@ -159,7 +159,7 @@ def _setting(setting: Setting[Any]) -> Line:
     if setting.text is None:
         return Line(setting.name, "ok", "not set")
     found = f"{escape(setting.text)!r}"
-    if not setting.is_understood:
+    if not setting.is_valid:
         return Line(setting.name, "FAILED", f"{found}: invalid value, ignored ({setting.meaning})")
     return Line(setting.name, "note", f"{found} ({setting.meaning})")
 

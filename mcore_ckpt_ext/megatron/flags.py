@@ -104,7 +104,7 @@ def check_settings() -> None:
     Raises:
         UsageError: there are such.
     """
-    if wrong := [setting for setting in SETTINGS if not setting.is_understood]:
+    if wrong := [setting for setting in SETTINGS if not setting.is_valid]:
         raise UsageError(
             "an environment variable has an invalid value",
             found="; ".join(f"{setting.name}={setting.text}" for setting in wrong),
