@@ -14,7 +14,9 @@ CHECKOUTS = [Path(path) for path in os.environ.get(VARIABLE, "").split(os.pathse
 
 
 @pytest.mark.skipif(
-    not CHECKOUTS, reason=f"runs ColossalAI 0.2 and 0.3, checkouts of v0.2.0 and v0.3.0: {VARIABLE}=FOLDER:FOLDER"
+    not CHECKOUTS,
+    reason=f"runs ColossalAI 0.2 and 0.3 in checkouts of v0.2.0 and v0.3.0: {VARIABLE}=FOLDER:FOLDER "
+    "python3 scripts/run_tests.py tests/colossalai",
 )
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
 def test_zero_ddp(checkout: Path) -> None:

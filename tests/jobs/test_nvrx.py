@@ -30,7 +30,8 @@ from tests.harness.saving import (
 VARIABLE = "NVRX_PATH"
 pytestmark = pytest.mark.skipif(
     VARIABLE not in os.environ,
-    reason=f"runs nvidia-resiliency-ext 0.6.0 or later, which {VARIABLE}=FOLDER names (pip install --no-deps --target)",
+    reason="runs nvidia-resiliency-ext 0.6.0 or later (pip install --no-deps --only-binary=:all: --platform "
+    f"manylinux_2_39_x86_64 --target FOLDER): {VARIABLE}=FOLDER python3 scripts/run_tests.py tests/jobs/test_nvrx.py",
 )
 RANKS = 2
 # Its writer would otherwise ask for a GPU of its own.

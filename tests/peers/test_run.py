@@ -38,7 +38,8 @@ def test_megatron_tests_pass_as_without_the_package() -> None:
 
 @pytest.mark.skipif(
     with_gemini() is None,
-    reason=f"runs the tests of ColossalAI itself, of a checkout with {GEMINI}: {COLOSSALAI_VARIABLE}=FOLDER",
+    reason=f"runs ColossalAI's own {GEMINI} in a checkout of v0.5.0: {COLOSSALAI_VARIABLE}=FOLDER "
+    "python3 scripts/run_tests.py tests/colossalai tests/peers",
 )
 def test_colossalai_tests_pass_as_without_the_package() -> None:
     checkout = with_gemini()
