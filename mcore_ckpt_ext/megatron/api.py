@@ -1,4 +1,4 @@
-"""Functions for training loops of your own: fill an optimizer, and write the sidecar of a save."""
+"""Functions for your own training loop: fill an optimizer, and write the sidecar of a save."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _NONE = "no sidecar is written"
 
 
 def load_optimizer(path: str | os.PathLike[str], model: object, optimizer: object) -> dict[str, object] | None:
-    """Fill a live Megatron Core optimizer, of any layout, from a checkpoint of any other; collective.
+    """Fill a live Megatron Core optimizer of any layout from a checkpoint of any other layout. Collective.
 
-    The model's weights must be those of the checkpoint already: every master is proven against its weight before
-    anything is written.
+    Load the checkpoint's weights into the model first: every master is compared with its weight before anything is
+    written.
 
     Args:
         path: a run folder (its newest iteration is taken) or an iteration folder.
         model: the model, or the list of its chunks, wrapped or not.
-        optimizer: what `get_megatron_optimizer` made of it.
+        optimizer: the result of `get_megatron_optimizer`.
 
     Returns:
-        The stored state of the scheduler, for its `load_state_dict`; None where the checkpoint has none.
+        The stored state of the scheduler, for its `load_state_dict`; None if the checkpoint has none.
 
     Raises:
-        ResumeRefusedError: on every rank, when some rank cannot; the optimizer is untouched.
+        ResumeRefusedError: on every rank, if some rank cannot resume; the optimizer is unchanged.
 
     Example:
         >>> try:
@@ -57,18 +57,18 @@ def load_optimizer(path: str | os.PathLike[str], model: object, optimizer: objec
 
 
 def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object) -> None:
-    """Write the sidecar of a checkpoint that has just been saved: how its gradient buffers are packed; collective.
+    """Write the sidecar of a checkpoint that has just been saved. Collective.
 
-    With it, a later resume under another layout need not recover the packing. Call it once the save is complete, and
-    before the next step changes the optimizer.
+    The sidecar records how the gradient buffers are packed: with it, a later resume under another layout need not
+    recover the packing. Call this function after the save is complete and before the next optimizer step.
 
     Args:
         path: the iteration folder.
         model: the model, or the list of its chunks, wrapped or not.
-        optimizer: what was saved.
+        optimizer: the optimizer that was saved.
 
     Raises:
-        ResumeRefusedError: on every rank, where the folder is no checkpoint, or cannot be written to.
+        ResumeRefusedError: on every rank, if the folder is no checkpoint or cannot be written.
 
     Example:
         >>> try:
@@ -90,7 +90,7 @@ def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object)
 
 
 def recorder() -> PackingRecorder:
-    """The one that keeps this process's packings."""
-    # After a plus sign Megatron puts the commit of whatever repository it lies in.
+    """Return this process's recorder of packings."""
+    # After a plus sign Megatron appends the commit of the git repository that contains it.
     megatron = str(getattr(sys.modules.get("megatron.core"), "__version__", "unknown")).partition("+")[0]
     return PROCESS.one(PackingRecorder, lambda: PackingRecorder(announce, (__version__, megatron)))

@@ -1,8 +1,8 @@
-"""After every load, whoever did it: unless the live optimizer's masters match its weights, training does not begin.
+"""Checks after every load that the live masters match the weights; else training does not begin.
 
-Megatron itself leaves others in some cases: CPU-offloaded masters that nobody set from the weights after `--finetune`
-(before core_v0.14), a `fully_reshardable` state that it wrote shifted (formats of 0.15 to 0.19). The next step would
-overwrite every weight with them.
+The check covers loads by stock Megatron, too, which in some cases leaves other masters: CPU-offloaded masters that are
+not set from the weights after `--finetune` (before core_v0.14), and a `fully_reshardable` state that it wrote shifted
+(formats of 0.15 to 0.19). The next step would overwrite every weight with them.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
 
 _SHOWN = 3
-# One in how many stretches is looked at (`live_mismatches`): what this package has filled is already proven in full.
+# Compare one of this many stretches (`live_mismatches`); an optimizer that this package filled is already fully
+# compared.
 _OF_STOCK, _OF_OURS = 3, 8
 PROVEN = f"masters verified against their weights, one of every {_OF_STOCK} stretches of {STRETCH:,} elements"
-"""What `prove_loaded` has shown, where this package did not fill the optimizer."""
+"""The outcome of `prove_loaded` in a log line, if this package did not fill the optimizer."""
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The result of one rank.
+    """The comparison of masters and weights on one rank.
 
     Attributes:
-        found: None where it could not look, or has loaded nothing.
-        problem: why it could not.
-        beside_remainders: its masters are joined from weights and remainders, so that there is nothing to see.
+        found: the mismatches; None if the rank cannot compare or has loaded nothing.
+        problem: why it cannot compare; None if it can.
+        beside_remainders: its masters are joined from weights and remainders, so that a comparison shows nothing.
     """
 
     found: list[LiveMismatch] | None
@@ -45,32 +46,33 @@ class _Comparison:
 
 
 class WriteDetector:
-    """Sees whether anything has been loaded into the weights since it was made: torch counts every write."""
+    """Detects whether weights have been written since it was made, by torch's version counters."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._versions = {id(p): p._version for p in _parameters(chunks)}
 
     def detects_load(self, chunks: Sequence[Any]) -> bool:
-        """Whether a parameter has been written to."""
+        """Return True if a parameter has been written to."""
         return any(p._version != self._versions.get(id(p)) for p in _parameters(chunks))
 
 
 def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None) -> bool:
-    """Stop the job where masters do not round to their weights, or say so; collective.
+    """Stop the job if masters do not round to their weights, or log a warning. Collective.
 
-    It costs less than 2 % of a load: of large parameters every third stretch is looked at, see `live_mismatches`.
+    It costs less than 2 % of a load, as only some stretches of large parameters are compared (see `live_mismatches`).
 
     Args:
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
-        loaded: whether this rank has loaded anything.
-        weaker: see `live_mismatches`; None where it was not this package that filled the optimizer.
+        loaded: True if this rank has loaded anything.
+        weaker: see `live_mismatches`; None if this package did not fill the optimizer.
 
     Returns:
-        Whether every rank could look, at all masters, and found nothing. Beside remainders there is nothing to see.
+        True if every rank compared all of its masters without a mismatch; False if some masters are joined from
+        weights and remainders.
 
     Raises:
-        ProofError: on every rank, naming the parameters.
+        ProofError: on every rank, with the names of the parameters.
     """
     every = _OF_STOCK if weaker is None else _OF_OURS
     comparisons = _comparisons(chunks, optimizer, loaded, weaker, every)
@@ -95,7 +97,7 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
 
 
 def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, arguments: Any) -> None:
-    """Repair masters that Megatron stored under wrong names, where its own load shows it; collective.
+    """Repair masters that Megatron stored under wrong names, if its own load reveals it. Collective.
 
     The bug is described in `optimizers/workarounds/fully_reshardable_padding.py`.
     """
@@ -115,7 +117,7 @@ def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, argument
 def _comparisons(
     chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None = None, every: int = 1
 ) -> list[_Comparison]:
-    """The results of all ranks; a failing check must not end a load that has worked."""
+    """Return the comparisons of all ranks; an error in one does not end a load that has succeeded."""
     own: list[LiveMismatch] | None = None
     problem: str | None = None
     try:

@@ -1,9 +1,9 @@
-"""The processes that Megatron starts for saves in the background end when the rank that started them does.
+"""Ends the processes that Megatron starts for background saves when the rank that started them ends.
 
 Sources in megatron/core/dist_checkpointing/strategies, core_v0.12.3 to 0.19.2 and the development head of August 2026:
-`PersistentAsyncCaller.async_loop` (async_utils.py) is what a persistent writer runs, forked, spawned or from a fork
-server, which itself ends with the last of them; `get_write_results_queue` (filesystem_async.py, since 0.17) starts the
-process of a `Manager`.
+a persistent writer, forked, spawned or started by a fork server, runs `PersistentAsyncCaller.async_loop`
+(async_utils.py); a fork server ends with the last process that it started. `get_write_results_queue`
+(filesystem_async.py, since 0.17) starts the process of a `Manager`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Function = Callable[..., Any]
 
 
 def wrap_async_loop(original: Function) -> Function:
-    """Around what a persistent writer runs: it ends with its rank, also before its first order."""
+    """Wrap the loop of a persistent writer: the writer ends with its rank, even before its first request."""
 
     @functools.wraps(original)
     def async_loop(*positional: Any, **keywords: Any) -> Any:
@@ -29,7 +29,7 @@ def wrap_async_loop(original: Function) -> Function:
 
 
 def wrap_results_queue(original: Function) -> Function:
-    """Around the start of the process that holds the writers' results: it ends with its rank."""
+    """Wrap the start of the process that holds the writers' results: that process ends with its rank."""
 
     @functools.wraps(original)
     def get_write_results_queue(*positional: Any, **keywords: Any) -> Any:

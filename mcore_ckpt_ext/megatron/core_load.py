@@ -1,11 +1,12 @@
-"""Loads by any training loop, patched in Megatron Core's optimizer, which all loops call.
+"""Serves loads by any training loop through patches of Megatron Core, which all loops call.
 
-A program requests the optimizer's sharded state dict (`is_loading=True`), hands it to `dist_checkpointing.load`, and
-the answer to the optimizer's `load_state_dict` (megatron/core/optimizer/distrib_optimizer.py, optimizer.py,
-dist_checkpointing/serialization.py; core_v0.12.1 to 0.19.2 and the development head of August 2026). What the first
-gives out is marked; the second sees from the checkpoint whether Megatron itself would load it, and if not, plans the
-resume, and puts the plan where the answer would be; the third proves the plan against the live weights and fills. Until
-then nothing is touched, so a program that loads in two calls, or in another order, is served or refused as a whole.
+A program requests the optimizer's sharded state dict (`is_loading=True`), passes it to `dist_checkpointing.load`, and
+passes the result to the optimizer's `load_state_dict` (megatron/core/optimizer/distrib_optimizer.py, optimizer.py,
+dist_checkpointing/serialization.py; core_v0.12.1 to 0.19.2 and the development head of August 2026). The wrapper of the
+first marks the request. The wrapper of the second decides from the checkpoint whether Megatron itself loads it; if not,
+it plans the resume and returns the plan in place of the state. The wrapper of the third verifies the plan against the
+live weights and fills the optimizer. Nothing is changed before, so a program that loads in two calls, or in another
+order, is served or refused as a whole.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ Function = Callable[..., Any]
 
 
 def wrap_sharded_state_dict(original: Function) -> Function:
-    """Around an optimizer's `sharded_state_dict`: mark what is asked for, and note what is to be saved."""
+    """Wrap an optimizer's `sharded_state_dict`: mark the request of a load, and record that of a save."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -73,14 +74,14 @@ def wrap_sharded_state_dict(original: Function) -> Function:
             PROCESS.one(PendingSave).note(self, found)
             return found
         asked = found if isinstance(found, LoadRequest) else LoadRequest(found)
-        asked.optimizer = self  # the outermost of a chain is asked last
+        asked.optimizer = self  # the outermost optimizer of a chain sets it last
         return asked
 
     return sharded_state_dict
 
 
 def wrap_load(original: Function) -> Function:
-    """Around `dist_checkpointing.load`: an optimizer that Megatron cannot load is planned instead."""
+    """Wrap `dist_checkpointing.load`: plan the resume of an optimizer that Megatron cannot load."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -89,7 +90,7 @@ def wrap_load(original: Function) -> Function:
         tree, folder = call.arguments["sharded_state_dict"], Path(str(call.arguments["checkpoint_dir"]))
         requests = dict(requests_in(tree))
         part_of_ranks = call.arguments.get("process_group") is not None
-        # Whoever has Megatron compare what the ranks ask for calls this on every rank.
+        # With this check Megatron compares the requests of all ranks, so that all ranks make this call.
         is_collective = bool(requests) or call.arguments.get("validate_access_integrity", True)
         if not is_collective or part_of_ranks or PROCESS.one(ReentrancyGuard).is_busy:
             return original(*positional, **keywords)
@@ -107,7 +108,7 @@ def wrap_load(original: Function) -> Function:
 
 
 def wrap_load_state_dict(original: Function) -> Function:
-    """Around an optimizer's `load_state_dict`: a plan is proven and carried out."""
+    """Wrap an optimizer's `load_state_dict`: verify a plan and fill the optimizer."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
@@ -122,19 +123,19 @@ def wrap_load_state_dict(original: Function) -> Function:
 
 
 def serves(optimizer: Any) -> bool:
-    """Whether an optimizer is of a kind that this patch point fills: DistributedOptimizers, and nothing else."""
+    """Return True if this module can fill the optimizer: it consists of DistributedOptimizers only."""
     chain = Chain.of(optimizer) if optimizer is not None else None
     return chain is not None and bool(chain.distributed) and not (chain.unknown or chain.whole)
 
 
 def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
-    """Whether every rank asks for an optimizer; else the load is Megatron's, if it can do it. Collective.
+    """Return True if every rank requests an optimizer; else Megatron has to load. Collective.
 
-    Programs pass over a rank's optimizer that trains no parameter, a stub, whose `sharded_state_dict` cannot be called
-    (`MegatronOptimizer.is_stub_optimizer`, core_v0.12.1 to 0.19.2): nor would they hand it what was loaded.
+    Programs skip a rank's optimizer that trains no parameter: a stub, whose `sharded_state_dict` cannot be called
+    (`MegatronOptimizer.is_stub_optimizer`, core_v0.12.1 to 0.19.2). They would not pass a loaded state to it either.
 
     Raises:
-        ResumeRefusedError: on every rank, where some have no optimizer, and Megatron cannot load that of the others.
+        ResumeRefusedError: on every rank, if some have no optimizer and Megatron cannot load that of the others.
     """
     ask = gather(bool(requests))
     if all(ask) or not any(ask):
@@ -157,16 +158,19 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
 
 
 def _planned(folder: Path, request: LoadRequest) -> LoadPlan | None:
-    """The plan for an optimizer that Megatron does not load from a checkpoint; None where it does. Collective.
+    """Plan the resume of an optimizer that Megatron cannot load. Collective.
+
+    Returns:
+        The plan, or None if Megatron loads the optimizer.
 
     Raises:
-        ResumeRefusedError: on every rank, when it cannot be filled either.
+        ResumeRefusedError: on every rank, if this package cannot fill the optimizer either.
     """
     optimizer = request.optimizer
     fits = all(agreed("looking at the checkpoint", lambda: _fits(folder, request)))
 
     def inspect_here() -> tuple[LoadDecision, bool] | None:
-        """The first rank's decision, and whether nothing shows beforehand that Megatron loads the right state."""
+        """Return rank 0's decision, and True if a load by Megatron has to be checked afterwards."""
         if not is_first_rank() or not serves(optimizer):
             return None
         return _decided(folder, optimizer, fits), not open_checkpoint(folder).names(WEIGHT)
@@ -192,7 +196,7 @@ def _planned(folder: Path, request: LoadRequest) -> LoadPlan | None:
 
 
 def _fits(folder: Path, request: LoadRequest) -> bool:
-    """Whether the folder has every array that this rank requests, of the same size; False where it cannot be read."""
+    """Return True if the folder is readable and has every array that this rank requests, of equal size."""
     if not serves(request.optimizer):
         return True
     with suppress(CheckpointError):
@@ -202,13 +206,13 @@ def _fits(folder: Path, request: LoadRequest) -> bool:
 
 
 def _decided(folder: Path, optimizer: Any, fits: bool) -> LoadDecision:
-    """The decision on an optimizer that this package serves.
+    """Decide who loads an optimizer that this package can fill.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         optimizer: the live optimizer.
-        fits: every rank finds the arrays that it requests, of the same sizes. Where the stored layout is not known,
-            this is all that can be seen beforehand; a load that Megatron then does is checked (`UncheckedLoads`).
+        fits: True if every rank finds the arrays that it requests, of equal sizes. If the stored layout is unknown,
+            nothing else can be checked beforehand; a load by Megatron is then checked afterwards (`UncheckedLoads`).
     """
     checkpoint = open_checkpoint(folder)
     if checkpoint.optimizer_format is None:
@@ -216,7 +220,7 @@ def _decided(folder: Path, optimizer: Any, fits: bool) -> LoadDecision:
     running, chain = live_arguments(chunks_of(optimizer), optimizer), Chain.of(optimizer)
     check_adapters(checkpoint, ParallelLayout.from_arguments(running), running)
     both = [_spelled_out(one) for one in (checkpoint.arguments, running)]
-    # What the sidecar says of every buffer is compared afterwards (`with_order_compared`).
+    # The order in the buffers, if the sidecar has it, is compared afterwards (`with_order_compared`).
     by_arrays = checkpoint.sidecar is not None or not checkpoint.layout.unknown.isdisjoint(_PLACING)
     facts = LoadFacts(
         Loop.CORE,
@@ -235,7 +239,7 @@ def _decided(folder: Path, optimizer: Any, fits: bool) -> LoadDecision:
 
 
 def _switched(checkpoint: Checkpoint, chain: Chain) -> list[str]:
-    """The optimizer's arguments that differ, as far as the checkpoint states them."""
+    """Return the optimizer's arguments that differ from the checkpoint's, if it has them."""
     kinds = {"optimizer_cpu_offload": is_offloaded, "use_precision_aware_optimizer": is_precision_aware}
     stated = {name: bool(value) for name, value in checkpoint.arguments.raw.items() if name in kinds}
     found = [name for name, value in stated.items() if value != any(map(kinds[name], chain.distributed))]
@@ -247,18 +251,18 @@ def _switched(checkpoint: Checkpoint, chain: Chain) -> list[str]:
 
 
 def _is_shifted(checkpoint: Checkpoint) -> bool:
-    """Return whether masters are stored under the names of other weights.
+    """Return True if masters are stored under the names of other weights.
 
-    See `optimizers/workarounds/fully_reshardable_padding.py`. Without weights in the same folder it shows only later,
-    and the load is checked afterwards.
+    See `optimizers/workarounds/fully_reshardable_padding.py`. Without weights in the same folder this cannot be seen
+    here, and the load is checked afterwards.
     """
     names = [encoding.name for encoding in encodings_named(checkpoint.optimizer_format)]
     return FULLY_RESHARDABLE in names and bool(checkpoint.names(WEIGHT)) and not _is_as_named(checkpoint)
 
 
 def _is_as_named(checkpoint: Checkpoint) -> bool:
-    """Whether masters are those of the weights whose names they bear, as far as samples show; a shift is of many."""
-    with suppress(CheckpointError):  # what is not known here, stock may know
+    """Return True if sampled masters match the weights of the same names; a shift affects many of them."""
+    with suppress(CheckpointError):  # stock Megatron may support a state that this package does not
         state, named = checkpoint.optimizer, checkpoint.names(FP32_PARAM)
         some = named[:: max(1, len(named) // _SAMPLES)]
         return not state.shifted and masters_hold(
@@ -268,7 +272,7 @@ def _is_as_named(checkpoint: Checkpoint) -> bool:
 
 
 def _spelled_out(arguments: JobArguments) -> JobArguments:
-    """With sizes that may be left out: expert tensor parallelism is tensor parallelism's, virtual stages are one."""
+    """Fill in optional sizes: expert tensor parallelism as tensor parallelism, one virtual stage."""
     layout = ParallelLayout.from_arguments(arguments)
     return arguments.replace(
         expert_tensor_parallel_size=layout.expert_tensor, virtual_pipeline_model_parallel_size=layout.virtual_pipeline
@@ -276,5 +280,5 @@ def _spelled_out(arguments: JobArguments) -> JobArguments:
 
 
 _SAMPLES = 512
-# Without these nobody knows which layout was saved.
+# The layout of the job that saved is unknown without these sizes.
 _PLACING = ("tensor", "pipeline", "virtual_pipeline", "expert")

@@ -1,7 +1,6 @@
-"""Wraps `dist_checkpointing.save`, to write sidecars for training loops other than Megatron's.
+"""Wraps `dist_checkpointing.save` to write sidecars for training loops other than Megatron's.
 
-The coordinator does this in Megatron's own loop. Source: `save`, and `AsyncRequest.add_finalize_fn`
-(megatron/core/dist_checkpointing/serialization.py, strategies/async_utils.py, core_v0.12.1 to 0.19.2).
+In Megatron's own loop the coordinator writes them. Source: `save`, and `AsyncRequest.add_finalize_fn`
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class PendingSave:
         self._optimizer, self._answer = weakref.ref(optimizer), id(answer)
 
     def found_in(self, tree: Any) -> Any:
-        """The optimizer whose sharded state dict is part of a state dict; None if there is none."""
+        """Return the optimizer whose sharded state dict is part of a state dict; None if there is none."""
         return self._optimizer() if self._is_in(tree) else None
 
     def _is_in(self, tree: Any) -> bool:
@@ -77,7 +76,7 @@ def wrap_save(original: Function) -> Function:
 
 
 def _all_save(optimizer: Any, folder: str) -> bool:
-    """Whether every rank saves an optimizer; a rank that trains no parameter has none to save. Collective."""
+    """Return True if every rank saves an optimizer; a rank that trains no parameter has none. Collective."""
     saving = gather(optimizer is not None)
     if any(saving) and not all(saving):
         announce(
@@ -87,7 +86,7 @@ def _all_save(optimizer: Any, folder: str) -> bool:
 
 
 def _text(optimizer: Any, iteration: object) -> str:
-    """The sidecar's text; empty where it cannot be made. Collective."""
+    """Return the sidecar's text; empty if it cannot be made. Collective."""
     if not Chain.of(optimizer).distributed:
         return ""
     chunks = functools.partial(chunks_of, optimizer)

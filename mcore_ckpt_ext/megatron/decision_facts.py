@@ -1,4 +1,4 @@
-"""The facts of a load by Megatron's own loop, and what is refused at first sight: of a live job or a simulated one."""
+"""Collects the facts of a load by Megatron's loop, live or simulated; refuses impossible loads."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 def facts_of_fed(
     folder: Path, chain: Chain, arguments: Any, version: tuple[int, int], *, has_new_tokens: bool
 ) -> LoadFacts:
-    """The facts of a load whose weights are handed to Megatron (see `sources.legacy_state_dict`).
+    """Return the facts of a load for which `sources.legacy_state_dict` presents the weights to Megatron.
 
     Args:
         folder: the iteration folder.
         chain: the live optimizers.
-        arguments: Megatron's.
-        version: of megatron-core.
-        has_new_tokens: the job has tokens that the checkpoint holds no row for.
+        arguments: Megatron's arguments.
+        version: the version of megatron-core.
+        has_new_tokens: True if the job has tokens without a row in the checkpoint.
 
     Raises:
-        CheckpointError: there is no optimizer to resume, or the checkpoint cannot be read.
+        CheckpointError: the checkpoint has no optimizer state, or cannot be read.
     """
     written = open_checkpoint(folder).arguments
     check_optimizer_was_saved(written, str(folder))
@@ -64,19 +64,19 @@ def facts_of_common(
     folder: Path, common: Mapping[str, Any], chain: Chain, children: int, arguments: Any, version: tuple[int, int], *,
     has_new_tokens: bool,
 ) -> LoadFacts:  # fmt: skip
-    """The facts of a load by Megatron's own loop from a checkpoint with a common state.
+    """Return the facts of a load by Megatron's own loop from a checkpoint with a common state.
 
     Args:
         folder: the iteration folder.
         common: the common state.
         chain: the live optimizers.
-        children: how many optimizers the live one chains; 1 where it is no chain.
-        arguments: Megatron's.
-        version: of megatron-core.
-        has_new_tokens: the job has tokens that the checkpoint holds no row for.
+        children: the number of optimizers in the live chain; 1 if it is no chain.
+        arguments: Megatron's arguments.
+        version: the version of megatron-core.
+        has_new_tokens: True if the job has tokens without a row in the checkpoint.
 
     Raises:
-        CheckpointError: the job cannot resume it, whatever its optimizer is.
+        CheckpointError: the job cannot resume the checkpoint, whatever its optimizer is.
     """
     running = JobArguments.of(vars(arguments))
     # Other loops save no arguments.
@@ -84,7 +84,7 @@ def facts_of_common(
     check_optimizer_was_saved(written, str(folder))
     check_tokens(written.tokens, running, folder)
     check_gates(written, running, str(folder))
-    # Without arguments stock takes any checkpoint for TP1 x PP1.
+    # Without arguments stock Megatron assumes that the checkpoint has layout TP1 x PP1.
     is_foreign = ARGUMENTS not in common
     return LoadFacts(
         Loop.MEGATRON,
@@ -104,48 +104,49 @@ def facts_of_common(
 
 
 def decision_on(facts: LoadFacts) -> LoadDecision | None:
-    """The decision on such a load; None where there is no optimizer state for this package to consider."""
+    """Decide who loads; None if there is no optimizer state that this package could fill."""
     decision = decide(facts)
     is_known = facts.loop is Loop.LEGACY or bool(facts.chain.whole) or facts.optimizer_format in FORMATS
     return decision if is_known or decision.reason in OF_ARGUMENTS else None
 
 
 def stored_groups(folder: Path) -> Callable[[], Sequence[Mapping[str, Any]]]:
-    """Return a function that reads the parameter groups of a checkpoint once, when a check first needs them.
+    """Return a function that reads a checkpoint's parameter groups once, when a check first needs them.
 
-    It returns them on the first rank, whose decision counts, and none on the others.
+    It returns them on rank 0, which decides, and an empty list on the other ranks.
     """
 
     @functools.cache
     def groups() -> Sequence[Mapping[str, Any]]:
         found: list[Mapping[str, Any]] = []
         if is_first_rank():
-            attempt(lambda: found.extend(open_checkpoint(folder).param_groups()))  # stock reports what is wrong
+            attempt(lambda: found.extend(open_checkpoint(folder).param_groups()))  # stock Megatron reports the error
         return found
 
     return groups
 
 
 def _is_before_first_step(folder: Path, common: Mapping[str, Any]) -> bool:
-    """Whether the optimizer was saved before its first step; seen by the first rank alone, whose decision counts."""
+    """Return True if the optimizer was saved before its first step; only rank 0, which decides, reads it."""
     may_be = counts_no_step(scheduler_in(common)) and is_first_rank()
     return may_be and is_before_first_step(open_checkpoint(folder))
 
 
 def _format_of(folder: Path, common: Mapping[str, Any], written: JobArguments, chain: Chain) -> str | None:
-    """The stored optimizer format, by the label in the common state as far as that suffices."""
+    """Return the stored optimizer format, by the label in the common state if that suffices."""
     label = sharding_type(common)
-    # With a layer-wise optimizer the label speaks of a distributed one all the same: then the keys decide.
+    # A layer-wise optimizer may have a distributed optimizer's label: then the keys decide.
     if not chain.whole or written.use_distributed_optimizer:
         return label
     return open_checkpoint(folder).optimizer_format if label else NOT_DISTRIBUTED
 
 
 def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
-    """Whether a layer-wise optimizer finds in a legacy folder what it stored there, and any other what is its own.
+    """Return True if every rank with a layer-wise optimizer finds its own file in a legacy folder.
 
-    Every rank reads the file of its own data-parallel number, and does so with `--ckpt-format torch` only; otherwise
-    the first one's part is handed to all (`save_checkpoint`, `load_checkpoint`, checkpointing.py, 0.16.1 to 0.19.2).
+    For other optimizers: return True if the folder has no such files. Each rank reads the file of its own data-parallel
+    rank, with `--ckpt-format torch` only; with other formats all ranks get the part of the first (`save_checkpoint`,
+    `load_checkpoint`, checkpointing.py, 0.16.1 to 0.19.2).
     """
     files = len(list(folder.glob(f"mp_rank_*/{LAYER_WISE_FILES}")))
     if not any(layer_wise is not None for _, layer_wise in chain.whole):

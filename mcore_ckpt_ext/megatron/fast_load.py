@@ -1,9 +1,10 @@
-"""Megatron's loader of `torch_dist` within a scope: its tensors are read by this package (`--ckpt-ext-load fast`).
+"""Replaces Megatron's loader of `torch_dist` within a scope: this package reads the tensors.
 
-`dist_checkpointing.load` ends in `TorchDistLoadShardedStrategy.load` (strategies/torch.py, core_v0.12.1 to 0.19.2, and
-the development head): what it is handed names every tensor's array, place and memory. What comes before, checks of
-access and strictness, and after, merges, factories and `load_state_dict`, stays Megatron's, as do the small pickled
-objects: only the bytes of tensors take another way. All ranks call it as often, since until 0.16 it is a collective.
+It implements `--ckpt-ext-load fast`. `dist_checkpointing.load` ends in `TorchDistLoadShardedStrategy.load`
+(strategies/torch.py, core_v0.12.1 to 0.19.2, and the development head), whose argument holds the array, the place and
+the memory of every tensor. Megatron still performs all other steps: before it the checks of access and strictness,
+after it merges, factories and `load_state_dict`, and the load of the small pickled objects. All ranks call it equally
+often, since it is a collective up to 0.16.
 """
 
 from __future__ import annotations
@@ -41,18 +42,19 @@ _MAPPING = "megatron.core.dist_checkpointing.mapping"
 
 @contextmanager
 def reading_fast(opened: Checkpoint | None = None, read_once: bool = False) -> Iterator[list[str]]:
-    """Within this scope, this package reads the tensors that Megatron's loader is asked for.
+    """Read the tensors that Megatron's loader requests with this package, within this scope.
 
-    What it then has read is told by the list that it gives, in words.
-
-    What it does not know, on any rank, is left to Megatron's own loader as a whole, before anything is written.
+    If some rank requests something unsupported, Megatron's own loader reads everything, before anything is written.
 
     Args:
-        opened: the checkpoint, where it is open already.
-        read_once: what several ranks want is read by one of them.
+        opened: the checkpoint, if it is already open.
+        read_once: one rank reads data that several ranks need and sends them to the others.
+
+    Yields:
+        A list that receives a log line for each load that this package has read.
 
     Raises:
-        ResumeRefusedError: on every rank, where some rank's part is damaged.
+        ResumeRefusedError: on every rank, if the part of some rank is damaged.
     """
     strategy: Any = import_module(_STRATEGIES).TorchDistLoadShardedStrategy
     original = strategy.load
@@ -80,14 +82,17 @@ def reading_fast(opened: Checkpoint | None = None, read_once: bool = False) -> I
 def _load(
     asked: Any, folder: Path, opened: Checkpoint | None, read_once: bool, stock: Callable[[Any], Any]
 ) -> tuple[Any, int]:
-    """What `stock` would answer, tensors read by this package, and how many bytes all ranks read; or its answer, and 0.
+    """Load a sharded state dict, with the tensors read by this package if it supports the request.
 
     Args:
         asked: the sharded state dict: a tree of ShardedTensors and ShardedObjects.
         folder: the iteration folder.
-        opened: its checkpoint, where it is open already.
-        read_once: what several ranks want is read by one of them.
+        opened: its checkpoint, if it is already open.
+        read_once: one rank reads data that several ranks need and sends them to the others.
         stock: Megatron's own loader.
+
+    Returns:
+        The loaded state dict, and the number of bytes that all ranks read; 0 if Megatron's own loader read it.
     """
     leaves = _Leaves.of(asked)
     planned: list[ShardedLoad] = []
@@ -104,7 +109,7 @@ def _load(
         except UnsupportedCheckpointError as error:
             return str(error)
         empty.extend(extra_states_of_nobody(leaves.objects, checkpoint))
-        if VERIFY_ALL.value and checkpoint.view is not opened:  # of one that is open already, it is done
+        if VERIFY_ALL.value and checkpoint.view is not opened:  # an open checkpoint is verified already
             verify_checksums(checkpoint.view, *rank_and_size())
         return "some of it is stored quantized" if planned[0].is_quantized else None
 
@@ -132,7 +137,7 @@ def _load(
 
     def read_objects() -> dict[int, Any]:
         try:
-            with objects_alone():  # all ranks call it, or none
+            with objects_alone():  # a collective up to 0.16: all ranks call it, or none
                 objects = stock({str(number): entry for number, entry in enumerate(stored)}) if some else {}
         except (Exception, Failure):
             check_objects(stored, checkpoints[0])
@@ -140,7 +145,7 @@ def _load(
         return {id(entry): objects[str(number)] for number, entry in enumerate(stored)}
 
     some = any(has_objects for _, has_objects, _ in plans)
-    # The small ones first: if one of them is damaged, nothing has been written.
+    # Objects first: if one of them is damaged, nothing has been written yet.
     values = agreed_here("reading the pickled objects", read_objects, _UNTOUCHED) | dict.fromkeys(absent)
     if read_once:
         planned[0].share(agreed("planning what is read once", planned[0].wanted_bytes, _UNTOUCHED))
@@ -156,7 +161,7 @@ def _load(
 
 
 def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoint | None, str | None]:
-    """The checkpoint in a folder, or why this package does not read it."""
+    """Return the checkpoint in a folder, or the reason why this package does not read it."""
     if not folder.is_dir():
         return None, f"{folder} is not a folder of this machine"
     if opened is None or opened.folder.resolve() != folder.resolve():
@@ -170,12 +175,12 @@ def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoin
 
 @dataclass(frozen=True)
 class _Leaves:
-    """The requests of a sharded state dict.
+    """The requests in a sharded state dict.
 
     Attributes:
         tensors: its ShardedTensors.
         objects: its ShardedObjects.
-        unknown: why it is not one that is known; None where it is.
+        unknown: why this package does not support one of its requests; None if it supports all.
     """
 
     tensors: list[Any]
@@ -204,7 +209,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def _answer(tree: Any, values: Mapping[int, Any]) -> Any:
-    """The tree with what its leaves asked for; like Megatron's, without dicts that ask for nothing."""
+    """Return the tree with the loaded values as leaves; like Megatron, drop dicts that request nothing."""
     if isinstance(tree, dict):
         answers = {key: _answer(value, values) for key, value in tree.items()}
         return {key: answer for key, answer in answers.items() if not _is_empty(tree[key])}

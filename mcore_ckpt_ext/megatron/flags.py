@@ -1,16 +1,14 @@
 """Make Megatron's ``--async-save`` really asynchronous, and accept this package's own flags.
 
-Two defaults stand in its way:
-
+Two defaults prevent an asynchronous save:
 - since 0.16.0, ``validate_args`` switches ``--async-save`` off, with a warning, unless
   ``--use-persistent-ckpt-worker`` is given too (megatron/training/arguments.py:1138@0.16.1, 1740@0.19.2).
-  Up to 0.15 an asynchronous save needs no such flag, so those versions are left alone;
-- since 0.17.0, ``--async-strategy`` defaults to ``nvrx``, and the job dies in ``get_async_strategy``
-  where nvidia-resiliency-ext is absent or too old
+  Up to 0.15 an asynchronous save needs no such flag, so these versions are left alone;
+- since 0.17.0, ``--async-strategy`` defaults to ``nvrx``, and the job fails in ``get_async_strategy``
+  if nvidia-resiliency-ext is absent or too old
   (megatron/core/dist_checkpointing/strategies/torch.py:1127@0.19.2).
 
 A flag that the user gave is never changed. The changes are made right after ``parse_args``: 0.16.x chooses
-the writer's queue before it calls ``validate_args`` (megatron/training/initialize.py:86-92@0.16.1).
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ _PROVIDER = "extra_args_provider"
 
 @dataclass(frozen=True)
 class Change:
-    """One argument that is set to a value other than Megatron's default, and why."""
+    """An argument that is set to a value other than Megatron's default, and the reason."""
 
     name: str
     value: object
@@ -62,7 +60,7 @@ class Change:
 
 
 def wrap_parse_args(original: Callable[P, Arguments]) -> Callable[P, Arguments]:
-    """Return a ``parse_args`` whose result saves asynchronously when ``--async-save`` asks for it."""
+    """Return a ``parse_args`` that enables asynchronous saves if the user passes ``--async-save``."""
     signature = inspect.signature(original)
 
     @wraps(original)
@@ -85,7 +83,7 @@ def wrap_parse_args(original: Callable[P, Arguments]) -> Callable[P, Arguments]:
 
 
 def wrap_validate_args(original: Callable[..., Arguments]) -> Callable[..., Arguments]:
-    """Return a ``validate_args`` that ends a job, before it is built, which cannot begin or save as it is asked to."""
+    """Return a ``validate_args`` that refuses a job which cannot begin or save as requested."""
 
     @wraps(original)
     def validate_args(args: Arguments, *positional: object, **keywords: object) -> Arguments:
@@ -99,10 +97,10 @@ def wrap_validate_args(original: Callable[..., Arguments]) -> Callable[..., Argu
 
 
 def check_settings() -> None:
-    """Refuse variables that mean nothing: what was to be safer, or was to go on, would be neither.
+    """Refuse invalid values of variables: the setting that the user wanted would silently not apply.
 
     Raises:
-        UsageError: there are such.
+        UsageError: a variable has an invalid value.
     """
     if wrong := [setting for setting in SETTINGS if not setting.is_valid]:
         raise UsageError(
@@ -114,7 +112,10 @@ def check_settings() -> None:
 
 
 def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None) -> Callable[..., ArgumentParser]:
-    """The user's provider of extra arguments, followed by this package's; Megatron has none of these names."""
+    """Return the user's provider of extra arguments, extended by this package's arguments.
+
+    Megatron has none of these names.
+    """
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
         parser = provider(parser) if provider is not None else parser
@@ -177,14 +178,14 @@ def asynchronous_save_changes(
     version: tuple[int, int] | None,
     find_nvrx_problem: Callable[[], str | None],
 ) -> list[Change]:
-    """Decide which arguments must change so that ``--async-save`` does what it says; change nothing.
+    """Decide which arguments must change so that ``--async-save`` saves asynchronously; change nothing.
 
     Args:
-        arguments: what Megatron's ``parse_args`` returned.
-        command_line: the words that the user gave, to tell a choice from a default.
-        version: (major, minor) of megatron.core, None where it is not known.
-        find_nvrx_problem: says why the nvrx strategy cannot work, None if it can; it imports the package,
-            so it is asked only where the answer matters.
+        arguments: the result of Megatron's ``parse_args``.
+        command_line: the words that the user gave, to distinguish a given flag from a default.
+        version: (major, minor) of megatron.core, or None if it is unknown.
+        find_nvrx_problem: returns why the nvrx strategy cannot work, or None if it can. It imports the package, so it
+            is called only if the result matters.
     """
     if not _saves_asynchronously(arguments) or version is None or not NEEDS_PERSISTENT_WORKER.is_of(version):
         return []
@@ -194,7 +195,7 @@ def asynchronous_save_changes(
     if getattr(arguments, "async_strategy", None) == "nvrx":
         problem = find_nvrx_problem()
         if problem and _is_given("--async-strategy", command_line):
-            # Stock saves synchronously, or says what to install. With the worker it would only die sooner.
+            # Stock saves synchronously, or reports what to install. With the worker the job would only fail sooner.
             return []
         if problem:
             changes.append(Change("async_strategy", "mcore", f"nvrx cannot be used: {problem}"))
@@ -205,13 +206,13 @@ def asynchronous_save_changes(
 
 
 def offload_hazard(arguments: Namespace, version: tuple[int, int] | None) -> str | None:
-    """Say why this job's persistent writer is, or would be, a danger to its checkpoints; None where it is not.
+    """Return why this job's persistent writer can damage its checkpoints; None if it cannot.
 
-    It copies tensors from a GPU before training goes on, and reads those on the CPU later, where they lie: masters and
-    moments of an offloaded optimizer, which ``DistributedOptimizer`` hands out as they are
+    The writer copies tensors from a GPU before training continues, and reads tensors on the CPU later, in place:
+    masters and moments of an offloaded optimizer, which ``DistributedOptimizer`` passes without a copy
     (``_get_main_param_and_optimizer_states``, megatron/core/optimizer/distrib_optimizer.py, and ``preload_tensors``,
-    filesystem_async.py of megatron-core 0.19.2 and of nvidia-resiliency-ext 0.6.0). Seen with the latter and tensors
-    on the CPU: weights of one step, masters of a later one.
+    filesystem_async.py of megatron-core 0.19.2 and of nvidia-resiliency-ext 0.6.0). Seen with the latter and tensors on
+    the CPU: weights of one step with masters of a later one.
     """
     if not (_saves_asynchronously(arguments) and getattr(arguments, "optimizer_cpu_offload", False)):
         return None
@@ -219,14 +220,14 @@ def offload_hazard(arguments: Namespace, version: tuple[int, int] | None) -> str
     if arguments.use_persistent_ckpt_worker:
         return f"{danger}: checkpoints can be a mixture of steps; leave --use-persistent-ckpt-worker out"
     if version is None or not NEEDS_PERSISTENT_WORKER.is_of(version):
-        return None  # a process forked for each save has the memory as it was
+        return None  # a process forked for each save has a copy of the memory
     return f"{danger}, so it is not switched on, and Megatron saves synchronously"
 
 
 def _saves_asynchronously(arguments: Namespace) -> bool:
-    """Tell whether this job saves, asks to do so asynchronously, and uses a format that can.
+    """Return True if this job requests asynchronous saves in a format that supports them.
 
-    Asynchronous saving works with torch_dist only (help of --async-save, 0.7.0 to 0.19.2). A job set up by
+    Asynchronous saving works with torch_dist only (help of --async-save, 0.7.0 to 0.19.2). A job that is set up by
     a YAML file is left alone: ``validate_yaml`` does not switch ``async_save`` off.
     """
     return (
@@ -239,22 +240,22 @@ def _saves_asynchronously(arguments: Namespace) -> bool:
 
 
 def _is_given(flag: str, command_line: Sequence[str]) -> bool:
-    """Tell whether the user gave a flag; Megatron's parser takes no abbreviations (allow_abbrev=False)."""
+    """Return True if the user gave a flag; Megatron's parser takes no abbreviations (allow_abbrev=False)."""
     return any(word == flag or word.startswith(f"{flag}=") for word in command_line)
 
 
 def megatron_version() -> Version | None:
-    """Return (major, minor) of the imported megatron.core, None where it does not say."""
+    """Return (major, minor) of the imported megatron.core; None if its version is unknown."""
     return parse_version(getattr(sys.modules.get("megatron.core"), "__version__", ""))
 
 
 def nvrx_problem() -> str | None:
-    """Say why Megatron's nvrx strategy would fail in this environment; None where it works.
+    """Return why Megatron's nvrx strategy would fail in this environment; None if it works.
 
-    Asks what Megatron asks: every import of ``get_async_strategy`` (0.17.0 on), then the parameter
+    It checks what Megatron checks: the imports of ``get_async_strategy`` (0.17.0 on), then the parameter
     ``mp_mode`` of ``get_write_results_queue``, which ``init_persistent_async_worker`` requires (0.18.0 on,
-    megatron/training/async_utils.py:98@0.19.2). A release below Megatron's minimum stops the import of
-    megatron.core itself (nvrx.py:has_nvrx_async_support@0.18.0 on), long before this.
+    megatron/training/async_utils.py:98@0.19.2). With a release below Megatron's minimum, the import of
+    megatron.core itself fails (nvrx.py:has_nvrx_async_support@0.18.0 on), long before this.
     """
     try:
         strategies = import_module("megatron.core.dist_checkpointing.strategies.torch")

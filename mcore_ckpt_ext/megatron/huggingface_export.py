@@ -1,7 +1,7 @@
-"""`--ckpt-ext-export-hf EVERY`: a Hugging Face folder of every such checkpoint, `hf/iter_...` beside the iterations.
+"""Exports `hf/iter_...`, a Hugging Face folder, every EVERY iterations (`--ckpt-ext-export-hf EVERY`).
 
-A process of its own makes it of the finished checkpoint, as `mcore-ckpt convert` does, after training has gone on; it
-shares nothing with the job but the disk, so that nothing that happens to it reaches the save or the training.
+A separate process makes it of the finished checkpoint, as `mcore-ckpt convert` does, while training continues. It
+shares only the disk with the job, so that no error in it affects the save or the training.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _SHOWN = 3
 
 
 def check_export(arguments: Any) -> None:
-    """Refuse to begin a job that could not write what it is asked for.
+    """Refuse to begin a job that could not write the requested folders.
 
     Args:
-        arguments: Megatron's, validated.
+        arguments: Megatron's arguments, validated.
 
     Raises:
-        UsageError: there are no checkpoints of which such folders could be made.
+        UsageError: the job saves no checkpoints that can be exported.
     """
     every = EXPORT_HF.chosen(arguments)
     if not every:
@@ -59,11 +59,11 @@ def check_export(arguments: Any) -> None:
 
 
 def export_command(save: Save, arguments: Any) -> list[str] | None:
-    """The command that makes the folder of a saved checkpoint; None where none is asked for.
+    """Return the command that exports a saved checkpoint; None if no export is requested for it.
 
     Args:
-        save: a save that is a fact.
-        arguments: Megatron's.
+        save: a committed save.
+        arguments: Megatron's arguments.
     """
     every = EXPORT_HF.chosen(arguments)
     if every <= 0 or save.iteration % every or save.tracker_text == RELEASE:
@@ -76,17 +76,17 @@ def export_command(save: Save, arguments: Any) -> list[str] | None:
 
 
 def destination(save: Save) -> Path:
-    """Where the Hugging Face folder of a checkpoint lies."""
+    """Return the path of a checkpoint's Hugging Face folder."""
     return save.folder.parent / FOLDER / save.folder.name
 
 
 class Exports:
-    """The exports of a job, one after the other, on the rank that publishes its checkpoints.
+    """The exports of a job, one after the other, on the rank that commits its checkpoints.
 
     Args:
-        start: begins a piece of work beside the training, when those before it are done.
-        say: tells the user a line.
-        warn: tells the user a line that nobody may overlook.
+        start: runs a function in the background, after the functions before it.
+        say: logs a line.
+        warn: logs a warning, from every rank.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Exports:
         self._start, self._say, self._warn = start, say, warn
 
     def follow(self, save: Save, arguments: Any) -> None:
-        """Begin the export of a checkpoint that is a fact, if it is one of those that are wanted."""
+        """Begin the export of a committed checkpoint if an export is requested for its iteration."""
         command = export_command(save, arguments)
         if command is not None:
             self._start(lambda: self._run(command, save))
@@ -104,8 +104,8 @@ class Exports:
         begun, place = time.monotonic(), destination(save)
         try:
             place.parent.mkdir(exist_ok=True)
-            # Into a file, for a pipe would break, and in a session of its own: where the job ends or is killed before,
-            # the checkpoint is whole all the same, and its folder shall be.
+            # The output goes into a file, because a pipe would break, and the process has its own session: if the job
+            # ends earlier, the checkpoint is complete, and the export can still finish.
             with tempfile.TemporaryFile("w+", errors="replace") as output:
                 environment = environment_of(os.environ)
                 result = subprocess.run(
@@ -127,7 +127,7 @@ class Exports:
 
 
 def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that is no rank of the job, and has no accelerator."""
+    """Return the environment for a process that is no rank of the job and uses no accelerator."""
     kept = {name: value for name, value in variables.items() if not name.startswith(_OF_RANKS)}
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", SWITCH.name: "0"}
 

@@ -1,7 +1,7 @@
-"""The edge towards the frameworks: put the hooks in place, take them away, report their state.
+"""Installs and uninstalls the patches of frameworks, and reports their state.
 
-This module is imported at the end of every ``import torch``, outside the reach of the entry point's
-own catch-all, so it stays this small.
+``import torch`` imports this module at its end, where the entry point's own error handler does not catch errors,
+so it stays this small.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["install", "status", "uninstall"]
 
 
 def install() -> None:
-    """Serve every supported framework, imported already or imported later.
+    """Patch every supported framework that is imported, and each other one when it is imported.
 
-    A second call changes nothing. With ``MCORE_CKPT_EXT=0`` in the environment nothing is installed,
-    so that an operator can switch the package off under a script that calls this by hand.
+    A second call changes nothing. With ``MCORE_CKPT_EXT=0`` in the environment nothing is installed, so that an
+    operator can switch the package off even if a script calls this function.
 
     Example:
         >>> install()
@@ -32,7 +32,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give every framework its own functions back; wrappers that others put on top keep working.
+    """Restore the functions of every framework; wrappers that others put on top keep working.
 
     Example:
         >>> uninstall()
@@ -43,7 +43,7 @@ def uninstall() -> None:
 
 
 def status() -> list[PatchPointStatus]:
-    """Report for each patch point whether it waits for an import, is patched, or is not patched and why.
+    """Report for each patch point that it waits for an import, is patched, or is not patched and why.
 
     Example:
         >>> [point.patch_point for point in status()][0]
@@ -53,7 +53,7 @@ def status() -> list[PatchPointStatus]:
 
 
 def _registry() -> HookRegistry:
-    """Return the wrapped patch points of the process, noted on first use."""
+    """Return the registry of this process's patch points; the first call makes it."""
     from mcore_ckpt_ext.megatron.patch_points import PATCH_POINTS
     from mcore_ckpt_ext.patching.registry import HookRegistry
     from mcore_ckpt_ext.patching.singletons import PROCESS

@@ -1,4 +1,4 @@
-"""Whether the learning rate's schedule of a running job accepts that of a checkpoint."""
+"""Checks that the scheduler of a running job accepts the learning rate schedule of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mcore_ckpt_ext.errors import ModelMismatchError, shorten
 
 
 def check_schedule(scheduler: Any, stored: Mapping[str, Any] | None, folder: Path) -> None:
-    """Refuse a stored schedule that the scheduler would end the job for; nothing is touched.
+    """Refuse a stored schedule that Megatron's scheduler would reject; nothing is changed.
 
-    Unless one of two flags is given, Megatron asserts that both are the same
+    Unless one of two flags is given, Megatron asserts that both schedules are equal
     (`OptimizerParamScheduler.load_state_dict`, megatron/core/optimizer_param_scheduler.py, core_v0.7.0 to 0.19.2). It
-    counts in samples: warm-up and decay that a job gives in iterations change with its global batch size.
+    counts in samples: warm-up and decay given in iterations change with the global batch size.
 
     Args:
-        scheduler: the live one.
+        scheduler: the live scheduler.
         stored: its state in the checkpoint.
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
 
     Raises:
-        ModelMismatchError: some value is another one.
+        ModelMismatchError: a value differs.
     """
     trial = copy.copy(scheduler)
     trial.optimizer = SimpleNamespace(param_groups=[])

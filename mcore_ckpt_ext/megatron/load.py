@@ -1,6 +1,6 @@
-"""The patch point in `megatron/training/checkpointing.py` for resuming: what runs around `load_checkpoint`.
+"""Wraps `load_checkpoint` of `megatron/training/checkpointing.py` to resume under another layout.
 
-Tried with core_v0.16.1, 0.19.0 and 0.19.2. A load that stock Megatron can do gets exactly the arguments it came with.
+Tested with core_v0.16.1, 0.19.0 and 0.19.2. If stock Megatron can load the checkpoint, it gets its arguments unchanged.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ _ANEW = "random state is reinitialized"
 
 
 def wrap_load_checkpoint(original: Function) -> Function:
-    """Around `load_checkpoint`: resume the optimizer ourselves where stock would refuse or load other parameters."""
+    """Wrap `load_checkpoint`: fill the optimizer if stock would refuse or load other parameters' state."""
 
     def load(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *positional: Any, **keywords: Any) -> Any:
         return _Load(original, ddp_model, optimizer, opt_param_scheduler, positional, keywords).done()
 
     @functools.wraps(original)
     def load_checkpoint(*positional: Any, **keywords: Any) -> Any:
-        # --moe-use-upcycling still passes the model by the name that it had up to 0.8.0, and so ends by a TypeError in
-        # stock Megatron (`setup_model_and_optimizer`, megatron/training/training.py, core_v0.12.1 to 0.19.2).
+        # --moe-use-upcycling still passes the model under its name up to 0.8.0, and stock Megatron then fails with a
+        # TypeError (`setup_model_and_optimizer`, megatron/training/training.py, core_v0.12.1 to 0.19.2).
         if "model" in keywords:
             keywords["ddp_model"] = keywords.pop("model")
         return load(*positional, **keywords)
@@ -77,7 +77,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
 
 
 class _Load:
-    """One call of `load_checkpoint`, and the route that it takes."""
+    """One call of `load_checkpoint`."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class _Load:
         self._new_tokens = range(0)
 
     def done(self) -> Any:
-        """Load; what the original returns."""
+        """Load the checkpoint and return the result of the original function."""
         detector, probed = (
             WriteDetector(self._chunks),
             _probe_on_all_ranks(self._arguments, self._load_arg, self._directory),
@@ -116,12 +116,12 @@ class _Load:
             )
         else:
             if self._finetunes:
-                self._arguments.finetune = True  # as Megatron says it, once it has looked
+                self._arguments.finetune = True  # Megatron sets it, too, once it has found the folder
             self._new_tokens = new_tokens(probed.vocabulary_rows, self._arguments)
             complete = resuming_from_complete(self._scope, self._directory, probed.health)
             with reentrancy_guard(), complete, index_shared(probed.index):
                 result, weaker = self._dispatch()
-        # Megatron-FSDP makes its weights of its masters: there is nothing else that they could be.
+        # Megatron-FSDP derives its weights from its masters, so there is nothing to compare.
         proven = False
         if self._optimizer is not None and not is_of_fsdp(self._arguments):
             proven = prove_loaded(self._chunks, self._optimizer, detector.detects_load(self._chunks), weaker)
@@ -130,7 +130,12 @@ class _Load:
         return result
 
     def _dispatch(self) -> tuple[Any, Proof | None]:
-        """What the original returns, and the proof of the checkpoint where this package filled the optimizer."""
+        """Load by the loop's own route.
+
+        Returns:
+            The result of the original, and the checkpoint's comparison of masters and weights if this package filled
+            the optimizer, else None.
+        """
         scope, arguments, chunks, directory = self._scope, self._arguments, self._chunks, self._directory
         self._accept_new_tokens(self._new_tokens)
         if is_of_fsdp(arguments):
@@ -149,10 +154,10 @@ class _Load:
             return self._weights_alone(), None
 
     def _accept_new_tokens(self, tokens: range) -> None:
-        """Go on with tokens that the checkpoint has no row for, where the user accepts them, or stock is silent.
+        """Accept tokens without a row in the checkpoint, if the user allows it or stock would say nothing.
 
         Raises:
-            ResumeRefusedError: an optimizer is to be resumed, and they were not accepted.
+            ResumeRefusedError: an optimizer is to be resumed, and the user does not allow it.
         """
         arguments = self._arguments
         is_sharded = is_of_fsdp(arguments) or is_of_torch_fsdp(arguments)
@@ -164,7 +169,7 @@ class _Load:
 
     @contextmanager
     def _initialization_kept(self, tokens: range) -> Iterator[None]:
-        """Around a load of weights: new tokens keep their rows, if the user accepts them."""
+        """Load weights within this scope: new tokens keep their rows if the user accepts them."""
         kept = tokens if keeps_initialization() else range(0)
         with initialization_kept(self._chunks, kept, self._optimizer):
             yield
@@ -175,7 +180,7 @@ class _Load:
         return self._original(self._optimizer, self._scheduler, *self._positional, **self._keywords)
 
     def _by_stock(self) -> Any:
-        """Stock's load, in which this package reads where it was told to, and tells so."""
+        """Load by stock Megatron; with `--ckpt-ext-load fast` this package reads the tensors and logs it."""
         if LOAD.chosen(self._arguments) != FAST:
             return self._by_megatron()
         with reading_fast(read_once=READ_ONCE.chosen(self._arguments)) as read:
@@ -184,7 +189,7 @@ class _Load:
         return result
 
     def _load_stock(self, assessment: LoadAssessment) -> Any:
-        """The load of an optimizer that stock finds its way with; read by this package where the layout changed."""
+        """Load an optimizer by stock Megatron; this package reads the tensors if the layout changed."""
         by_us = LOAD.chosen(self._arguments) == AUTO and assessment.is_moved
         with (
             self._without_random_states(assessment.lacks_random_states),
@@ -197,7 +202,7 @@ class _Load:
 
     @contextmanager
     def _without_random_states(self, lacking: bool) -> Iterator[None]:
-        """The scope of a load by stock, without the random states where it would request some that are not stored."""
+        """Load by stock Megatron within this scope, without random states if it would request absent ones."""
         if not lacking or self._arguments.no_load_rng:
             yield
             return
@@ -206,7 +211,7 @@ class _Load:
         announce(f"{_ANEW}: the checkpoint lacks some of those that this job requests")
 
     def _weights_alone(self) -> Any:
-        """A load that leaves the optimizer out."""
+        """Load without the optimizer."""
         arguments = self._arguments
         folder = folder_named(self._directory, arguments)
 
@@ -220,7 +225,7 @@ class _Load:
             return load_weights_alone(self._scope, self._directory, self._chunks, self._by_stock)
 
     def _resumed(self, assessment: LoadAssessment) -> tuple[Any, Proof]:
-        """Weights by Megatron, whoever reads them; the optimizer by this package, planned before and filled after."""
+        """Plan the optimizer's state, let Megatron load the weights, then verify and fill the optimizer."""
         arguments, once = self._arguments, READ_ONCE.chosen(self._arguments)
         own_bounds = takes_own_bounds(vars(arguments), megatron_version())
         prepared = prepare(
@@ -267,12 +272,12 @@ class _Load:
         return result, prepared.checkpoint.proof
 
     def _load_schedule(self, schedule: Mapping[str, Any] | None, *, follows_samples: bool) -> None:
-        """Load the scheduler, and have it set every parameter group's learning rate and weight decay.
+        """Load the scheduler, and let it set the learning rate and weight decay of every parameter group.
 
-        Stock's `load_state_dict` does the latter before it takes up the weight decay of the checkpoint, so that the
-        next step would still be made with the command line's (megatron/core/optimizer_param_scheduler.py, core_v0.7.0
-        to 0.19.2). Under --override-opt_param-scheduler, 0.20 goes on where the samples stand (`load_checkpoint`): the
-        scheduler has counted fewer where steps were skipped, as in fp16, or where it once began anew.
+        Stock's `load_state_dict` sets them before it takes the weight decay of the checkpoint, so that the next step
+        would still use the command line's (megatron/core/optimizer_param_scheduler.py, core_v0.7.0 to 0.19.2). With
+        --override-opt_param-scheduler, 0.20 continues at the number of consumed samples (`load_checkpoint`): the
+        scheduler has counted fewer if steps were skipped, as in fp16, or if it was once reset.
         """
         self._scheduler.load_state_dict(schedule)
         samples = self._arguments.consumed_train_samples
@@ -285,11 +290,11 @@ class _Load:
 
 
 def _probe_on_all_ranks(arguments: Any, load_arg: str, directory: str | None) -> LoadProbe:
-    """What the first rank sees, on every rank.
+    """Probe on rank 0 and return the result on every rank.
 
     Raises:
-        ResumeRefusedError: on every rank, where some see no checkpoint, and others do; or where this package's settings
-            are not the same on all, so that some would wait for what others do not do.
+        ResumeRefusedError: on every rank, if only some ranks see a checkpoint, or if this package's settings differ
+            between ranks, so that some ranks would wait in collectives that others do not call.
     """
     is_fast = LOAD.chosen(arguments) == FAST
 
@@ -304,13 +309,13 @@ def _probe_on_all_ranks(arguments: Any, load_arg: str, directory: str | None) ->
 
 
 def _scope(original: Function) -> MutableMapping[str, Any]:
-    """The globals of Megatron's checkpointing module, below whatever else has wrapped its functions."""
+    """Return the globals of Megatron's checkpointing module, beneath other wrappers of its functions."""
     scope: MutableMapping[str, Any] = inspect.unwrap(original).__globals__
     return scope
 
 
 def _resumes_optimizer(scope: Mapping[str, Any], optimizer: Any) -> bool:
-    """Whether the optimizer is one that the package may have to fill, from a checkpoint that it reads."""
+    """Return True if this package may have to fill the optimizer from a checkpoint that it can read."""
     arguments = scope["get_args"]()
     if not _takes_optimizer(arguments, optimizer):
         return False
@@ -322,15 +327,15 @@ def _resumes_optimizer(scope: Mapping[str, Any], optimizer: Any) -> bool:
 
 
 def _takes_optimizer(arguments: Any, optimizer: Any) -> bool:
-    """Whether a load takes up the state of an optimizer, whoever reads it."""
+    """Return True if a load includes the state of an optimizer."""
     return optimizer is not None and not arguments.no_load_optim and not arguments.finetune
 
 
 def _strictness(arguments: Any) -> dict[str, str]:
-    """Megatron is not asked for the optimizer: where everything stored must be, that would be too little.
+    """Relax the strictness that requires a request for everything stored: the optimizer is not requested.
 
-    Source: `StrictHandling`, megatron/core/dist_checkpointing/validation.py, core_v0.8.0 to 0.19.2. Names are compared
-    by this package before that.
+    Source: `StrictHandling`, megatron/core/dist_checkpointing/validation.py, core_v0.8.0 to 0.19.2. This package has
+    compared the names before.
     """
     strict = "dist_ckpt_strictness"
     return {strict: "raise_unexpected"} if getattr(arguments, strict, None) == "raise_all" else {}

@@ -1,4 +1,4 @@
-"""The first look at a checkpoint that is to be resumed: whether Megatron itself loads its optimizer, correctly."""
+"""Assesses a checkpoint before a resume: does Megatron itself load its optimizer correctly?"""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class LoadAssessment:
 
     Attributes:
         folder: the iteration folder.
-        decision: whether Megatron itself loads the optimizer, correctly.
-        is_fed: the weights must be fed to it (see `legacy_feed`).
+        decision: which of stock Megatron and this package loads the optimizer, and why.
+        is_fed: `sources.legacy_state_dict` has to present the weights to Megatron.
     """
 
     folder: Path
@@ -52,41 +52,41 @@ class LoadAssessment:
 
     @property
     def lacks_random_states(self) -> bool:
-        """Whether stock Megatron requests random states that are not stored."""
+        """True if stock Megatron requests random states that are not stored."""
         return self.decision.omits_random_states
 
     @property
     def stock_loads(self) -> bool:
-        """Whether Megatron itself loads the optimizer."""
+        """True if stock Megatron loads the optimizer."""
         return self.decision.is_stock
 
     @property
     def is_moved(self) -> bool:
-        """Whether the parallel layout is another one."""
+        """True if the parallel layout has changed."""
         return self.decision.is_moved
 
     @property
     def may_be_shifted(self) -> bool:
-        """Whether Megatron may have written it shifted (see `optimizers.workarounds.fully_reshardable_padding`)."""
+        """True if masters may be shifted (see `optimizers.workarounds.fully_reshardable_padding`)."""
         return any(one.name == FULLY_RESHARDABLE for one in encodings_named(self.decision.optimizer_format))
 
 
 def assess_load(
     scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, *, has_new_tokens: bool
 ) -> LoadAssessment | None:
-    """Look at what a load would take; collective.
+    """Assess the checkpoint that a load takes. Collective.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
         call: the arguments of `load_checkpoint`.
         directory: the run folder.
-        has_new_tokens: the job has tokens that the checkpoint holds no row for.
+        has_new_tokens: True if the job has tokens without a row in the checkpoint.
 
     Returns:
-        None where there is no optimizer state for this package to consider.
+        The assessment; None if there is no optimizer state that this package could fill.
 
     Raises:
-        ResumeRefusedError: on every rank, where some rank cannot.
+        ResumeRefusedError: on every rank, if the assessment fails on some rank.
     """
     assessment = _assess_on_all_ranks(scope, call, directory, has_new_tokens)
     if assessment is not None and assessment.stock_loads and not assessment.is_fed:
@@ -102,7 +102,7 @@ def assess_load(
 def with_order_compared(
     decision: LoadDecision, folder: Path, chunks: Callable[[], Sequence[Any]], optimizer: Any
 ) -> LoadDecision:
-    """A decision for stock, reconsidered where arrays do not show names and the sidecar shows others; collective."""
+    """Decide again if arrays have no parameter names and the sidecar has another order. Collective."""
     if not decision.is_stock or shows_names(decision.optimizer_format):
         return decision
     facts = LoadFacts(
@@ -113,7 +113,7 @@ def with_order_compared(
 
 
 def explain(decision: LoadDecision, folder: Path) -> None:
-    """Print a decision where MCORE_CKPT_EXT_EXPLAIN requests it, each time that it is made."""
+    """Print a decision if MCORE_CKPT_EXT_EXPLAIN is set."""
     if EXPLAIN.value and is_logging_rank():
         own_logger().info("%s: %s", escape(str(folder)), decision)
 
@@ -121,7 +121,7 @@ def explain(decision: LoadDecision, folder: Path) -> None:
 def _assess_on_all_ranks(
     scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, has_new_tokens: bool
 ) -> LoadAssessment | None:
-    """The first rank's look; collective."""
+    """Return the assessment of rank 0. Collective."""
     arguments = scope["get_args"]()
     folder = agreed(_PHASE, lambda: folder_to_feed(directory, arguments))[0]
     if folder is not None:
@@ -133,22 +133,21 @@ def _assess_on_all_ranks(
 
 
 def packs_otherwise(folder: Path, chunks: Callable[[], Sequence[Any]], optimizer: Any) -> bool:
-    """Whether parameters have other places in the buffers than the sidecar says, if there is one; collective.
+    """Return True if the sidecar, if any, gives parameters other places in the buffers. Collective.
 
-    To be asked where arrays do not show their parameters' names.
-    Other parameters may be trained, or their modules registered in another order. Stock takes each other's state for
-    that of parameters of one size, under an unchanged layout, and beside remainders no proof would show it: every pair
-    of a weight and a remainder is some master's.
+    It matters only if arrays do not have the names of parameters. Other parameters may be trained, or their modules
+    registered in another order. Under an unchanged layout stock Megatron then mixes up the state of parameters of equal
+    size. With remainders no comparison would reveal it: every pair of a weight and a remainder forms a valid master.
     """
 
     def recorded() -> Mapping[tuple[int, int], str] | None:
-        # What it records of the layout need not be compared: its order with the live one is.
+        # The sidecar's layout is not compared: its order is compared with the live one.
         sidecar = find_sidecar(folder).sidecar if is_first_rank() else None
         return None if sidecar is None else sidecar.order()
 
     def differs() -> bool:
         own: dict[tuple[int, int], str] = {}
-        # What stock loads need not be of a kind that is known here.
+        # Stock Megatron may load kinds of optimizers that this package does not support.
         attempt(lambda: own.update(orders_of(recorded_groups(chunks(), optimizer))))
         return any(known.get(group, order) != order for group, order in own.items())
 
@@ -170,7 +169,10 @@ def _look_at_what_is_fed(
 def _assess(
     scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, has_new_tokens: bool
 ) -> LoadAssessment | None:
-    """Look at the common state with Megatron's own reader, which knows of steps, trackers and non-persistent saves."""
+    """Assess the common state that Megatron's own reader returns.
+
+    It resolves steps, trackers and non-persistent saves.
+    """
     arguments = scope["get_args"]()
     common, name, release, kind = _common_state(scope, call, directory)
     if common is None or release or getattr(kind, "name", None) != "GLOBAL":
@@ -186,11 +188,11 @@ def _assess(
 
 
 def _common_state(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Any:
-    """What `_by_megatron` returns.
+    """Return the result of `_by_megatron`.
 
     Raises:
-        CheckpointError: Megatron cannot read it; Megatron and torch report what they missed, this package's own reader
-            names the file, and has a hint.
+        CheckpointError: Megatron cannot read the common state. This package reads it once more, because its error
+            names the file and has a hint.
     """
     try:
         return _by_megatron(scope, call, directory)
@@ -202,7 +204,7 @@ def _common_state(scope: Mapping[str, Any], call: Mapping[str, Any], directory: 
 
 
 def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | None = None) -> bool:
-    """Whether a torch_dist checkpoint was saved with another grid of random states; seen by the first rank alone."""
+    """Return True if a torch_dist checkpoint has another grid of random states; only rank 0 reads it."""
     if not may_differ(arguments) or not is_first_rank():
         return False
     checkpoint = open_checkpoint(folder)
@@ -213,12 +215,12 @@ def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | No
 
 
 def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> None:
-    """Refuse what a live optimizer that is not filled here cannot use; all else that is wrong is Megatron's to tell.
+    """Refuse a state of another kind of optimizer, which this package does not fill. Collective.
 
-    Collective.
+    Megatron reports all other errors.
 
     Raises:
-        ResumeRefusedError: on every rank, where the checkpoint names another kind of optimizer than the running job.
+        ResumeRefusedError: on every rank, if the checkpoint names another kind of optimizer than the running job.
     """
     arguments = scope["get_args"]()
     if arguments.ckpt_format == TORCH_DIST:
@@ -229,7 +231,7 @@ def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], dire
     arguments = scope["get_args"]()
     try:
         common, name, release, _ = _by_megatron(scope, call, directory)
-    except (Exception, CheckpointException):  # noqa: BLE001 - stock meets it, too, and tells it
+    except (Exception, CheckpointException):  # noqa: BLE001 - stock Megatron meets it again and reports it
         return
     if common is None or release or "args" not in common:
         return
@@ -241,10 +243,10 @@ def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], dire
 
 
 def _by_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Any:
-    """The common state, the folder's name, whether it is a release, and its kind.
+    """Return the common state, the folder's name, True for a release, and the kind of checkpoint.
 
-    The ranks meet in it, once (`read_metadata`): before anything that can fail on some of them alone, if all see a
-    tracker (`check_all_see`).
+    It contains one collective (`read_metadata`), which precedes everything that can fail on single ranks, provided
+    that all ranks see a tracker (`check_all_see`).
     """
     arguments = scope["get_args"]()
     context = {key: call[key] for key in ("checkpointing_context",) if key in call}

@@ -1,4 +1,4 @@
-"""The facts that a load decision depends on: of the checkpoint, of the running job, and of both."""
+"""The facts that a load decision depends on, of the checkpoint and of the running job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Version = tuple[int, int]
 
 
 class Loop(Enum):
-    """Whose code loads."""
+    """The code that loads the checkpoint."""
 
     MEGATRON = "megatron.training"
     LEGACY = "megatron.training, from files of ranks"
@@ -45,27 +45,27 @@ def _none() -> Sequence[str]:
 
 @dataclass(frozen=True)
 class LoadFacts:
-    """Facts of one load; those that have to be read first are functions, which are called when a check needs them.
+    """Facts of one load; facts that require reading are functions, called when a check needs them.
 
     Attributes:
-        loop: whose code loads.
-        version: of the running megatron-core; (0, 0) where no check of the loop depends on it.
-        optimizer_format: names of the stored optimizer encodings.
-        is_moved: the gradient buffers of the run differ from those of the job that saved, as far as is known.
+        loop: the code that loads.
+        version: the version of the running megatron-core; (0, 0) if no check of the loop depends on it.
+        optimizer_format: the names of the stored optimizer formats; None if there is none or it is not needed.
+        is_moved: the gradient buffers of this job differ from those of the job that saved, as far as is known.
         is_own_format: the checkpoint has the format that jobs of this loop write.
-        blockers: what keeps stock Megatron from reading the files at all.
+        blockers: reasons why stock Megatron cannot read the files at all.
         chain: the live optimizers.
         written: the arguments of the job that saved.
         running: the arguments of this job.
-        optimizer_counts: how many chained optimizers were saved, and how many are live; None where nothing says so.
-        switched: the optimizer's arguments that differ.
-        stored_groups: the stored parameter groups as they are.
-        has_own_files: a layer-wise optimizer finds the files of its own ranks.
-        has_as_many_groups: optimizers of whole parameters have as many groups as were saved.
-        is_shifted: masters in samples are not those of the weights whose names they bear.
-        is_before_first_step: the optimizer was saved before its first step, without moments.
-        has_new_tokens: the job has tokens that the checkpoint holds no row for.
-        is_packed_otherwise: the sidecar shows other places in the buffers; known once all ranks have compared.
+        optimizer_counts: the numbers of chained optimizers that were saved and are live; None if unknown.
+        switched: returns the optimizer's arguments that differ.
+        stored_groups: returns the stored parameter groups unchanged.
+        has_own_files: returns True if a layer-wise optimizer finds the files of its own ranks.
+        has_as_many_groups: returns True if optimizers of whole parameters have as many groups as were saved.
+        is_shifted: returns True if sampled masters do not match the weights of the same names.
+        is_before_first_step: returns True if the optimizer was saved before its first step, without moments.
+        has_new_tokens: the job has tokens without a row in the checkpoint.
+        is_packed_otherwise: the sidecar has other places in the buffers; set after all ranks have compared.
     """
 
     loop: Loop

@@ -1,4 +1,4 @@
-"""The optimizers that a sharded state dict requests, found and replaced whatever the shape of the tree.
+"""Finds and replaces the optimizers that a sharded state dict requests, in a tree of any shape.
 
 `dist_checkpointing.load` takes a dict in which dicts and lists may be nested, or the optimizer's own dict as the root,
 and returns the loaded dict, or with some values of `strict` a tuple of it and two sets of keys
@@ -15,7 +15,7 @@ from mcore_ckpt_ext.optimizer_reshard import Prepared
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 Path = tuple[Any, ...]
-"""Keys and positions from the root of a tree to one of its nodes; empty for the root itself."""
+"""Keys and positions from the root of a tree to one of its nodes; empty for the root."""
 
 
 class LoadRequest(dict[Any, Any]):
@@ -25,13 +25,13 @@ class LoadRequest(dict[Any, Any]):
 
 
 class LoadPlan(dict[Any, Any]):
-    """Stands in the loaded state dict for an optimizer's state: the plan to fill it."""
+    """The plan to fill an optimizer, in place of the optimizer's state in the loaded state dict."""
 
     prepared: Prepared
 
 
 def requests_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, LoadRequest]]:
-    """The optimizers that a sharded state dict requests, the outermost of each chain, with their paths."""
+    """Yield the optimizers that a sharded state dict requests, with paths; of a chain the outermost."""
     if isinstance(tree, LoadRequest):
         yield path, tree
     elif isinstance(tree, (dict, list)):
@@ -40,13 +40,13 @@ def requests_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, LoadRequest]
 
 
 def check_lists(tree: Any, planned: Collection[Path], path: Path = ()) -> None:
-    """Refuse a list of which only a part can be left to Megatron, which merges lists by position.
+    """Refuse a list that mixes planned optimizers with others, since Megatron merges lists by position.
 
     Source: `merge` and `extract_matching_values`, megatron/core/dist_checkpointing/dict_utils.py, core_v0.12.1 to
-    0.19.2: what is taken out of a list moves everything behind it.
+    0.19.2: removing an element from a list shifts all elements behind it.
 
     Raises:
-        UnsupportedCheckpointError: some elements of a list are planned, and others are not.
+        UnsupportedCheckpointError: only some elements of a list are planned.
     """
     if not isinstance(tree, (dict, list)) or path in planned:
         return
@@ -64,7 +64,7 @@ def check_lists(tree: Any, planned: Collection[Path], path: Path = ()) -> None:
 
 
 def without(tree: Any, planned: Collection[Path], path: Path = ()) -> Any:
-    """The same tree without what stands at some paths; what stands above them is new."""
+    """Return a copy of the tree without the nodes at some paths; only their parents are copied."""
     if path in planned:
         return {}
     if not isinstance(tree, (dict, list)) or not any(one[: len(path)] == path for one in planned):
@@ -76,9 +76,9 @@ def without(tree: Any, planned: Collection[Path], path: Path = ()) -> Any:
 
 
 def with_plans(result: Any, plans: Mapping[Path, LoadPlan]) -> Any:
-    """What `load` returned, with each plan at its path; of a tuple, the loaded dict comes first.
+    """Insert each plan at its path into the result of `load`; in a tuple, the loaded dict comes first.
 
-    Keys of optimizers count as requested: the plans take them up.
+    Keys of optimizers are removed from the sets of missing and unexpected keys: the plans cover them.
     """
     if isinstance(result, tuple):
         loaded, *keys = result
@@ -89,10 +89,10 @@ def with_plans(result: Any, plans: Mapping[Path, LoadPlan]) -> Any:
 
 
 def is_stored_alike(request: Any, index: DcpIndex) -> bool:
-    """Whether a checkpoint has all arrays that a request names, of the same sizes, as Megatron itself requires.
+    """Return True if a checkpoint has all arrays of a request in equal sizes, as Megatron requires.
 
-    Source: `ShardedTensor.global_shape`, megatron/core/dist_checkpointing/mapping.py; where it differs, Megatron ends
-    by "Global shape mismatch" (strategies/torch.py, core_v0.12.1 to 0.19.2).
+    Source: `ShardedTensor.global_shape`, megatron/core/dist_checkpointing/mapping.py; if it differs, Megatron fails
+    with "Global shape mismatch" (strategies/torch.py, core_v0.12.1 to 0.19.2).
     """
     return all(
         tensor.key in index.arrays and tuple(tensor.global_shape) == tuple(index.arrays[tensor.key].shape)
@@ -113,9 +113,9 @@ def _items(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _with_plan(tree: Any, path: Path, plan: LoadPlan) -> Any:
-    """The loaded tree with a plan at a path; a list that was emptied comes back as far as it is needed."""
+    """Insert a plan at a path of the loaded tree; a list that was emptied is extended as needed."""
     if not path:
-        if isinstance(tree, dict):  # what the common state has there
+        if isinstance(tree, dict):  # values of the common state
             plan.update(tree)
         return plan
     key, *rest = path
@@ -128,7 +128,7 @@ def _with_plan(tree: Any, path: Path, plan: LoadPlan) -> Any:
 
 
 def _of_no_optimizer(keys: Any) -> Any:
-    """Keys without those of optimizers (`sharded_state_dict` of each, megatron/core/optimizer, 0.12.1 to 0.19.2)."""
+    """Remove the keys of optimizers (`sharded_state_dict`, megatron/core/optimizer, 0.12.1 to 0.19.2)."""
     return type(keys)(key for key in keys if not str(key).startswith(("optimizer.", "chained_")))
 
 

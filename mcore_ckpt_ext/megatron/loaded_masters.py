@@ -1,4 +1,4 @@
-"""Evidence, from samples, for whether live masters are those of the live weights."""
+"""Evidence from samples whether live masters match the live weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mcore_ckpt_ext.model_space.slices import Region
 
 @dataclass
 class MasterEvidence:
-    """Parameters whose masters match their weights, and parameters whose masters are others.
+    """Names of parameters whose masters match their weights, and of parameters whose masters differ.
 
-    Parameters that show nothing are in neither list: constant ones, as biases and norms begin, and those of which only
-    some elements differ, as where a weight has hardly been trained.
+    Inconclusive parameters are in neither list: constant ones, such as new biases and norms, and parameters of which
+    only some elements differ, such as weights that have hardly been trained.
     """
 
     matching: list[str] = field(default_factory=list)
@@ -26,25 +26,25 @@ class MasterEvidence:
 
     @property
     def is_contradictory(self) -> bool:
-        """Whether some masters are those of the live weights, so that these are loaded, and others are not."""
+        """True if some masters match the live weights, so that the weights are loaded, and others do not."""
         return bool(self.matching and self.differing)
 
     @classmethod
     def of_all_ranks(cls, own: MasterEvidence) -> MasterEvidence:
-        """The evidence of every rank together; collective."""
+        """Return the combined evidence of all ranks. Collective."""
         found = gather(own)
         return cls([name for one in found for name in one.matching], [name for one in found for name in one.differing])
 
     @classmethod
     def of(cls, chunks: Sequence[Any], optimizer: Any) -> MasterEvidence:
-        """The evidence of this rank.
+        """Return the evidence of this rank.
 
         Args:
             chunks: the unwrapped model chunks.
             optimizer: the live optimizer.
 
         Raises:
-            UnsupportedCheckpointError: the optimizer is of a kind that is not known.
+            UnsupportedCheckpointError: this package does not support the kind of optimizer.
         """
         names = {
             id(parameter): LiveParameter(parameter, (Region.whole(name, tuple(parameter.shape)),), {}, may_pad=False)

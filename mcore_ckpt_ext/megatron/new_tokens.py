@@ -1,8 +1,8 @@
-"""Tokens of the running job that a checkpoint holds no row for: found, refused, or initialized as in a fresh model.
+"""Detects new tokens, which have no row in the checkpoint; refuses or initializes them.
 
-Megatron lets the rows of the vocabulary differ, because its padding depends on the tensor parallel size, and fills rows
-that a checkpoint lacks with zeros (`allow_shape_mismatch`, megatron/core/dist_checkpointing/strategies/torch.py,
-core_v0.7.0 to 0.19.2). It does so whether they are padding or tokens.
+Megatron lets the number of vocabulary rows differ, because the padding depends on the tensor parallel size, and fills
+rows that a checkpoint lacks with zeros (`allow_shape_mismatch`, megatron/core/dist_checkpointing/strategies/torch.py,
+core_v0.7.0 to 0.19.2), no matter if they are padding or tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ _KEEP = f"{NEW_TOKENS.name}=keep"
 
 
 def token_count(arguments: Any) -> int | None:
-    """The number of tokens of a running job, without padding.
+    """Return the number of tokens of a running job, without padding.
 
-    Megatron pads what its tokenizer says (`build_tokenizer`, megatron/training/tokenizer/tokenizer.py, core_v0.7.0 to
-    0.16.1, megatron/core/tokenizers/utils/build_tokenizer.py, 0.17.0 to 0.19.2), and no further than
-    `--padded-vocab-size`.
+    Megatron pads its tokenizer's number (`build_tokenizer`, megatron/training/tokenizer/tokenizer.py, core_v0.7.0 to
+    0.16.1, megatron/core/tokenizers/utils/build_tokenizer.py, 0.17.0 to 0.19.2), up to `--padded-vocab-size` at most.
 
     Returns:
-        None where neither the tokenizer nor `--vocab-size` gives it.
+        The number; None if neither the tokenizer nor `--vocab-size` gives it.
     """
     tokenizer = getattr(sys.modules.get(_TOKENIZER[0]), _TOKENIZER[1], None)
     found = getattr(tokenizer, "vocab_size", None)
@@ -44,9 +43,9 @@ def token_count(arguments: Any) -> int | None:
 
 
 def stored_vocabulary_rows(folder: Path, arguments: Any) -> int | None:
-    """The rows of a checkpoint's vocabulary, where a job may have tokens beyond them; None where it has not.
+    """Return the number of vocabulary rows of a checkpoint; None if the job has no tokens beyond them.
 
-    The arguments of a checkpoint cost next to nothing to read: its index is parsed only where they leave a doubt.
+    The checkpoint's arguments are cheap to read; its index is parsed only if they do not decide.
     """
     count, checkpoint = token_count(arguments), open_checkpoint(folder)
     stated = checkpoint.arguments.padded_vocab_size
@@ -56,18 +55,18 @@ def stored_vocabulary_rows(folder: Path, arguments: Any) -> int | None:
 
 
 def new_tokens(rows: int | None, arguments: Any) -> range:
-    """The tokens of a running job that have no row in a checkpoint of so many rows; empty where that is not known."""
+    """Return the tokens without a row in a checkpoint with a number of rows; empty if a number is unknown."""
     count = token_count(arguments)
     return range(0) if rows is None or count is None or count <= rows else range(rows, count)
 
 
 def keeps_initialization() -> bool:
-    """Whether new tokens are accepted: their rows keep the values that the model was initialized with."""
+    """Return True if the user accepts new tokens, whose rows keep the model's initialization."""
     return NEW_TOKENS.value
 
 
 def refusal(tokens: range, where: str, *, can_be_kept: bool = True) -> ResumeRefusedError:
-    """The error for new tokens that were not accepted."""
+    """Make the error for new tokens that the user does not accept."""
     same = "resume with the tokenizer, or the --vocab-size, that the checkpoint was written with"
     keep = f", or set {_KEEP}: the new rows then keep the model's own initialization, with moments of zero"
     return ResumeRefusedError(
@@ -83,7 +82,7 @@ def refusal(tokens: range, where: str, *, can_be_kept: bool = True) -> ResumeRef
 
 
 def zeros_message(tokens: range) -> str:
-    """The line for weights that stock Megatron loads without an optimizer."""
+    """Return the log line for weights that stock Megatron loads without an optimizer."""
     return (
         f"the checkpoint has no row for {described(tokens)}: Megatron sets their weights to zero; with {_KEEP} they "
         "keep the model's own initialization"
@@ -91,24 +90,24 @@ def zeros_message(tokens: range) -> str:
 
 
 def kept_message(tokens: range) -> str:
-    """The log line for new tokens that were accepted."""
+    """Return the log line for new tokens that the user accepts."""
     return f"new are {described(tokens)}: their rows keep the model's own initialization"
 
 
 def described(tokens: range) -> str:
-    """Token numbers in a message."""
+    """Format token numbers for a message."""
     only = f"token {tokens.start}"
     return only if len(tokens) == 1 else f"tokens {tokens.start} to {tokens.stop - 1}"
 
 
 @contextmanager
 def initialization_kept(chunks: Sequence[Any], tokens: range, optimizer: Any = None) -> Iterator[None]:
-    """Within this scope weights are loaded; afterwards the rows of new tokens are what they were before.
+    """Load weights within this scope; afterwards the rows of new tokens have their former values.
 
     Args:
         chunks: the unwrapped model chunks.
-        tokens: those that the checkpoint has no row for; may be empty.
-        optimizer: where the load makes its masters of the weights, as of weights alone, it makes them anew
+        tokens: the tokens without a row in the checkpoint; may be empty.
+        optimizer: if given, makes its masters of the weights again, because the load has done so before
             (`load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
     """
     rows = list(_rows_of(chunks, tokens)) if tokens else []
@@ -122,7 +121,7 @@ def initialization_kept(chunks: Sequence[Any], tokens: range, optimizer: Any = N
 
 
 def _rows_of(chunks: Sequence[Any], tokens: range) -> Iterator[torch.Tensor]:
-    """This rank's rows of tokens, of every parameter that has one row for each token."""
+    """Yield this rank's rows of tokens, for every parameter that has one row for each token."""
     for live in live_parameters(chunks).values():
         if live.may_pad:
             (region,) = live.regions

@@ -1,4 +1,4 @@
-"""Whether stock Megatron finds its parameter groups among the stored ones, and keeps their settings."""
+"""Checks that stock Megatron finds its parameter groups among the stored ones, with their settings."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _RATES = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
 
 
 def has_other_rates(written: JobArguments, running: JobArguments) -> bool:
-    """Whether a rate is another one than the checkpoint's, so that the bounds of its groups are others, too."""
+    """Return True if a learning rate, and so the bounds of groups, differs from the checkpoint's."""
     stated = [rate for rate in _RATES if rate in written.raw and rate in running.raw]
     return any(written.raw[rate] != running.raw[rate] for rate in stated)
 
 
 def overrides_own_bounds(running: JobArguments, chain: Chain) -> bool:
-    """Whether --override-opt_param-scheduler would replace the bounds of a group that has bounds of its own."""
+    """Return True if --override-opt_param-scheduler would replace the bounds of a group that has its own."""
     stated = running.raw
     if not stated.get("override_opt_param_scheduler"):
         return False
@@ -36,12 +36,12 @@ def overrides_own_bounds(running: JobArguments, chain: Chain) -> bool:
 
 
 def lacks_identity(stored: Sequence[Group]) -> bool:
-    """Whether some stored group lacks a setting by which Megatron tells groups apart."""
+    """Return True if a stored group lacks a setting by which Megatron distinguishes groups."""
     return any(lacks(group, key) for group in stored for key in IDENTITY)
 
 
 def lacks_live_group(stored: Sequence[Group], chain: Chain) -> bool:
-    """Whether some live group has no counterpart among the stored ones, by the running Megatron's own identifiers."""
+    """Return True if a live group has no stored counterpart, by the running Megatron's identifiers."""
     keys = getattr(sys.modules.get("megatron.core.optimizer.optimizer"), "param_group_identifier_keys", IDENTITY)
 
     def identifier(group: Group) -> list[Any]:
@@ -51,17 +51,19 @@ def lacks_live_group(stored: Sequence[Group], chain: Chain) -> bool:
     for found in map(identifier, stored):
         if found not in known:
             known.append(found)
-    # Layer-wise optimizers match theirs in ways of their own.
+    # Layer-wise optimizers match their groups in other ways.
     whole = [child for child, layer_wise in chain.whole if layer_wise is None]
     live = [group for child in (*chain.distributed, *whole) for group in groups_of(child)]
     return bool(stored) and any(identifier(group) not in known for group in live)
 
 
 def lacks_bias_correction(stored: Sequence[Group], chain: Chain) -> bool:
-    """Whether no stored group has the setting by which a live fused Adam steps, as where torch's Adam was saved.
+    """Return True if a live fused Adam needs a setting that no stored group has.
 
-    `Optimizer.load_state_dict` replaces the live groups by the stored ones (torch/optim/optimizer.py, 2.13), and the
-    first step ends with a KeyError (`FusedAdam.step`, transformer_engine/pytorch/optimizers/fused_adam.py).
+    Groups of torch's Adam lack it.
+
+    `Optimizer.load_state_dict` replaces the live groups with the stored ones (torch/optim/optimizer.py, 2.13), and the
+    first step fails with a KeyError (`FusedAdam.step`, transformer_engine/pytorch/optimizers/fused_adam.py).
     """
     live = [child.optimizer for child in (*chain.distributed, *(one for one, _ in chain.whole))]
     is_needed = any(_BIAS_CORRECTION in getattr(inner, "defaults", ()) for inner in live)
@@ -69,15 +71,15 @@ def lacks_bias_correction(stored: Sequence[Group], chain: Chain) -> bool:
 
 
 def has_as_many_groups(common: Mapping[str, Any], chain: Chain) -> bool:
-    """Whether the optimizers of whole parameters have as many parameter groups as were saved of them."""
+    """Return True if the optimizers of whole parameters have as many parameter groups as were saved."""
     children = [child.get("optimizer", child) for child in common_optimizers(common)]
     stored = [len(child["param_groups"]) for child in children if "param_groups" in child]
     live = [len(child.optimizer.param_groups) for child, _ in chain.whole]
-    # Those of a DistributedOptimizer may be stored elsewhere, and come last.
+    # The groups of a DistributedOptimizer may be stored elsewhere, and come last.
     return not stored or stored == live or (bool(chain.distributed) and stored[: len(live)] == live)
 
 
 def groups_of(child: Any) -> Sequence[Group]:
-    """The parameter groups of one optimizer of a chain."""
+    """Return the parameter groups of one optimizer of a chain."""
     groups: Sequence[Group] = child.optimizer.param_groups
     return groups

@@ -1,15 +1,15 @@
-"""Where this package meets the frameworks, as data.
+"""The functions of frameworks that this package wraps, as data.
 
 Each ``parameters`` was compared with the definition in Megatron-LM 0.7.0, 0.8.0, 0.12.1, 0.15.0, 0.16.1,
-0.17.0, 0.18.0, 0.19.0 and 0.19.2. Only names that all of them share, and that the wrapper needs, are asked for.
+0.17.0, 0.18.0, 0.19.0 and 0.19.2. It only lists names that all of them have and that the wrapper needs.
 """
 
 from __future__ import annotations
 
 from mcore_ckpt_ext.patching.registry import PatchPoint
 
-# What Megatron Core raises where a checkpoint does not fit or is damaged: its own type, and torch's, no Exception
-# (megatron/core/dist_checkpointing/validation.py and strategies/torch.py, core_v0.7.0 to 0.19.2).
+# Errors of Megatron Core for a checkpoint that does not fit or is damaged: its own type, and torch's, which does not
+# derive from Exception (megatron/core/dist_checkpointing/validation.py and strategies/torch.py, core_v0.7.0 to 0.19.2).
 _FAILURE = "torch.distributed.checkpoint.api:CheckpointException"
 _OF_LOADS = ("megatron.core.dist_checkpointing.core:CheckpointingException", _FAILURE)
 
@@ -55,7 +55,7 @@ PATCH_POINTS = (
         version_module="megatron.core",
     ),
     PatchPoint(
-        # The same step of the strategy `nvrx`; read in 0.6.0, the first that Megatron 0.18 and later take.
+        # The same step of the strategy `nvrx`; read in 0.6.0, the first release that Megatron 0.18 and later accept.
         module="nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver",
         attribute="save_state_dict_async_finalize",
         wrapper="mcore_ckpt_ext.megatron.save:wrap_save_state_dict_async_finalize",
@@ -79,7 +79,7 @@ PATCH_POINTS = (
         version_module="megatron.core",
     ),
     PatchPoint(
-        # Where every loop passes that loads with Megatron Core; read in core_v0.12.1, 0.16.1, 0.19.0 and 0.19.2.
+        # Every loop that loads with Megatron Core calls it; read in core_v0.12.1, 0.16.1, 0.19.0 and 0.19.2.
         module="megatron.core.optimizer.distrib_optimizer",
         attribute="DistributedOptimizer.sharded_state_dict",
         wrapper="mcore_ckpt_ext.megatron.core_load:wrap_sharded_state_dict",

@@ -1,7 +1,7 @@
-"""Whether stock Megatron loads an optimizer or this package fills it: one ordered list of checks for every loop.
+"""Decides whether stock Megatron or this package loads an optimizer, by one list of checks.
 
-A check names one way in which a load of an intact checkpoint by stock Megatron fails, or ends in another state. The
-first check that applies decides; where none does, stock Megatron loads. `MCORE_CKPT_EXT_EXPLAIN=1` prints the decision.
+A check describes one way in which stock Megatron fails to load an intact checkpoint, or loads another state. The first
+check that applies decides; if none applies, stock Megatron loads. `MCORE_CKPT_EXT_EXPLAIN=1` prints the decision.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Check:
     """One way in which stock Megatron does not load an intact checkpoint correctly.
 
     Attributes:
-        name: by which a decision refers to it.
+        name: the name by which a decision refers to it.
         consequence: what stock Megatron does instead.
-        source: where the framework does so, with the versions that were read.
-        applies: whether it does so in a load with these facts.
-        loops: whose loads it concerns.
-        does: it concerns the releases that do this alone; None for all.
-        does_not: it concerns the releases that do not do this; None for all.
+        source: the framework's function and file, with the versions that were read.
+        applies: returns True if it happens in a load with these facts.
+        loops: the loops that it concerns.
+        does: the check concerns only releases with this capability; None for all releases.
+        does_not: the check concerns only releases without this capability; None for all releases.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Check:
     does_not: Capability | None = None
 
     def concerns(self, facts: LoadFacts) -> bool:
-        """Whether the check is about this kind of load, and applies to it."""
+        """Return True if the check concerns this kind of load and applies to it."""
         is_of_release = self.does is None or self.does.is_of(facts.version)
         is_over = self.does_not is not None and self.does_not.is_of(facts.version)
         return facts.loop in self.loops and is_of_release and not is_over and self.applies(facts)
@@ -77,15 +77,15 @@ class Check:
 
 @dataclass(frozen=True)
 class LoadDecision:
-    """Who fills the optimizer, and why; plain data, which ranks can exchange.
+    """The decision who loads the optimizer, and why; plain data, which ranks can exchange.
 
     Attributes:
-        loop: whose code loads.
-        optimizer_format: names of the stored optimizer encodings.
-        is_moved: the parallel layout is another one.
-        reason: the name of the check that keeps stock Megatron from loading; None where stock Megatron loads.
-        omits_random_states: whoever loads, the random states start anew, because the checkpoint lacks some of those
-            that stock Megatron would request.
+        loop: the code that loads.
+        optimizer_format: the names of the stored optimizer formats.
+        is_moved: the parallel layout has changed.
+        reason: the name of the check that keeps stock Megatron from loading; None if stock Megatron loads.
+        omits_random_states: random states are reinitialized in either case, because the checkpoint lacks some that
+            stock Megatron would request.
     """
 
     loop: Loop
@@ -96,12 +96,12 @@ class LoadDecision:
 
     @property
     def is_stock(self) -> bool:
-        """Whether stock Megatron loads the optimizer."""
+        """True if stock Megatron loads the optimizer."""
         return self.reason is None
 
     @property
     def check(self) -> Check | None:
-        """The check that keeps stock Megatron from loading; None where stock Megatron loads."""
+        """The check that keeps stock Megatron from loading; None if stock Megatron loads."""
         return next((check for check in CHECKS if check.name == self.reason), None)
 
     def __str__(self) -> str:
@@ -117,7 +117,7 @@ class LoadDecision:
 
 
 def decide(facts: LoadFacts) -> LoadDecision:
-    """The decision on a load with these facts: the first check that applies, or stock Megatron."""
+    """Return the decision for a load with these facts: the first check that applies, or stock Megatron."""
     reason = next((check.name for check in CHECKS if check.concerns(facts)), None)
     return LoadDecision(facts.loop, facts.optimizer_format, facts.is_moved, reason)
 
@@ -127,7 +127,7 @@ def _is_in_place(facts: LoadFacts) -> bool:
 
 
 def _keeps_quantized_masters(facts: LoadFacts) -> bool:
-    """Whether masters lie beside quantized weights in a way that this package does not fill."""
+    """Return True if quantized weights have masters that this package cannot fill."""
     try:
         check_supported(facts.chain.distributed)
     except UnsupportedCheckpointError:
@@ -335,4 +335,4 @@ CHECKS: tuple[Check, ...] = (
 )
 
 OF_ARGUMENTS = ("optimizer arguments", "learning rates", "bounds of single groups")
-"""The checks that need nothing of the stored optimizer, whose format may then be an unknown one."""
+"""The checks that do not depend on the stored optimizer, whose format may then be unknown."""

@@ -1,4 +1,4 @@
-"""Before a resume: what there is to load, whether it is whole, and if not, which one would do."""
+"""Inspects, before a resume, the checkpoint to load: is it complete, and if not, which other one is?"""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class LoadProbe:
-    """What the first rank sees before a resume; a look by every rank would cost a big job's file system dearly.
+    """The observations of rank 0 before a resume; on a large job all ranks would overload the disk.
 
     Attributes:
-        model: the Hugging Face folder to start from; then nothing else matters.
-        health: of the checkpoint that a resume would take, and None where that is not to be judged.
-        index: of what is to be loaded, for all ranks; None where each rank reads its own.
-        vocabulary_rows: of what is to be loaded, where the job may have tokens beyond them.
+        model: the Hugging Face folder to start from; then no other attribute is set.
+        health: the health of the iteration that a resume would take; None if it is not assessed.
+        index: the index of the checkpoint to load, for all ranks; None if each rank reads its own.
+        vocabulary_rows: the number of vocabulary rows of the checkpoint to load; None if the job has no further tokens.
     """
 
     model: Path | None = None
@@ -43,13 +43,13 @@ class LoadProbe:
 
 
 def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, shares_index: bool) -> LoadProbe:
-    """Look, as the first rank.
+    """Inspect the checkpoint to load, on rank 0.
 
     Args:
-        arguments: Megatron's.
-        load_arg: the name of the one that says what is loaded.
+        arguments: Megatron's arguments.
+        load_arg: the name of the argument that holds the path to load from.
         directory: the run folder.
-        shares_index: also where the parallel layout is the one that was saved, so that Megatron may load everything.
+        shares_index: share the index even if the parallel layout is unchanged, so that Megatron may load everything.
     """
     if (model := model_folder(arguments, load_arg)) is not None:
         return LoadProbe(model)
@@ -59,7 +59,7 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
     index = index_of(directory, step, arguments)
     with using_index(index):
         health = _health_of(arguments, directory)
-    if index is not None and health is None:  # what is judged is compared there
+    if index is not None and health is None:  # `_health_of` includes this comparison
         check_digests(index.folder)
     if health is not None and health.problems and health.newest_complete is not None:
         index = index_of(directory, health.newest_complete, arguments) if FALLBACK.chosen(arguments) else None
@@ -69,7 +69,7 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
 
 
 def _vocabulary_rows(folder: Path | None, index: SharedIndex | None, arguments: Any) -> int | None:
-    """See `stored_vocabulary_rows`; what is wrong with the checkpoint is found, and named, by its load."""
+    """Return `stored_vocabulary_rows`, or None if unreadable, which the load itself reports."""
     if folder is None:
         return None
     with suppress(CheckpointError, OSError), using_index(index):
@@ -78,7 +78,7 @@ def _vocabulary_rows(folder: Path | None, index: SharedIndex | None, arguments: 
 
 
 def trackers_seen(arguments: Any, load_arg: str) -> tuple[bool, ...]:
-    """Whether this rank sees a checkpoint in each folder that a load may take: a tracker file, as Megatron looks."""
+    """Return for each folder that a load may take whether this rank sees a tracker file in it."""
     if getattr(arguments, "non_persistent_ckpt_type", None):
         return ()
     return tuple(
@@ -87,18 +87,18 @@ def trackers_seen(arguments: Any, load_arg: str) -> tuple[bool, ...]:
 
 
 def check_all_see(seen: Sequence[tuple[bool, ...]], arguments: Any, load_arg: str) -> None:
-    """Refuse a load of which some ranks have nothing: the others would wait for them.
+    """Refuse a load if only some ranks see a checkpoint: those ranks would wait for the others.
 
-    Every rank looks for itself whether there is a tracker file, and only those that find it meet in a collective
+    Every rank looks for the tracker file itself, and only ranks that find it call a collective
     (`read_metadata`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
 
     Args:
         seen: `trackers_seen` of every rank.
-        arguments: Megatron's.
-        load_arg: the name of the one that says what is loaded.
+        arguments: Megatron's arguments.
+        load_arg: the name of the argument that holds the path to load from.
 
     Raises:
-        ResumeRefusedError: some ranks see what others do not.
+        ResumeRefusedError: some ranks see a tracker file that others do not see.
     """
     for folder, *found in zip(_named(arguments, load_arg), *seen, strict=False):
         blind = [rank for rank, sees in enumerate(found) if not sees]
@@ -114,13 +114,13 @@ def check_all_see(seen: Sequence[tuple[bool, ...]], arguments: Any, load_arg: st
 
 
 def check_all_have_the_same(settings: Sequence[Mapping[str, str]]) -> None:
-    """Refuse a load of which ranks would go different ways.
+    """Refuse a load if settings differ between ranks, so that ranks would call different collectives.
 
     Args:
         settings: this package's settings on every rank, by variable.
 
     Raises:
-        ResumeRefusedError: some are not the same on all ranks.
+        ResumeRefusedError: some settings differ between ranks.
     """
     differing = [name for name in settings[0] if len({of_rank[name] for of_rank in settings}) > 1]
     if differing:
@@ -142,18 +142,18 @@ def _named(arguments: Any, load_arg: str) -> list[Any]:
 def resuming_from_complete(
     scope: MutableMapping[str, Any], directory: str | None, health: IterationHealth | None
 ) -> Iterator[None]:
-    """Have the load within this scope take the newest whole iteration, if the one it wants is not whole.
+    """Load the newest complete iteration within this scope, if the requested one is incomplete.
 
-    `ckpt_step` outweighs the tracker in `load_checkpoint` and what it calls, but only once `read_metadata` has read it,
-    which ends the job where it cannot (megatron/training/checkpointing.py, core_v0.8.0 to 0.19.2).
+    `ckpt_step` has priority over the tracker in `load_checkpoint` and its callees, but only after `read_metadata` has
+    read the tracker, which ends the job if it cannot (megatron/training/checkpointing.py, core_v0.8.0 to 0.19.2).
 
     Args:
         scope: the globals of Megatron's checkpointing module.
         directory: the run folder.
-        health: of the iteration that it wants; None where that is not judged.
+        health: the health of the requested iteration; None if it is not assessed.
 
     Raises:
-        ResumeRefusedError: on every rank, when another one is whole, but the user did not allow it to be taken.
+        ResumeRefusedError: on every rank, if another iteration is complete but the user did not allow to take it.
     """
     arguments = scope["get_args"]()
     if health is None or not health.problems:
@@ -163,7 +163,7 @@ def resuming_from_complete(
         yield
         return
     if health.newest_complete is None:
-        yield  # nothing to choose from: the load itself finds out, and names what it misses
+        yield  # no other iteration is complete: the load itself fails and reports what is missing
         return
     if not FALLBACK.chosen(arguments):
         check_complete(health, str(directory))
@@ -183,14 +183,14 @@ def _health_of(arguments: Any, directory: str) -> IterationHealth | None:
 
 
 def check_complete(health: IterationHealth | None, directory: str) -> None:
-    """Refuse a checkpoint that is not whole where the run has another one that is.
+    """Refuse an incomplete checkpoint if the run has another one that is complete.
 
     Args:
-        health: of what a load would take; None where that is not judged.
+        health: the health of the iteration that a load would take; None if it is not assessed.
         directory: the run folder.
 
     Raises:
-        ResumeRefusedError: it is not whole, and the user did not allow another one to be taken.
+        ResumeRefusedError: it is incomplete, and the user did not allow to take another one.
     """
     if health is not None and health.problems and health.newest_complete is not None:
         raise _refusal(health, health.newest_complete, directory)

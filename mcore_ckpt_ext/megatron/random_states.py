@@ -1,4 +1,4 @@
-"""Which random states a Megatron job requests, and whether a checkpoint has them."""
+"""Compares the random states that a Megatron job requests with those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FOR_EACH_RANK = "data_parallel_random_init"
 
 
 def requested_grid(arguments: Any, version: tuple[int, int]) -> tuple[int, ...]:
-    """The grid of random states that a Megatron requests: pipeline, tensor, and in 0.16 data-parallel rank.
+    """Return the grid of random states that Megatron requests, by pipeline and tensor parallel rank.
 
     Source: `get_rng_state`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2 and the development head of
-    August 2026. The third axis is in core_v0.16.0 and 0.16.1, with more than one expert-parallel rank.
+    August 2026. core_v0.16.0 and 0.16.1 add a third axis, data parallelism, with more than one expert-parallel rank.
     """
     grid = (arguments.pipeline_model_parallel_size, arguments.tensor_model_parallel_size)
     if GRID_OF_EXPERTS_HAS_DATA_RANKS.is_of(version) and arguments.expert_model_parallel_size > 1:
@@ -25,9 +25,9 @@ def requested_grid(arguments: Any, version: tuple[int, int]) -> tuple[int, ...]:
 
 
 def may_differ(arguments: Any) -> bool:
-    """Whether the stored grid may be another one although the sizes of pipeline and tensor parallelism are the same.
+    """Return True if the stored grid may differ although pipeline and tensor parallel sizes are equal.
 
-    Only models with experts have had a third axis, so that no other load has to open an index for it.
+    Only models with experts have ever had a third axis, so that no other load has to open an index for it.
     """
     return bool(getattr(arguments, "num_experts", None)) and not arguments.no_load_rng
 
@@ -35,15 +35,15 @@ def may_differ(arguments: Any) -> bool:
 def are_lacking(
     stored: tuple[int, ...] | None, arguments: Any, version: tuple[int, int], written: Mapping[str, Any]
 ) -> bool:
-    """Whether stock Megatron requests a random state that the checkpoint lacks, and ends by that.
+    """Return True if stock Megatron requests a random state that the checkpoint lacks, and fails.
 
-    Since core_v0.14 it requests none where pipeline or tensor parallelism has changed; otherwise the load ends with
+    Since core_v0.14 it requests none if pipeline or tensor parallel size has changed; otherwise the load fails with
     "Missing key in checkpoint state_dict: rng_state/shard_...".
 
     Args:
-        stored: the grid in the checkpoint; None where it has no random states, as its arguments then say.
-        arguments: Megatron's.
-        version: of the running megatron-core.
+        stored: the grid in the checkpoint; None if it has no random states (its arguments then say no_save_rng).
+        arguments: Megatron's arguments.
+        version: the version of the running megatron-core.
         written: the arguments of the job that saved, by name.
     """
     requested = requested_grid(arguments, version)
@@ -52,7 +52,9 @@ def are_lacking(
 
 
 def are_too_few(written: JobArguments, running: JobArguments) -> bool:
-    """Whether some data-parallel rank has no random state of its own, where each has one: stock ends by IndexError.
+    """Return True if each rank requests its own random state and the checkpoint has fewer.
+
+    Stock Megatron then fails with an IndexError.
 
     Source: `get_rng_state` and `load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
     """

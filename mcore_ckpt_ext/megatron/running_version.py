@@ -9,10 +9,10 @@ from mcore_ckpt_ext.versions import Version, parse_version
 
 
 def megatron_version() -> Version:
-    """Version of the imported megatron.core.
+    """Return the version of the imported megatron.core.
 
     Raises:
-        UnsupportedCheckpointError: it does not say.
+        UnsupportedCheckpointError: it has no valid version.
     """
     found = sys.modules["megatron.core"].__version__
     version = parse_version(found)

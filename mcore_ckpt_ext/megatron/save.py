@@ -1,6 +1,6 @@
-"""The patch points of saving: what Megatron calls goes to the coordinator of this job's saves.
+"""Wraps Megatron's functions for saving: calls go to the coordinator of this job's saves.
 
-What runs around `save_checkpoint`, `schedule_async_save`, `maybe_finalize_async_save` (megatron/training) and
+The functions are `save_checkpoint`, `schedule_async_save`, `maybe_finalize_async_save` (megatron/training) and
 `save_state_dict_async_finalize` (megatron/core/dist_checkpointing/strategies/state_dict_saver.py, and for the strategy
 `nvrx` nvidia_resiliency_ext/checkpointing/async_ckpt/state_dict_saver.py); read in core_v0.7.0, 0.12.3, 0.16.1, 0.19.0
 and 0.19.2, and in nvidia-resiliency-ext 0.6.0.
@@ -39,7 +39,7 @@ Function = Callable[..., Any]
 
 
 def wrap_save_checkpoint(original: Function) -> Function:
-    """Around `save_checkpoint`: a torch_dist checkpoint is whole or not there, and has its sidecar."""
+    """Wrap `save_checkpoint`: a torch_dist checkpoint is either complete or absent, and has a sidecar."""
     scope: MutableMapping[str, Any] = inspect.unwrap(original).__globals__
 
     @functools.wraps(original)
@@ -58,7 +58,8 @@ def wrap_save_checkpoint(original: Function) -> Function:
             finally:
                 save.record.share()
 
-        # A synchronous save may delete an older one as soon as it has written the tracker: that must be the real one.
+        # A synchronous save may delete an older one as soon as it has written the tracker, which must be the real one
+        # then.
         deletes = getattr(scope["get_args"](), "save_retain_interval", None) is not None
         return _coordinator().run(save, stock, must_track=deletes)
 
@@ -66,7 +67,7 @@ def wrap_save_checkpoint(original: Function) -> Function:
 
 
 def wrap_schedule_async_save(original: Function) -> Function:
-    """Around `schedule_async_save`: watch the writer, and finalise so that no rank is left waiting."""
+    """Wrap `schedule_async_save`: watch the writer, and finalize so that no rank is left waiting."""
 
     @functools.wraps(original)
     def schedule_async_save(async_request: Any, *positional: Any, **keywords: Any) -> Any:
@@ -79,8 +80,8 @@ def wrap_schedule_async_save(original: Function) -> Function:
 
 
 def wrap_maybe_finalize_async_save(original: Function) -> Function:
-    """Around `maybe_finalize_async_save`: never wait for what cannot come, and end a failed save as the user chose."""
-    signature = inspect.signature(original)  # training asks at every step
+    """Wrap `maybe_finalize_async_save`: never wait for a dead writer, and handle a failed save."""
+    signature = inspect.signature(original)  # computed once: training calls the function at every step
 
     @functools.wraps(original)
     def maybe_finalize_async_save(*positional: Any, **keywords: Any) -> Any:
@@ -96,7 +97,7 @@ def wrap_maybe_finalize_async_save(original: Function) -> Function:
 
 
 def wrap_save_state_dict_async_finalize(original: Function) -> Function:
-    """Around the step that writes the index: rank 0's errors reach all ranks, and every file is looked at."""
+    """Wrap the step that writes the index: rank 0's errors reach all ranks, and every file is checked."""
 
     @functools.wraps(original)
     def save_state_dict_async_finalize(storage_writer: Any, *positional: Any, **keywords: Any) -> Any:
@@ -136,7 +137,7 @@ def _new_exports() -> Exports:
 
 
 def _writers(original: Function, request: object = None) -> MegatronWriters:
-    """The writers of the strategy that the job has chosen: its request shows it, or its queue, if there is one."""
+    """Return the writers of the job's strategy, which the request shows, or else the queue."""
     scope = inspect.unwrap(original).__globals__
     modules = [type(item).__module__ for item in (request, scope.get("_async_calls_queue"))]
     is_other = any(module.startswith("nvidia_resiliency_ext.") for module in modules)
@@ -149,12 +150,12 @@ def _warn(line: str) -> None:
 
 
 def _goes_on() -> bool:
-    """Whether training goes on when a save fails: by argument, else by environment; by default not, as in stock."""
+    """Return True if training continues when a save fails, by argument or environment; stock stops."""
     return ON_SAVE_FAILURE.chosen(sys.modules["megatron.training"].get_args()) == CONTINUE
 
 
 def _is_served(scope: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
-    """Whether a save writes a persistent torch_dist checkpoint with weights to a folder of the file system."""
+    """Return True if a save writes a persistent torch_dist checkpoint with weights to a local path."""
     arguments = scope["get_args"]()
     if trains_nothing(arguments):
         return False

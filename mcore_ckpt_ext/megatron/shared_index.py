@@ -1,7 +1,7 @@
-"""The index of a checkpoint is read by one rank and handed to all, within one load.
+"""Within one load, one rank reads the index of a checkpoint and sends it to all others.
 
-Megatron and this package look into `.metadata` several times on every rank, and it grows with the job: on thousands of
-ranks, a file system is asked for terabytes before the first tensor is read.
+Megatron and this package read `.metadata` several times on every rank, and its size grows with the job: with thousands
+of ranks, the file system would deliver terabytes before the first tensor is read.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _COMMON = "load_common_state_dict"
 
 @contextmanager
 def index_shared(handed: SharedIndex | None) -> Iterator[None]:
-    """Within this scope no rank but the first reads the index of the checkpoint that is to be loaded.
+    """Let only rank 0 read the index of the checkpoint to load, within this scope.
 
     Args:
-        handed: the first rank's, from `index_of`; None where every rank reads its own.
+        handed: rank 0's index, by `index_of`; None if every rank reads its own.
     """
-    # A rank whose folder is another one, a copy on its own machine, say, sees so by the size.
+    # If this rank's folder is another copy, for example on a local disk, the size of its index may differ.
     mine = None if handed is None or _size(handed.folder) != handed.size else handed
     with using_index(mine), index_read_once() if mine is not None else nullcontext():
         yield
 
 
 def index_of(directory: Any, step: int | None, arguments: Any) -> SharedIndex | None:
-    """The index of the iteration that a load would take, without what a load does not look at; None without one.
+    """Return the index of the iteration that a load would take, mostly without plans; None without one.
 
-    The ranks' plans concern those who save as they have saved before (`--ckpt-assume-constant-structure`,
+    Plans are only needed by jobs that reuse the plan of the previous save (`--ckpt-assume-constant-structure`,
     `TorchDistSaveShardedStrategy.async_save`, strategies/torch.py, core_v0.12.0 to 0.19.2).
     """
     with suppress(CheckpointError, OSError):
@@ -67,7 +67,7 @@ def index_of(directory: Any, step: int | None, arguments: Any) -> SharedIndex | 
 
 
 def is_moved(index: SharedIndex, arguments: Any) -> bool:
-    """Whether the parallel layout is another one than that of the checkpoint, so that it is not Megatron's to load."""
+    """Return True if the layout differs from the checkpoint's, so that this package reads tensors."""
     with suppress(CheckpointError, OSError), using_index(index):
         return bool(placement_changes(open_checkpoint(index.folder).arguments, JobArguments.of(vars(arguments))))
     return False
@@ -81,13 +81,13 @@ def _size(folder: Path) -> int:
 
 @contextmanager
 def index_read_once() -> Iterator[None]:
-    """Within this scope torch unpickles the index of a folder once; where it is lent, not at all for the common state.
+    """Let torch unpickle the index of a folder only once within this scope.
 
-    Megatron asks for it four times in a load: twice for the common state, which lies in the folder as an object since
-    core_v0.19.0 (`load_common_state_dict`, dist_checkpointing/serialization.py), for tensors, and for other objects
-    (`FileSystemReader.read_metadata`, torch/distributed/checkpoint/filesystem.py, 2.4 to 2.13). Its own
-    `CachedMetadataFileSystemReader` (core_v0.14.0 to 0.16.1, later only with `--ckpt-assume-constant-structure`) keeps
-    what it got, for a later save, too, so that it is given all of it.
+    For the common state torch unpickles nothing if rank 0's index is shared. Megatron requests the index four times in
+    a load: twice for the common state, an object in the folder since core_v0.19.0 (`load_common_state_dict`,
+    dist_checkpointing/serialization.py), for tensors, and for other objects (`FileSystemReader.read_metadata`,
+    torch/distributed/checkpoint/filesystem.py, 2.4 to 2.13). Its own `CachedMetadataFileSystemReader` (core_v0.14.0 to
+    0.16.1, later only with `--ckpt-assume-constant-structure`) keeps the index for a later save, so it gets all of it.
     """
     reader: Any = import_module("torch.distributed.checkpoint").FileSystemReader
     original = reader.read_metadata
@@ -101,7 +101,7 @@ def index_read_once() -> Iterator[None]:
         folder = str(self.path)
         handed = lent_of(Path(folder))
         if handed is not None and asked_for_objects_alone() and type(self) is reader:
-            with suppress(CheckpointError):  # whatever is wrong with it, torch shall meet
+            with suppress(CheckpointError):  # torch meets the error again and reports it
                 if folder not in objects:
                     objects[folder] = _of_objects(handed.index)
                 return objects[folder]
@@ -119,7 +119,7 @@ def index_read_once() -> Iterator[None]:
 
 @contextmanager
 def _common_state_by_objects() -> Iterator[None]:
-    """Within this scope Megatron, where it is there, reads the common state as what it is: an object."""
+    """Read the common state as an object within this scope, if Megatron stores it as one."""
     names = ("megatron.core.dist_checkpointing", "megatron.core.dist_checkpointing.serialization")
     with ExitStack() as scope:
         for module in (sys.modules[name] for name in names if name in sys.modules):
@@ -138,13 +138,13 @@ def _alone(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_objects(index: DcpIndex) -> Metadata:
-    """What torch would make of an index without tensors."""
+    """Return the metadata that torch would read from an index without tensors."""
     entries: dict[str, Any] = {key: BytesStorageMetadata() for key in index.objects}
     return Metadata(entries, None, {MetadataIndex(key): _StorageInfo(*place) for key, place in index.objects.items()})
 
 
 def _unpickled(read_metadata: Callable[[Any], Any], reader: Any, handed: SharedIndex | None) -> Any:
-    """What torch makes of the index, whose bytes are at hand where it is lent."""
+    """Return torch's metadata of the index; its bytes are not read again if the index is shared."""
     files = getattr(reader, "fs", None)
     if handed is not None and files is not None:
         reader.fs = _WithIndex(files, handed.data)
@@ -153,13 +153,13 @@ def _unpickled(read_metadata: Callable[[Any], Any], reader: Any, handed: SharedI
     finally:
         if files is not None:
             reader.fs = files
-    if getattr(found, PLANS, None) is True:  # what stands for them
+    if getattr(found, PLANS, None) is True:  # the placeholder for the plans
         delattr(found, PLANS)
     return found
 
 
 class _WithIndex:
-    """Torch's file system, but for the index, whose bytes are at hand."""
+    """Torch's file system with the index's bytes in memory."""
 
     def __init__(self, files: Any, data: bytes) -> None:
         self._files, self._data = files, data

@@ -1,14 +1,13 @@
-"""Bypasses the layout checks of loops that refuse another layout before they call Megatron Core; changes nothing else.
+"""Bypasses checks of other training loops that refuse a changed layout before they call Megatron Core.
 
-`core_load` then loads with Megatron Core what that supports, plans and verifies the rest, and refuses on all ranks what
-cannot be filled. So a check is bypassed only for optimizers that `core_load` supports.
-
+`core_load` then lets Megatron Core load what it supports, plans and verifies the rest, and refuses on all ranks if an
+optimizer cannot be filled. So a check is bypassed only for optimizers that `core_load` supports.
 - Megatron-Bridge, `_load_checkpoint_from_path` (megatron/bridge/training/checkpointing.py, 0.2.1 to 0.6.0 and the
-  development head of 22 August 2026): asks whether the stored format is among those that
-  `DistributedOptimizer.checkpoint_fully_reshardable_formats` names. NeMo-RL runs on it.
+  development head of 22 August 2026): checks that the stored format is among those of
+  `DistributedOptimizer.checkpoint_fully_reshardable_formats`. NeMo-RL uses it.
 - ms-swift, `load_mcore_checkpoint` (swift/megatron/utils/megatron_lm_utils.py, 4.6.0 and the development head of 22
-  August 2026): asks the same of a list of its own, where `args.use_distributed_optimizer` is set, which it looks at for
-  nothing else.
+  August 2026): checks the same by its own list, if `args.use_distributed_optimizer` is set; it uses this argument
+  for nothing else.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ Function = Callable[..., Any]
 
 
 class _Everything(Container[object]):
-    """Report every format as loadable under any layout, since the loader decides."""
+    """Report every format as loadable under any layout, since `core_load` decides."""
 
     def __contains__(self, item: object) -> bool:
         return True
 
 
 class _AnyFormat:
-    """In place of `DistributedOptimizer`, where nothing but its list of formats is looked at."""
+    """A replacement for `DistributedOptimizer` in a function that only uses its list of formats."""
 
     checkpoint_fully_reshardable_formats = _Everything()
 
 
 def wrap_bridge_load(original: Function) -> Function:
-    """Around Megatron-Bridge's `_load_checkpoint_from_path`."""
+    """Wrap Megatron-Bridge's `_load_checkpoint_from_path`."""
     scope: MutableMapping[str, Any] = inspect.unwrap(original).__globals__
     signature = inspect.signature(original)
 
@@ -54,7 +53,7 @@ def wrap_bridge_load(original: Function) -> Function:
 
 
 def wrap_swift_load(original: Function) -> Function:
-    """Around ms-swift's `load_mcore_checkpoint`."""
+    """Wrap ms-swift's `load_mcore_checkpoint`."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)

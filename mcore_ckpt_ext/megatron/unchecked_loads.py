@@ -1,4 +1,4 @@
-"""Loads by Megatron Core of optimizers whose stored layout is not known: checked as soon as they are done."""
+"""Checks loads by Megatron Core from folders whose parallel layout is unknown, after they are done."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _FILLED = "Megatron has already filled the optimizer: do not train on, start aga
 
 
 class UncheckedLoads:
-    """The optimizers that Megatron Core loads from a folder which does not say under which layout it was saved."""
+    """The optimizers that Megatron Core loads from a folder whose parallel layout is unknown."""
 
     def __init__(self) -> None:
         self._folders: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
 
     def add(self, optimizer: Any, folder: Path) -> None:
-        """Note that Megatron Core is about to load an optimizer from a folder."""
+        """Record that Megatron Core is about to load an optimizer from a folder."""
         self._folders[optimizer] = folder
 
     def check(self, optimizer: Any) -> None:
-        """Compare the masters of an optimizer that was noted with the live weights, on samples; collective.
+        """Compare samples of the masters of a recorded optimizer with the live weights. Collective.
 
-        Where some are those of the live weights and others are not, the state is another layout's, or was written
-        shifted: then this package fills the optimizer, and compares every master. Where none is, the weights are not
-        loaded yet, and there is nothing to compare with.
+        If some match the live weights and others do not, the state belongs to another layout or was written shifted:
+        this package then fills the optimizer and compares every master. If none matches, the weights are not loaded
+        yet, and there is nothing to compare with.
 
         Raises:
-            ResumeRefusedError: on every rank, where the masters are others, and it cannot be filled either.
+            ResumeRefusedError: on every rank, if masters differ and this package cannot fill the optimizer either.
         """
         folder = self._folders.pop(optimizer, None)
         if folder is None:
