@@ -1,1 +1,1 @@
-"""Every save of a job as one thing: planned, written, finalised and published, or not there at all."""
+"""The saves of a job: each is planned, written, finalized and committed, or leaves nothing."""

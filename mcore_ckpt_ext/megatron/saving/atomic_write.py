@@ -1,4 +1,4 @@
-"""Making a saved checkpoint a fact on disk: all of it is there and flushed, and the tracker file comes last."""
+"""Commits a checkpoint on disk: all files are present and flushed before the tracker names it."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _PROBE_BYTES = 1 << 12
 
 
 class Disk:
-    """The disk that holds a run, as far as saving changes it; a test puts another in its place."""
+    """The operations of a save on the disk that holds a run; tests replace it."""
 
     def prepare(self, folder: Path, tracker: Path) -> None:
-        """Make sure that a save into `folder` can begin, and that what lies there already no longer passes for whole.
+        """Make sure that a save into `folder` can begin; a checkpoint there no longer counts as complete.
 
-        Megatron writes over a folder that exists, and leaves the old index and the old `metadata.json` standing beside
-        the new files until it is done (`save`, megatron/core/dist_checkpointing/serialization.py, 0.7.0 to 0.19.2).
+        Megatron writes over a folder that exists, and leaves the old index and the old `metadata.json` next to the new
+        files until it is done (`save`, megatron/core/dist_checkpointing/serialization.py, 0.7.0 to 0.19.2).
 
         Raises:
-            OSError: the disk refuses; what was there is whole still, but the tracker may no longer name it.
+            OSError: writing failed; the former checkpoint is still complete, but the tracker may no longer name it.
         """
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._probe(folder / _PROBE)
         except OSError:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # where it is empty: nobody needs it
+                folder.rmdir()  # removes it only if it is empty
             raise
         if self.is_tracked(folder, tracker):
             _point_elsewhere(folder, tracker)
-        # The first of them makes it whole; the sidecar tells of buffers that will be overwritten.
+        # The first file makes a checkpoint complete; the sidecar describes buffers that will be overwritten.
         for name in (CONFIG_FILE, METADATA_FILE, FILE_NAME):
             (folder / name).unlink(missing_ok=True)
         flush(folder)
@@ -50,72 +50,75 @@ class Disk:
             probe.unlink(missing_ok=True)
 
     def settle(self, folder: Path) -> None:
-        """Flush what Megatron's writers do not, and the names of all files.
+        """Flush the files that Megatron's writers do not flush, and all directory entries.
 
-        They flush the `.distcp` files (`FileSystemWriterAsync`, strategies/filesystem_async.py, core_v0.7.0 to 0.19.2);
-        not `common.pt` (`save_common`, strategies/common.py) and `metadata.json` (`save_config`, core.py).
+        They flush the `.distcp` files (`FileSystemWriterAsync`, strategies/filesystem_async.py, core_v0.7.0 to 0.19.2),
+        but not `common.pt` (`save_common`, strategies/common.py) and `metadata.json` (`save_config`, core.py).
 
         Raises:
-            OSError: the disk refuses, or what Megatron writes last is not there.
+            OSError: flushing failed, or the file that Megatron writes last is absent.
         """
         plain = {path for path in folder.iterdir() if path.suffix != RECORDS_SUFFIX and path.is_file()}
         flush_all([*plain | {folder / CONFIG_FILE}, folder, folder.parent])
 
     def publish(self, folder: Path, sidecar: str, tracker: Path | None, text: str) -> None:
-        """Once all else of a checkpoint is on the disk: put its sidecar there and point the tracker to it, for good.
+        """Write the sidecar of a checkpoint and let the tracker name it, after everything else is on disk.
 
         Args:
             folder: the iteration folder.
-            sidecar: the text of its sidecar, which is bound to the index that lies there; empty where there is none.
-            tracker: the tracker file, replaced in one step where Megatron truncates it first; None where Megatron has
+            sidecar: the text of its sidecar, which gets the digest of the folder's index; empty if there is none.
+            tracker: the tracker file, which is replaced atomically (Megatron truncates it first); None if Megatron has
                 written it.
-            text: what the tracker is to say.
+            text: the tracker's new content.
 
         Raises:
-            OSError: the disk refuses; the tracker names what it named.
+            OSError: writing failed; the tracker is unchanged.
         """
         digest = digest_of_index(folder) if sidecar else None
         files = {folder / FILE_NAME: with_index(sidecar, digest) if digest else sidecar} if sidecar else {}
         files |= {tracker: text} if tracker is not None else {}
         replace(files)
-        with contextlib.suppress(OSError):  # the tracker already names it: this is no longer a failure
+        with contextlib.suppress(OSError):  # the tracker already names the checkpoint: this is no longer a failure
             flush_all([folder, folder.parent])
 
     def is_whole(self, folder: Path) -> bool:
-        """Whether a folder holds a checkpoint that Megatron has finished."""
+        """Return True if a folder holds a checkpoint that Megatron has finished."""
         return (folder / CONFIG_FILE).is_file()
 
     def is_tracked(self, folder: Path, tracker: Path) -> bool:
-        """Whether a tracker names a folder beside it."""
+        """Return True if a tracker names this folder, which lies in the same run."""
         with contextlib.suppress(OSError):
             found = read_tracker(tracker)
             return found is not None and found.folder is not None and found.folder.name == folder.name
         return False
 
     def discard(self, folders: Iterable[Path]) -> None:
-        """Remove what is left of saves that failed; of one that resists, the file that makes it whole."""
+        """Remove what is left of failed saves; if that fails, at least the file that marks them as complete."""
         for folder in folders:
             self.remove(folder / CONFIG_FILE)
             shutil.rmtree(folder, ignore_errors=True)
 
     def copy(self, source: Path, target: Path) -> None:
-        """Copy a small file, if that is possible."""
+        """Copy a small file; ignore errors."""
         with contextlib.suppress(OSError):
             shutil.copyfile(source, target)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, if that is possible."""
+        """Remove a file; ignore errors."""
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def finished_iterations(run: Path) -> list[int]:
-    """Iterations with the file that Megatron writes last, newest first."""
+    """Return the iterations with the file that Megatron writes last, newest first."""
     return [number for number, folder in iteration_folders(run).items() if (folder / CONFIG_FILE).is_file()]
 
 
 def _point_elsewhere(folder: Path, tracker: Path) -> None:
-    """Make a tracker name the newest finished iteration before one, or remove it: a rollback left the newer ones."""
+    """Make a tracker name the newest finished iteration before a folder's, or remove it.
+
+    Later iterations were saved before a rollback.
+    """
     own = iteration_number(folder)
     earlier = [number for number in finished_iterations(folder.parent) if own is None or number < own]
     if earlier:

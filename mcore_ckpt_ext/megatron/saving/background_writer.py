@@ -1,6 +1,6 @@
-"""The process that writes a checkpoint in the background: whether it lives and moves, and what it says when it fails.
+"""Watches the process that writes a checkpoint in the background, and reports its errors.
 
-This module is imported by that process, too, so it imports neither torch nor a framework.
+The writer process imports this module, too, so it imports neither torch nor a framework.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from mcore_ckpt_ext.settings import WRITER_PATIENCE
 _REMARKABLE = 10.0
 _LOOK_EVERY = 0.5
 _OUT_OF_MEMORY = Path("/sys/fs/cgroup/memory.events")
-# Where writers log the errors that they turn into "Worker failure" or a result (filesystem_async.py of Megatron 0.12.3
+# Loggers of the errors that writers turn into "Worker failure" or a result (filesystem_async.py of Megatron 0.12.3
 # to 0.19.2, and of nvidia-resiliency-ext 0.6.0).
 _LOGGERS = ("megatron.core.dist_checkpointing", "nvidia_resiliency_ext.checkpointing.async_ckpt")
 
 
 class Report:
-    """Where a writer leaves the cause of its failure; the file exists only once there is one."""
+    """A file in which a writer leaves the cause of its failure; it only exists after a failure."""
 
     def __init__(self) -> None:
         self._path = Path(tempfile.gettempdir()) / f"mcore_ckpt_ext-{secrets.token_hex(8)}.error"
 
     def observed(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """The same work, which another process can unpickle, with its errors reported here."""
+        """Wrap a function so that its errors are reported here; another process can unpickle the result."""
         return partial(_observed, work, str(self._path))
 
     def read(self) -> str:
-        """The output of the writer, with the end of its traceback last; empty if there is none."""
+        """Return the output of the writer, which ends with its traceback; empty if there is none."""
         with contextlib.suppress(OSError):
             text = self._path.read_text(errors="replace")
             self._path.unlink()
@@ -48,7 +48,7 @@ class Report:
         return ""
 
     def added_to(self, problem: str) -> str:
-        """The problem, and what the writer itself said of it."""
+        """Return the problem, followed by the writer's own output."""
         said = self.read()
         return f"{problem}\n    its output: {said}".replace("\n", "\n    ") if said else problem
 
@@ -82,7 +82,7 @@ class _ToFile(logging.Handler):
 
 
 def _append(path: str, text: str) -> None:
-    with contextlib.suppress(OSError):  # the cause must not be hidden by a full disk
+    with contextlib.suppress(OSError):  # a full disk must not hide the cause
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             os.write(descriptor, text.encode())
@@ -91,12 +91,12 @@ def _append(path: str, text: str) -> None:
 
 
 class ProcessWatch:
-    """Watches one writer process from the training process; every question costs microseconds.
+    """Watches one writer process from the training process; each call costs microseconds.
 
     Args:
         process: a `multiprocessing` process.
-        stays: whether it goes on to other work when it is done, so that its end says nothing about its delivery.
-        say: told once when the writer has not moved for ten seconds.
+        stays: the process continues with other work after this, so that its end is no evidence about this work.
+        say: called once when the writer has not moved for ten seconds.
     """
 
     def __init__(self, process: Any, stays: bool, say: Callable[[str], None]) -> None:
@@ -107,16 +107,16 @@ class ProcessWatch:
         self.renew()
 
     def renew(self) -> None:
-        """A new piece of work begins."""
+        """Start to watch a new piece of work."""
         self._moved = self._looked = time.monotonic()
         self._marks: tuple[object, ...] = ()
         self._told = False
 
     def problem(self, owes: bool) -> str | None:
-        """The problem of the writer, or None.
+        """Return the problem of the writer; None if there is none.
 
         Args:
-            owes: its result is outstanding, so that even a proper end comes too early.
+            owes: a result of the writer is outstanding, so that even a normal exit is an error.
         """
         if not self.process.is_alive():
             return self._death() if owes or (self.process.exitcode and not self._stays) else None
@@ -158,7 +158,7 @@ def _signal_name(number: int) -> str:
 
 
 def _kills_for_memory() -> int:
-    """How often the kernel killed for memory in this process's control group (version 2); 0 where it does not say."""
+    """Return how often the kernel killed for memory in this control group (version 2); 0 if unknown."""
     with contextlib.suppress(OSError, ValueError):
         fields = dict(line.split() for line in _OUT_OF_MEMORY.read_text().splitlines())
         return int(fields.get("oom_kill", 0))
@@ -166,7 +166,7 @@ def _kills_for_memory() -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of `/proc/PID/stat` from the state on, see proc(5); empty where there is none."""
+    """Return the fields of `/proc/PID/stat` from the state on, see proc(5); empty without such a process."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []
@@ -179,7 +179,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _signs_of_life(pid: int) -> tuple[object, ...]:
-    """The writer's state, and what grows while it or a child of it works: processor time and bytes written."""
+    """Return the state, processor time and bytes written of the writer and its children."""
     marks: list[object] = []
     for process in (pid, *_children(pid)):
         fields = _stat(process)
@@ -190,8 +190,9 @@ def _signs_of_life(pid: int) -> tuple[object, ...]:
 
 
 def _killed_child(pid: int) -> str | None:
-    """The signal that killed a child of the writer; up to 0.16 it forks one per file, and waits for all without limit.
+    """Return the signal that killed a child of the writer; None if no child was killed.
 
+    Up to 0.16 the writer forks one child per file, and waits for all without limit.
     Source: `write_preloaded_data_multiproc`, filesystem_async.py, core_v0.7.0 to 0.16.1.
     """
     for child in _children(pid):

@@ -1,4 +1,4 @@
-"""The last step of a save, on rank 0: everything is flushed, then the tracker names it; training goes on meanwhile."""
+"""The last step of a save, on rank 0 in the background: flush all files, then update the tracker."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.megatron.saving.save import Save, Step
 
 Start = Callable[[Callable[[], str | None]], "Future[str | None]"]
-"""Begins a piece of work beside the training."""
+"""Begins a function in the background."""
 
 
 @dataclass(frozen=True)
 class _Running:
-    """The save that is being published in the background."""
+    """The save that is being committed in the background."""
 
     save: Save
     own: Sequence[Step]
@@ -26,15 +26,15 @@ class _Running:
 
 
 class Publisher:
-    """Publishes one save at a time; on other ranks it never has one.
+    """Commits one save at a time, on rank 0; on other ranks it never has one.
 
     Args:
-        disk: where the run lies.
-        start: begins a piece of work beside the training.
-        now: the time in seconds.
-        say: tells the user a line.
-        warn: tells the user a line that is this rank's own.
-        follow: begins what follows a save that is a fact, beside the training.
+        disk: the disk that holds the run.
+        start: begins a function in the background.
+        now: returns the time in seconds.
+        say: logs a line.
+        warn: logs a line from every rank.
+        follow: begins work that depends on a committed save, in the background.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class Publisher:
         self._running: _Running | None = None
 
     def prepare(self, save: Save) -> None:
-        """Give a save its place. Raises OSError where the disk refuses."""
+        """Prepare the folder of a save. Raises OSError if writing fails."""
         save.was_tracked = self._disk.is_tracked(save.folder, save.tracker)
         save.writes_over = self._disk.is_whole(save.folder)
         if save.was_tracked:
-            self._disk.remove(save.scratch)  # Megatron would take what a killed job left there for the one before
+            self._disk.remove(save.scratch)  # Megatron would read a killed job's scratch file as the former tracker
         self._disk.prepare(save.folder, save.tracker)
         save.has_place = True
 
     def publish(self, save: Save, tracker: bool = True) -> None:
-        """Once all files are written: flush, record, point the tracker to it.
+        """Flush all files, write the sidecar, and let the tracker name the checkpoint.
 
         Raises:
-            OSError: the disk refuses; the tracker names what it named.
+            OSError: writing failed; the tracker is unchanged.
         """
         self._disk.settle(save.folder)
         taken = self._now() - save.began
@@ -76,15 +76,15 @@ class Publisher:
         )
 
     def begin(self, save: Save, own: Sequence[Step]) -> None:
-        """Publish while training goes on; the training script's own steps follow at the end."""
+        """Commit while training continues; the training script's own functions run at the end."""
         self.end(wait=True)
         if not save.was_tracked:
-            # Megatron reads it before writing it, to see what it may delete: nothing where it named this one.
+            # Megatron reads it before writing it, to decide what to delete: nothing if the tracker named this save.
             self._disk.copy(save.tracker, save.scratch)
         self._running = _Running(save, own, self._start(partial(attempt, partial(self.publish, save))))
 
     def end(self, wait: bool) -> None:
-        """If a publication has ended: say so, and do what was waiting for it."""
+        """Report a commit that has ended and run the functions that follow; `wait` for its end if set."""
         running = self._running
         if running is None or not (wait or running.problem.done()):
             return None
@@ -97,20 +97,20 @@ class Publisher:
         return self.tell(running.save)
 
     def do(self, save: Save, own: Sequence[Step]) -> None:
-        """Run the training script's own steps after a save."""
+        """Run the training script's own functions after a save."""
         for step in own:
             if (failure := attempt(step.run)) is not None:
                 self._warn(f"iteration {save.iteration} is saved, but then: {failure}")
 
     def tell(self, save: Save) -> None:
-        """Tell the user that a save is a fact, and begin what follows it."""
+        """Report that a save is complete, and begin the work that depends on it."""
         self._say(save.line)
         self._disk.remove(save.scratch)
         if (failure := attempt(partial(self._follow, save))) is not None:
             self._warn(f"iteration {save.iteration} is saved, but then: {failure}")
 
     def clear_away(self, saves: Sequence[Save]) -> None:
-        """Remove what failed saves have left, never what another one has: a save that got no place has left nothing."""
+        """Remove what failed saves have left; a save without a prepared folder has left nothing."""
         placed = [save for save in saves if save.has_place]
         self._disk.discard([save.folder for save in placed if not self._disk.is_tracked(save.folder, save.tracker)])
         for save in saves:

@@ -1,6 +1,6 @@
-"""The owner of every save of a job: what Megatron's calls mean for a save, and what every rank then knows.
+"""Coordinates the saves of a job: maps Megatron's calls to state changes that all ranks share.
 
-Its surroundings can be replaced: the ranks, the disk, the writers, the clock.
+Tests can replace its collaborators: the ranks, the disk, the writers and the clock.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Stock = Callable[[], Any]
 
 
 class WriterLostError(SaveFailedError):
-    """Some rank's writer is gone or stuck; raised on every rank."""
+    """The writer of some rank has died or is stuck; raised on every rank."""
 
 
 class _NotFinalisedError(SaveFailedError):
-    """The writers are done, but this save is not whole; raised on every rank."""
+    """The writers are done, but the save is incomplete; raised on every rank."""
 
     def __init__(self, what: str, save: Save) -> None:
         super().__init__(what)
@@ -34,32 +34,32 @@ class _NotFinalisedError(SaveFailedError):
 
 
 class Writers(Protocol):
-    """The background writers of this rank, of one of Megatron's strategies."""
+    """The background writers of this rank, for one of Megatron's strategies."""
 
     def claimed(self, request: Any, save: Save, finalise: Finalise) -> Any:
-        """The request with its writer's errors reported, and its steps, if it has any, handed to `finalise`."""
+        """Return the request with error reports; `finalise` gets its finalization functions, if any."""
 
     def handing_over(self) -> contextlib.AbstractContextManager[None]:
-        """While a request is being handed over: do not wait for a dead writer."""
+        """Return a context in which scheduling a request does not wait for a dead writer."""
 
     def watch_newest(self, completed: Callable[[str], str]) -> None:
-        """From now on, asking whether all ranks' writers are done raises WriterLostError on all if one is not well.
+        """Let `are_done` raise WriterLostError on all ranks, from now on, if a writer fails.
 
         Args:
-            completed: adds to a problem what the writer itself said about it.
+            completed: adds the writer's own error report to a problem.
         """
 
     def are_done(self) -> bool:
-        """Whether nothing is outstanding; the same on every rank."""
+        """Return True if no write is outstanding; the result is the same on every rank."""
 
     def going_home(self) -> contextlib.AbstractContextManager[None]:
-        """While the writers are being ended: do not wait for a dead one."""
+        """Return a context in which ending the writers does not wait for a dead one."""
 
     def renew(self) -> None:
-        """Give up all writers and what they still owe, and start new ones."""
+        """Give up all writers and their outstanding results, and start new ones."""
 
     def drop_results(self) -> None:
-        """Forget what writers have delivered for a save that has been given up."""
+        """Drop the results that writers have delivered for a save that was given up."""
 
 
 class Coordinator:
@@ -67,10 +67,10 @@ class Coordinator:
 
     Args:
         ranks: the ranks of the job.
-        publisher: rank 0's last step of a save.
-        say: tells the user a line, on rank 0.
-        goes_on: whether training goes on when a save fails; the same on every rank.
-        clock: seconds, and how to wait for some.
+        publisher: performs the last step of a save, on rank 0.
+        say: logs a line, on rank 0.
+        goes_on: returns True if training continues when a save fails; the same on every rank.
+        clock: a function that returns the time in seconds, and one that sleeps.
     """
 
     def __init__(
@@ -83,19 +83,19 @@ class Coordinator:
     ) -> None:
         self._ranks, self._publisher, self._say, self._goes_on = ranks, publisher, say, goes_on
         self._now, self._sleep = clock
-        self._saves: list[Save] = []  # those being written or published, oldest first
-        self._active: Save | None = None  # the one that nested calls plan or finalise
+        self._saves: list[Save] = []  # the saves that are being written or committed, oldest first
+        self._active: Save | None = None  # the save that nested calls plan or finalize
 
     def run(self, save: Save, stock: Callable[[bool], Any], must_track: bool = False) -> Any:
-        """One `save_checkpoint`: its checkpoint is whole or not there.
+        """Run one `save_checkpoint`: the checkpoint is complete afterwards, or absent.
 
         Args:
-            save: what is saved, and where.
-            stock: Megatron's own; it is told whether its tracker file goes to the scratch place.
+            save: the iteration, the folder and the tracker.
+            stock: Megatron's own function; its argument is True if the tracker file goes to the scratch place.
             must_track: Megatron must write the tracker of a synchronous save itself.
 
         Raises:
-            SaveFailedError: on every rank, unless the user wants to go on without.
+            SaveFailedError: on every rank, unless the user lets training continue.
         """
         save.began = self._now()
         if reason := self._first_does(Point.BEGIN, partial(self._begin, save)):
@@ -118,7 +118,7 @@ class Coordinator:
         return result
 
     def schedule(self, request: Any, writers: Writers, stock: Callable[[Any], Any]) -> Any:
-        """One `schedule_async_save`: the writers get what the active save has planned."""
+        """Run one `schedule_async_save`: pass the plan of the active save to the writers."""
         save = self._active
         if save is None:
             return stock(request)
@@ -133,15 +133,17 @@ class Coordinator:
         return result
 
     def poll(self, writers: Writers, stock: Stock) -> Any:
-        """One `maybe_finalize_async_save` of a training step."""
+        """Run one `maybe_finalize_async_save` of a training step."""
         self._publisher.end(wait=False)
         return self._polled(writers, stock) if self._at(State.WRITING) else stock()
 
     def drain(self, writers: Writers, poll: Stock, stock: Stock, ending: bool) -> Any:
-        """One `maybe_finalize_async_save` that waits, but never for what cannot come; `ending`: writers end, too.
+        """Run one `maybe_finalize_async_save` that waits, but never for a dead writer.
+
+        `ending`: end the writers, too.
 
         Raises:
-            SaveFailedError: on every rank, unless the user wants to go on without.
+            SaveFailedError: on every rank, unless the user lets training continue.
         """
         self._publisher.end(wait=False)
         while self._at(State.WRITING) and not writers.are_done():
@@ -155,17 +157,18 @@ class Coordinator:
             return stock()
 
     def index(self, writes: Callable[[Save | None, list[str]], Any]) -> Any:
-        """The step that writes the index, whose errors on rank 0 reach all ranks.
+        """Run the step that writes the index; errors on rank 0 reach all ranks.
 
         Args:
-            writes: does it for the active save, and lists what is wrong.
+            writes: runs it for the active save, and appends problems to the list.
 
         Raises:
-            SaveFailedError: on every rank, in a synchronous save. In an asynchronous one nobody raises, because up to
-                0.12 all ranks meet right behind (`finalize_fn`, strategies/torch.py): `_finalise` tells what is wrong.
+            SaveFailedError: on every rank, in a synchronous save. In an asynchronous save no rank raises here, because
+                up to 0.12 all ranks meet right afterwards (`finalize_fn`, strategies/torch.py): `_finalise` reports
+                problems.
         """
         save, troubles, results = self._active, list[str](), list[Any]()
-        # It raises on rank 0 alone, up to 0.12, where another rank's writer reported an error.
+        # Up to 0.12, it raises on rank 0 only if another rank's writer reported an error.
         problem = attempt(lambda: results.append(writes(save, troubles)))
         problem = "; ".join(troubles[:3]) or problem
         if save is not None and save.asynchronous:
@@ -190,7 +193,7 @@ class Coordinator:
         return self._ranks.agree(point, attempt(work) if self._ranks.is_first else None)
 
     def _begin(self, save: Save) -> None:
-        """On rank 0: make sure that the previous save is published, and that this one has a place."""
+        """On rank 0: wait until the previous save is committed, and prepare the folder of this one."""
         self._publisher.end(wait=True)
         if problems := [before.problem for before in self._saves if before.problem is not None]:
             raise CheckpointError("; ".join(problems))
@@ -214,12 +217,12 @@ class Coordinator:
             writers.drop_results()
             return self._fail(f"iteration {names} was not saved:\n  {error}", lost)
         except _NotFinalisedError as error:
-            if self._at(State.WRITING) == [error.save]:  # others hold the same queue
+            if self._at(State.WRITING) == [error.save]:  # other saves use the same queue
                 writers.drop_results()
             return self._fail(str(error), [error.save])
 
     def _finalise(self, save: Save, steps: Sequence[Step]) -> None:
-        """What Megatron does when all writers are done, with every rank's errors told to all before the tracker moves.
+        """Do what Megatron does when all writers are done, but exchange errors before the tracker changes.
 
         Raises:
             SaveFailedError: on every rank.
@@ -232,7 +235,7 @@ class Coordinator:
                     problem = save.index_problem if problem is None else problem
                 if problem is not None and step.has_barrier:
                     self._ranks.barrier()
-        # It may be empty: what Megatron collects from all ranks has words on rank 0 only.
+        # The reason may be empty: an error that Megatron collects from all ranks has a text on rank 0 only.
         reason = self._ranks.agree(Point.FINALISE, None if problem is None else save.report.added_to(problem))
         save.stalled += self._now() - began
         if reason is not None:
@@ -243,10 +246,10 @@ class Coordinator:
         save.become(State.PUBLISHING)
 
     def _conclude(self, ask: bool) -> list[str]:
-        """Every rank learns how publishing ended; where nobody asks, that it went well.
+        """Let every rank learn how the commits ended; without `ask`, assume that they succeeded.
 
         Returns:
-            What went wrong.
+            The reasons of commits that failed.
         """
         reasons = []
         for save in self._at(State.PUBLISHING):
@@ -263,12 +266,12 @@ class Coordinator:
         return writing[0].report.added_to(problem) if writing else problem
 
     def _fail(self, what: str, saves: Sequence[Save] = ()) -> None:
-        """Clear away what is left of failed saves, and go on or stop, as the user chose; the same on every rank.
+        """Remove what failed saves have left, and continue or stop by the user's choice, on all ranks.
 
         Raises:
-            SaveFailedError: the user did not choose to go on.
+            SaveFailedError: the user does not let training continue.
         """
-        # A call within `save_checkpoint` may have failed it already, or told it and failed for the one before.
+        # A call within `save_checkpoint` may have failed this save already, or committed it and failed the one before.
         saves = [save for save in saves if save.state not in (State.FAILED, State.COMMITTED)]
         for save in saves:
             save.become(State.FAILED)
@@ -279,7 +282,7 @@ class Coordinator:
             return self._say(f"{what}; training goes on, the next checkpoint will be tried as planned")
         gone = [str(save.iteration) for save in saves if save.writes_over and save.has_place]
         untouched = "other checkpoints are unchanged"
-        if gone:  # which the first rank knows
+        if gone:  # only rank 0 can tell
             untouched = f"what stood there of iteration {', '.join(gone)} is gone, {untouched}"
         choice = f"{ON_SAVE_FAILURE.flag} {CONTINUE} (or {ON_SAVE_FAILURE.name}={CONTINUE})"
         hint = f"{choice} lets training go on; {untouched}"

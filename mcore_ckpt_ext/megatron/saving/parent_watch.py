@@ -1,11 +1,10 @@
-"""Ends a child process when its parent is gone, however that ended: SIGKILL gives nobody a chance to clean up.
+"""Ends a child process when its parent has ended, even by SIGKILL.
 
-`multiprocessing` leaves children of a killed process running: a writer waits for orders forever, and so does the server
-process of a `Manager`. A pidfd becomes readable when its process ends (pidfd_open(2), Linux 5.3), also in children of
-a fork server, whose parent in the kernel is another process; PR_SET_PDEATHSIG would follow that one, and the thread
-that forked.
-
-This module is imported by writer processes, so it imports neither torch nor a framework.
+`multiprocessing` leaves children of a killed process running: a writer waits for requests forever, and so does the
+server process of a `Manager`. A pidfd becomes readable when its process ends (pidfd_open(2), Linux 5.3). It also works
+for children of a fork server, whose parent in the kernel is another process: PR_SET_PDEATHSIG would follow that
+process, and the thread that forked.
+Writer processes import this module, so it imports neither torch nor a framework.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _watching = 0
-"""The process that watches its parent: a forked child has the number, and not the thread."""
+"""PID of the process that watches its parent; a forked child inherits the number without the thread."""
 _forking_for = 0
-"""The process that is forking a child which shall end with it; 0 where none is."""
+"""PID of a process that is forking a child which has to end with it; 0 if there is none."""
 
 
 def end_with_parent() -> None:
-    """End this process, if `multiprocessing` started it, as soon as the process that started it has ended."""
+    """End this process when the process that started it by `multiprocessing` ends."""
     multiprocessing = sys.modules.get("multiprocessing.process")
     parent = multiprocessing.parent_process() if multiprocessing is not None else None
     if parent is None or parent.pid is None:
@@ -36,7 +35,7 @@ def end_with_parent() -> None:
 
 @contextlib.contextmanager
 def children_end_with_this_process() -> Iterator[None]:
-    """Within this context, processes that are forked here end with this one."""
+    """Within this context, processes that this process forks end with it."""
     global _forking_for
     _register()
     _forking_for = os.getpid()
@@ -72,9 +71,9 @@ def _watch(pid: int, is_alive: Callable[[], bool]) -> None:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         _end()
-    except OSError:  # the kernel knows no such call, or does not allow it
+    except OSError:  # the kernel lacks this call or does not permit it
         return
-    # The number may have been given to another process before it was opened.
+    # Another process may have got the number before it was opened.
     if not is_alive():
         _end()
     threading.Thread(target=_wait, args=(descriptor,), name="parent watch", daemon=True).start()
@@ -86,7 +85,7 @@ def _wait(descriptor: int) -> None:
 
 
 def _end() -> None:
-    """End this process and what it has forked, which wait for each other; there is nobody left to report to."""
+    """End this process and its forked children, which wait for each other; nobody is left to report to."""
     own = os.getpid()
     with contextlib.suppress(OSError, ValueError):
         for child in Path(f"/proc/{own}/task/{own}/children").read_text().split():

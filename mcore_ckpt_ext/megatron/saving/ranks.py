@@ -1,4 +1,4 @@
-"""The ranks of a running job, as saving sees them."""
+"""The ranks of a running job, as the coordinator uses them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mcore_ckpt_ext.megatron.saving.save import Point
 
 
 class JobRanks:
-    """Those of torch.distributed's default group, or the only one where there is none."""
+    """The ranks of torch.distributed's default group, or a single rank without it."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank publishes."""
+        """True on the rank that commits saves."""
         return is_first_rank()
 
     def agree(self, point: Point, problem: str | None) -> str | None:
-        """Meet; only three numbers are exchanged as long as all is well.
+        """Exchange problems with all ranks; only three numbers are exchanged if there is none.
 
         Raises:
-            SaveFailedError: on every rank, when they are at different points, so that none knows what the others mean.
+            SaveFailedError: on every rank, if the ranks are at different points.
         """
         if not dist.is_initialized():
             return problem
@@ -33,5 +33,5 @@ class JobRanks:
         return reasons_of_all(problem) if is_problem else None
 
     def barrier(self) -> None:
-        """Stand in for one of Megatron's."""
+        """Call a barrier in place of Megatron's."""
         dist.barrier()

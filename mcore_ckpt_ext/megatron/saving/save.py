@@ -1,4 +1,4 @@
-"""One save of a job: what it is, its state, and where the ranks meet for it. Nothing here knows a framework."""
+"""One save of a job: its data, its state, and the points at which ranks meet; without a framework."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mcore_ckpt_ext.megatron.saving.background_writer import Report
 
 
 class State(Enum):
-    """The state of a save: what every rank knows of it, so that it is the same on all of them."""
+    """The state of a save, which is the same on all ranks."""
 
-    PLANNED = "planned"  # what is saved is being put together
-    WRITING = "writing"  # the writers have it
-    FINALISED = "finalised"  # all ranks have written, and the index names all of it
-    PUBLISHING = "publishing"  # rank 0 flushes it, and points the tracker to it
-    COMMITTED = "told"  # it is a fact, and every rank knows
-    FAILED = "failed"  # what was left of it is gone, and every rank knows
+    PLANNED = "planned"  # its content is being collected
+    WRITING = "writing"  # the writers are writing it
+    FINALISED = "finalised"  # all ranks have written, and the index lists everything
+    PUBLISHING = "publishing"  # rank 0 flushes it, and lets the tracker name it
+    COMMITTED = "told"  # it is complete on disk, and every rank has been notified
+    FAILED = "failed"  # its remains are removed, and every rank has been notified
 
 
 TRANSITIONS = (
@@ -32,40 +32,41 @@ TRANSITIONS = (
     (State.PUBLISHING, State.COMMITTED),
     (State.PUBLISHING, State.FAILED),
 )
-"""From which state a save may go to which."""
+"""The permitted transitions between states."""
 
 
 class Point(Enum):
-    """Where all ranks meet: each says whether it has a problem, and all go on with the same knowledge."""
+    """A point at which all ranks meet and exchange their problems."""
 
-    BEGIN = 1  # of `save_checkpoint`: the previous save is published, and this one has a place
+    BEGIN = 1  # of `save_checkpoint`: the previous save is committed, and this one has a folder
     INDEX = 2  # of a synchronous save: rank 0 has written the index, and every file is there
-    FINALISE = 3  # of an asynchronous one: the same, and each rank has done its steps
-    OUTCOME = 4  # how publishing ended
+    FINALISE = 3  # of an asynchronous save: the same, and each rank has run its finalization functions
+    OUTCOME = 4  # of a commit
 
 
 class Ranks(Protocol):
-    """The ranks of the job, seen by one of them."""
+    """The ranks of the job, as seen by one of them."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank publishes."""
+        """True on the rank that commits saves."""
 
     def agree(self, point: Point, problem: str | None) -> str | None:
-        """Meet; returns on every rank the problems of all ranks, with their ranks, or None where no rank has one."""
+        """Meet all ranks; return the problems of all ranks with their ranks, or None if no rank has one."""
 
     def barrier(self) -> None:
-        """Stand in for a barrier of Megatron's that this rank's failure has kept it from reaching."""
+        """Replace a barrier of Megatron's that this rank's failure has kept it from reaching."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Something that Megatron does on a rank when all writers are done.
+    """A finalization function that Megatron runs on a rank when all writers are done.
 
     Attributes:
-        run: does it.
-        has_barrier: it ends with a barrier of all ranks, which the others wait in if it fails here.
-        is_own: it is the training script's and does not communicate: its log, its tracker, older ones to delete.
+        run: the function.
+        has_barrier: it ends with a barrier, in which the other ranks wait even if it fails on this one.
+        is_own: it belongs to the training script and does not communicate: logging, tracker, deleting older
+            checkpoints.
     """
 
     run: Callable[[], object]
@@ -81,19 +82,23 @@ class Save:
     """One save, on one rank.
 
     Attributes:
-        iteration: its number, written to `folder`.
-        tracker: the file that names the newest checkpoint of the run; what it is to say: `tracker_text`.
-        asynchronous: whether training goes on while it is written.
-        record: the sidecar, begun; what is done for it beside the plan ends before writers are forked.
-        began: when it began, in seconds of the coordinator's clock; for `stalled` of them training stood still.
-        has_place: on rank 0, whether its folder is its own: what lay there before no longer passes for whole.
-        was_tracked: on rank 0, whether the tracker named its folder before.
-        writes_over: on rank 0, whether a checkpoint stood in its folder.
-        index_problem: on the ranks that know of one, what went wrong with the index of an asynchronous save.
-        bytes: of all its records, on rank 0.
-        report: what its writer says about its own failure.
-        problem: on rank 0, why it could not be published, until all ranks know.
-        line: on rank 0, what the user is told about it.
+        iteration: its number.
+        folder: the iteration folder.
+        tracker: the file that names the newest checkpoint of the run.
+        tracker_text: the content that the tracker gets.
+        asynchronous: training continues while it is written.
+        record: its pending sidecar; the background work for it ends before writers are forked.
+        state: see `State`.
+        began: the time when it began, in seconds of the coordinator's clock.
+        stalled: how long it stopped training, in seconds.
+        has_place: on rank 0, its folder is prepared: an earlier checkpoint there no longer counts as complete.
+        was_tracked: on rank 0, the tracker named its folder before.
+        writes_over: on rank 0, its folder held a checkpoint.
+        index_problem: the problem with the index of an asynchronous save, on the ranks that found one.
+        bytes: the size of all its records, on rank 0.
+        report: its writer's report of its own failure.
+        problem: on rank 0, why it could not be committed, until all ranks have been notified.
+        line: on rank 0, the log line about it.
     """
 
     iteration: int
@@ -116,14 +121,14 @@ class Save:
 
     @property
     def scratch(self) -> Path:
-        """Where Megatron writes its tracker file; ours is written in one step, when it is true."""
+        """The path to which Megatron writes its tracker file; ours is replaced atomically after the commit."""
         return self.tracker.with_name(f".{self.tracker.name}.scratch")
 
     def become(self, state: State) -> None:
-        """Go on to the next state.
+        """Change the state.
 
         Raises:
-            RuntimeError: no save goes there from its present state: a bug in this package.
+            RuntimeError: the transition is not permitted: a bug in this package.
         """
         if (self.state, state) not in TRANSITIONS:
             raise RuntimeError(f"a save that is {self.state.value} cannot be {state.value}")

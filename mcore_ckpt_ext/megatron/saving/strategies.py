@@ -1,8 +1,8 @@
-"""The writers behind Megatron's strategies, seen from training, which never waits for one that cannot answer.
+"""The writers behind Megatron's strategies; training never waits for one that cannot answer.
 
-Works on `AsyncCallsQueue` and its callers, megatron/core/dist_checkpointing/strategies/async_utils.py, and on the one
-queue of a job in megatron/training/async_utils.py; read in core_v0.7.0, 0.12.3, 0.16.1, 0.19.0 and 0.19.2. The strategy
-`nvrx` has the same classes in nvidia_resiliency_ext/checkpointing/async_ckpt/core.py; read in 0.6.0.
+It works on `AsyncCallsQueue` and its callers, megatron/core/dist_checkpointing/strategies/async_utils.py, and on the
+single queue of a job in megatron/training/async_utils.py; read in core_v0.7.0, 0.12.3, 0.16.1, 0.19.0 and 0.19.2. The
+strategy `nvrx` has the same classes in nvidia_resiliency_ext/checkpointing/async_ckpt/core.py; read in 0.6.0.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from mcore_ckpt_ext.megatron.saving.coordinator import WriterLostError
 from mcore_ckpt_ext.megatron.saving.save import Finalise, Save, Step
 
 _POLL_SECONDS = 0.1
-# Its finalisation functions end with a barrier, after something that rank 0 alone does: `metadata_finalize_fn` and,
+# Finalization functions of this module end with a barrier after a step of rank 0: `metadata_finalize_fn` and,
 # since 0.18, `integrity_finalize_fn`.
 _WITH_BARRIER = "megatron.core.dist_checkpointing.serialization"
-# Its functions do not communicate: `save_checkpoint`, checkpointing.py; read in core_v0.7.0, 0.12.3, 0.16.1 and 0.19.0.
+# Finalization functions of this package do not communicate: `save_checkpoint`, checkpointing.py; read in core_v0.7.0,
+# 0.12.3, 0.16.1 and 0.19.0.
 _OF_TRAINING = "megatron.training"
 
 
@@ -34,7 +35,7 @@ class MegatronWriters:
 
     Args:
         scope: the globals of megatron/training/async_utils.py.
-        warn: tells the user a line from this rank.
+        warn: logs a line from this rank.
     """
 
     results = "megatron.core.dist_checkpointing.strategies.filesystem_async"
@@ -44,7 +45,7 @@ class MegatronWriters:
         self._watches: dict[int, ProcessWatch] = {}
 
     def claimed(self, request: Any, save: Save, finalise: Finalise) -> Any:
-        """Take over a request: a named tuple, with a list to which Megatron adds nothing more."""
+        """Take over a request: a named tuple, with a list to which Megatron appends nothing more."""
         if request.finalize_fns:
             steps = [
                 Step(function, function.__module__ == _WITH_BARRIER, function.__module__.startswith(_OF_TRAINING))
@@ -55,7 +56,7 @@ class MegatronWriters:
         return request._replace(**{name: save.report.observed(getattr(request, name)) for name in names})
 
     def are_done(self) -> bool:
-        """Whether Megatron's queue is empty."""
+        """Return True if Megatron's queue is empty."""
         return bool(self._scope["is_empty_async_queue"]())
 
     @contextlib.contextmanager
@@ -69,16 +70,16 @@ class MegatronWriters:
         process = _process_of(caller)
         if process is not None and not process.is_alive() and not self._queue().async_calls:
             self._warn(f"the idle writer (pid {process.pid}) of a rank has died; a new one is started")
-            self.renew()  # what it wrote has been taken up, and the request holds the present queue of results
+            self.renew()  # its results have been read, and the request has the present result queue
             caller = self._persistent_caller()
         with self._impatient(caller, "preload_q"):
             yield
 
     @contextlib.contextmanager
     def going_home(self) -> Iterator[None]:
-        """Do not wait for a persistent writer that has died, or dies while it is waited for.
+        """Do not wait for a persistent writer that has died, or dies meanwhile.
 
-        `PersistentAsyncCaller.close` waits without limit for an answer to its last order.
+        `PersistentAsyncCaller.close` waits without limit for an answer to its last request.
         """
         caller = self._persistent_caller() if self._scope.get("_async_calls_queue") is not None else None
         process = _process_of(caller)
@@ -89,7 +90,7 @@ class MegatronWriters:
             yield
 
     def watch_newest(self, completed: Callable[[str], str]) -> None:
-        """Report dead writers in the very collective by which the ranks ask whether all are done."""
+        """Report dead writers in the same collective by which the ranks check that all are done."""
         caller = self._queue().async_calls[-1].async_caller
         if not hasattr(caller, "sync_all_async_calls"):  # up to 0.8
             return
@@ -108,7 +109,7 @@ class MegatronWriters:
         caller.sync_all_async_calls = sync_all_async_calls
 
     def renew(self) -> None:
-        """Give up all writers of this rank and what they still owe, and start with a new queue."""
+        """Give up all writers of this rank and their outstanding results, and start a new queue."""
         queue, scope = self._queue(), self._scope
         callers = [call.async_caller for call in queue.async_calls]
         if is_persistent := getattr(queue, "persistent", False):
@@ -123,14 +124,14 @@ class MegatronWriters:
             start = scope["init_persistent_async_worker"]
             needs_rank = "rank" in inspect.signature(start).parameters
             start(dist.get_rank(), "forkserver") if needs_rank else start()
-        # The ranks compare the numbers of their calls, and not every rank may have had to start anew.
+        # The ranks compare the numbers of their calls, and other ranks may keep their queue.
         self._queue().call_idx = queue.call_idx
 
     def drop_results(self) -> None:
-        """Forget the queue of results, the only one in a process; the next save makes a new one, with a new manager.
+        """Drop this process's queue of results; the next save makes a new one, with a new manager.
 
-        What a writer put into it for a save that was given up would be taken for the next save's, and the process that
-        has died may be the one that manages it.
+        Results of a save that was given up would be taken for the next save's, and the process that has died may be the
+        manager.
         """
         module = sys.modules.get(self.results)
         if module is not None and getattr(module, "_results_queue", None) is not None:
@@ -157,12 +158,12 @@ class MegatronWriters:
 
     @contextlib.contextmanager
     def _impatient(self, caller: Any, name: str, give_up: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Within this context, `join` of one of the queues of a persistent caller can give up."""
+        """Within this context, `join` of a queue of a persistent caller can give up."""
         found = [queue for queue in (name, f"_persistent_{name}") if getattr(caller, queue, None) is not None]
         if not found:
             yield
             return
-        (attribute,) = found  # the caller's own, or since 0.19 its class's
+        (attribute,) = found  # an attribute of the caller, or since 0.19 of its class
         is_own, queue = attribute in vars(caller), getattr(caller, attribute)
         setattr(caller, attribute, _ImpatientQueue(queue, lambda: self._watch_of(caller), give_up))
         try:
@@ -171,7 +172,7 @@ class MegatronWriters:
             setattr(caller, attribute, queue) if is_own else delattr(caller, attribute)
 
     def _end(self, caller: Any) -> None:
-        """Kill a caller's process, and make sure that nobody waits for what it leaves behind."""
+        """Kill a caller's process, and make sure that no process waits for its queues."""
         if (process := _process_of(caller)) is not None:
             self._watches.pop(process.pid, None)
             process.kill()
@@ -187,18 +188,21 @@ class MegatronWriters:
 
 
 class ResiliencyWriters(MegatronWriters):
-    """The writers of the strategy `nvrx`, nvidia-resiliency-ext."""
+    """The writers of the strategy `nvrx`, of nvidia-resiliency-ext."""
 
     results = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
 
     def renew(self) -> None:
-        """Like Megatron's. A started writer is kept at its class, and the old queue ends it when it is closed."""
+        """Start a new queue as Megatron's does, and attach it to the started writer.
+
+        nvidia-resiliency-ext keeps a started writer at its class, and ends it when the old queue is closed.
+        """
         super().renew()
         self._persistent_caller()
 
 
 class _ImpatientQueue:
-    """A joinable queue whose `join` also returns when the process that should empty it cannot."""
+    """A joinable queue whose `join` also returns if the process that should empty it cannot."""
 
     def __init__(self, queue: Any, watch: Callable[[], ProcessWatch | None], give_up: Callable[[], None]) -> None:
         self.queue, self._watch, self._give_up = queue, watch, give_up
@@ -207,14 +211,14 @@ class _ImpatientQueue:
         return getattr(self.queue, name)
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        # Up to 0.16 the writer process is started, and gets its queues, during the first call.
+        # Up to 0.16 the writer process is started, and receives its queues, during the first call.
         return _itself, (self.queue,)
 
     def join(self) -> None:
-        """Wait until everything is done, or the writer is given up; the next look at it then tells all ranks."""
+        """Wait until all items are done, or the writer is given up; the next poll reports that to all ranks."""
         condition = self.queue._cond
         while True:
-            # A process that died while it held the lock never gives it back.
+            # A process that died while it held the lock never releases it.
             if condition.acquire(timeout=_POLL_SECONDS):
                 try:
                     if self.queue._unfinished_tasks._semlock._is_zero() or condition.wait(_POLL_SECONDS):
@@ -231,5 +235,5 @@ def _itself(item: Any) -> Any:
 
 
 def _process_of(caller: Any) -> Any:
-    """The writer process; a caller of 0.19 that has written nothing yet finds its warmed-up process at its class."""
+    """Return the writer process; a caller of 0.19 without writes has its warmed-up process at its class."""
     return getattr(caller, "process", None) or getattr(caller, "_persistent_process", None)

@@ -1,4 +1,4 @@
-"""What a job has written, by the index of its checkpoint: every record by some rank, and every file in full."""
+"""Validates files against the index of a checkpoint: all records written, all files complete."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mcore_ckpt_ext.collectives import attempt, text_of
 
 
 def stored_bytes(metadata: Metadata) -> int:
-    """Bytes of all records of a checkpoint."""
+    """Return the size of all records of a checkpoint in bytes."""
     return sum(record.length for record in (metadata.storage_data or {}).values())
 
 
 def problems_on_disk(metadata: Metadata, folder: Path) -> Iterator[str]:
-    """What is missing from a checkpoint, by the index just written: records no rank wrote, files missing or cut off.
+    """Yield the problems on disk: records that no rank wrote, and missing or truncated files.
 
-    Megatron itself counts the answers of each rank's writers, not what they wrote, and looks at no file.
+    Megatron itself counts the results of each rank's writers, not their content, and checks no file.
     """
     records: dict[MetadataIndex, Any] = metadata.storage_data or {}
-    # Which they are is asked only when the numbers differ: a large checkpoint has hundreds of thousands.
+    # Compare the keys only if the numbers differ: a large checkpoint has hundreds of thousands.
     entries = metadata.state_dict_metadata.values()
     planned = sum(len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 1 for entry in entries)
     lacking = [index for index in _expected(metadata) if index not in records] if planned != len(records) else []
@@ -43,7 +43,7 @@ def problems_on_disk(metadata: Metadata, folder: Path) -> Iterator[str]:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, -1 where it cannot be looked at."""
+    """Return the size of a file in bytes; -1 if it cannot be read."""
     try:
         return path.stat().st_size
     except OSError:
@@ -60,12 +60,12 @@ def _expected(metadata: Metadata) -> Iterator[MetadataIndex]:
 
 @contextlib.contextmanager
 def judged(storage_writer: Any, judge: Callable[[Any], list[str]], troubles: list[str]) -> Iterator[None]:
-    """Within this context, the step that writes the index never raises on one rank alone and leaves others waiting.
+    """Within this context, the step that writes the index never raises on one rank while others wait.
 
     Args:
-        storage_writer: torch's, of this save.
-        judge: says what is wrong on the disk, by the index that has just been written; asked on rank 0.
-        troubles: gets what went wrong in writing the index, or by that judgement.
+        storage_writer: the storage writer of this save.
+        judge: returns the problems on disk, by the index that has just been written; called on rank 0.
+        troubles: receives the errors of writing the index and the problems on disk.
     """
     finish, retrieve = storage_writer.finish, storage_writer.retrieve_write_results
 
@@ -77,7 +77,7 @@ def judged(storage_writer: Any, judge: Callable[[Any], list[str]], troubles: lis
         try:
             return retrieve()
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's answer
-            # Its words only: frames of `multiprocessing` in a cycle of references crash CPython's collector
+            # Only the text of the error: frames of `multiprocessing` in a reference cycle crash CPython's collector
             # ("deallocated BytesIO object has exported buffers").
             return _wrap_exception(RuntimeError(text_of(error)))
 

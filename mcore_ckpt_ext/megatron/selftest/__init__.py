@@ -1,5 +1,4 @@
-"""Runs in the ranks of the self-test: small jobs of the installed Megatron, and the state of their objects.
+"""The part of the self-test that runs in its ranks: small jobs of Megatron, and their state.
 
-The comparison shares no code with the loader under test: names and positions of parameters are those of Megatron's own
-`sharded_state_dict`.
+The comparison shares no code with the loader under test: it takes names and positions of parameters from Megatron's own
 """

@@ -1,4 +1,4 @@
-"""Copies the weights and the optimizer state of a running job, by the names of Megatron's own sharded state dict."""
+"""Copies weights and optimizer state of a job, named by Megatron's own sharded state dict."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SETTINGS = ("step", "lr", "weight_decay", "wd_mult")
 
 
 def live_state(chunks: Iterable[Any], optimizer: Any, scheduler: Any, arguments: Any) -> State:
-    """Copy what this rank holds.
+    """Copy this rank's state.
 
     Args:
         chunks: the model chunks, without their wrappers.
         optimizer: a DistributedOptimizer, or a chain of them.
-        scheduler: the scheduler of the learning rate.
-        arguments: those of the job, which count iterations and samples.
+        scheduler: the learning rate scheduler.
+        arguments: the arguments of the job, which count iterations and samples.
     """
     shards = _shards(chunks)
     state = State(
@@ -72,7 +72,7 @@ def _place(tensor: Any) -> tuple[int, int]:
 
 
 def _parts(sharded: Any, values: torch.Tensor) -> Iterator[Any]:
-    """Yield ShardedTensors for values that lie as the parameter does; a factory makes several, of gated layers."""
+    """Yield ShardedTensors for values shaped as the parameter; for gated layers a factory makes several."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 

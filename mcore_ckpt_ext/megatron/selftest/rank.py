@@ -1,7 +1,7 @@
-"""The program of each rank of the self-test: runs the jobs of an order file, one after the other.
+"""The program of each rank of the self-test: it runs the jobs of an order file, one after the other.
 
-The first rank compares the live state of all ranks with that at the save, and appends what it finds to the results. A
-job that fails ends the process: ranks that still wait for it in a collective are ended by whoever started them.
+Rank 0 compares the live state of all ranks with the state at the save, and appends the differences to the results. A
+job that fails ends the process; the launcher then ends ranks that still wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from mcore_ckpt_ext.selftest.state import State, differences, number_of_elements
 
 
 def main(path: str) -> None:
-    """Run all jobs of an order.
+    """Run all jobs of an order file.
 
     Args:
-        path: the order's file.
+        path: the file.
     """
     order = Order.read(Path(path))
     for job in order.jobs:
@@ -75,7 +75,7 @@ def _run(order: Order, job: Job) -> None:
 
 
 def _train_and_save(order: Order, job: Job, training: Training) -> tuple[int, list[str]]:
-    """Train up to the save; what is alive then is the truth of all jobs that resume it."""
+    """Train up to the save; the live state there is the reference for all jobs that resume it."""
     while training.arguments.iteration < SAVED:
         training.step()
     _take_down(order, job, training)
@@ -84,7 +84,7 @@ def _train_and_save(order: Order, job: Job, training: Training) -> tuple[int, li
 
 
 def _compare(order: Order, job: Job, training: Training) -> tuple[int, list[str]]:
-    """Compare what is alive after the load with what was alive at the save."""
+    """Compare the live state after the load with the live state at the save."""
     _take_down(order, job, training)
     if _rank() != 0 or job.loads is None:
         return 0, []
@@ -103,7 +103,7 @@ def _take_down(order: Order, job: Job, training: Training) -> None:
 
 
 def _write_losses(order: Order, job: Job, losses: dict[int, float | None]) -> None:
-    """Write the losses, which the last rank knows: it is on the last pipeline stage under each layout."""
+    """Write the losses; the last rank does, since it is on the last pipeline stage under each layout."""
     if _rank() == torch.distributed.get_world_size() - 1:
         path = order.losses(job.name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def _write_losses(order: Order, job: Job, losses: dict[int, float | None]) -> No
 
 @contextmanager
 def _environment(job: Job) -> Iterator[None]:
-    """Set a job's variables; afterwards remove those that Megatron set, such as NVTE_FLASH_ATTN for its attention."""
+    """Set a job's variables; afterwards remove the variables that Megatron set, such as NVTE_FLASH_ATTN."""
     before = dict(os.environ)
     os.environ.update(job.environment)
     try:
@@ -124,21 +124,21 @@ def _environment(job: Job) -> Iterator[None]:
 
 
 class _Collector(logging.Handler):
-    """Keeps the package's log lines, and passes them on."""
+    """Stores the package's log lines, and prints them."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__()
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
+        """Store a line and print it."""
         self._lines.append(self.format(record))
         sys.stderr.write(f"[{NAME}] {self._lines[-1]}\n")
 
 
 @contextmanager
 def _messages() -> Iterator[list[str]]:
-    """Collect what the package reports; each job stands for a process of its own, which reports all anew."""
+    """Collect the package's log lines; each job logs all lines, as in a process of its own."""
     logger, lines = own_logger(), list[str]()
     collector = _Collector(lines)
     logger.addHandler(collector)

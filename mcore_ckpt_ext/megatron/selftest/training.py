@@ -1,7 +1,7 @@
-"""One training job of the self-test: what `pretrain` does, on synthetic data, by the same functions of Megatron.
+"""A training job of the self-test, with Megatron's functions, like `pretrain` on synthetic data.
 
 `setup_model_and_optimizer` sets up model and optimizer and loads a checkpoint, `train_step` trains, `save_checkpoint`
-saves (megatron/training/training.py and checkpointing.py; core_v0.17.0 to 0.19.2 are called alike).
+saves (megatron/training/training.py and checkpointing.py; the calls are the same for core_v0.17.0 to 0.19.2).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _LOSS = "lm loss"
 
 
 class Training:
-    """A job from its command line on: set up at once, then trained step by step."""
+    """A job with a command line: it is set up at once, then trained step by step."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Set up Megatron, the model and the optimizer; resume where the command line has `--load`.
+        """Set up Megatron, the model and the optimizer; resume if the command line has `--load`.
 
         Args:
-            words: the command line.
+            words: the words of the command line.
         """
         sys.argv = [sys.argv[0], *words]
         if hasattr(training_arguments, "parse_and_validate_args"):  # since 0.18; before, initialize_megatron parses
@@ -46,7 +46,7 @@ class Training:
             model_type=ModelType.encoder_or_decoder, model_provider_func=_model
         )
         self.config = get_model_config(self.model[0])
-        # As `train` sets them (megatron/training/training.py); without the second, gradients would not be reduced.
+        # `train` sets them, too (megatron/training/training.py); without the second, gradients would not be reduced.
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
         for chunk in self.model:
@@ -60,7 +60,7 @@ class Training:
         return [_unwrapped(chunk) for chunk in self.model]
 
     def step(self) -> float | None:
-        """Train one iteration; returns its loss on the ranks of the last pipeline stage."""
+        """Train one iteration; return its loss on the ranks of the last pipeline stage, else None."""
         self.arguments.curr_iteration = self.arguments.iteration
         losses, *_ = training.train_step(
             _forward_step, self._batches, self.model, self.optimizer, self.scheduler, self.config,
@@ -79,7 +79,7 @@ class Training:
         maybe_finalize_async_save(blocking=True)
 
     def close(self) -> None:
-        """Let Megatron forget the job, so that the next one begins as in a process of its own."""
+        """Reset Megatron's global state, so that the next job begins as in a process of its own."""
         maybe_finalize_async_save(blocking=True, terminate=True)
         self.model = self.optimizer = self.scheduler = None
         training.destroy_global_state()
@@ -89,7 +89,7 @@ class Training:
                 torch.distributed.destroy_process_group(group)
 
     def _samples(self) -> Iterator[torch.Tensor]:
-        """Yield this data-parallel rank's micro batches, which depend on the number of consumed samples alone."""
+        """Yield this data-parallel rank's micro batches, which depend only on the number of consumed samples."""
         arguments = self.arguments
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         device = next(self.model[0].parameters()).device
@@ -97,7 +97,8 @@ class Training:
             for number in range(get_num_microbatches()):
                 first = arguments.consumed_train_samples + (number * ranks + rank) * arguments.micro_batch_size
                 samples = torch.arange(first, first + arguments.micro_batch_size).unsqueeze(1)
-                # Every sample counts from another token in steps of its own: soon learned, so that losses fall.
+                # Every sample counts from its own first token in its own steps, which is learned quickly, so that
+                # losses fall.
                 places = torch.arange(arguments.seq_length + 1)
                 yield ((samples * 7 + places * (1 + samples % 3)) % arguments.vocab_size).to(device)
 

@@ -1,1 +1,1 @@
-"""Checkpoints of any format, presented in the form in which a Megatron loader requests its own."""
+"""Presents checkpoints of any format to a Megatron loader in the form that it requests."""

@@ -1,6 +1,6 @@
-"""Hands a checkpoint to jobs whose loader is torch's distributed checkpoint: of Megatron-FSDP, and of torch's FSDP.
+"""Passes a checkpoint to jobs of Megatron-FSDP and torch's FSDP, which load by torch's DCP.
 
-Their `load_checkpoint` builds a state dict of DTensors, lets torch fill it, and takes it over (`_load_base_checkpoint`,
+Their `load_checkpoint` builds a state dict of DTensors, lets torch fill it, and loads it (`_load_base_checkpoint`,
 megatron/training/checkpointing.py, core_v0.12.0 to 0.19.2 and the development head of August 2026). Within the scope
 that this module opens, torch reads the tensors by a `VirtualStorageReader` instead of from files. Everything before and
 after it is stock.
@@ -42,19 +42,19 @@ STEPS = "opt_param_scheduler.num_steps"
 
 
 class DcpStorageAdapter(ABC):
-    """One checkpoint, handed to one load.
+    """One checkpoint for one load.
 
     Attributes:
-        checkpoint: what is handed out.
-        arguments: of the job that wrote it, as this one compares them with its own.
+        checkpoint: the checkpoint.
+        arguments: the arguments of the job that wrote it; this job compares them with its own.
     """
 
     backend: ClassVar[str]
     """The job's own format."""
     whose: ClassVar[str]
-    """Whose job it is, for messages."""
+    """The kind of job, for messages."""
     exact: ClassVar[str]
-    """How to keep what would be rounded, for messages."""
+    """How to keep values that would be rounded, for messages."""
 
     checkpoint: CheckpointView
     arguments: Any
@@ -68,36 +68,36 @@ class DcpStorageAdapter(ABC):
 
     @abstractmethod
     def arrays(self) -> Mapping[str, FsdpArray]:
-        """The entries that the job may request, by key."""
+        """Return the arrays that the job may request, by key."""
 
     @abstractmethod
     def objects(self) -> Mapping[str, Any]:
-        """Whatever else it may ask for."""
+        """Return the other objects that the job may request, by key."""
 
     @abstractmethod
     def is_wanted(self, key: str, *, is_tensor: bool) -> bool:
-        """Whether a key that the job asks for must be there; otherwise it keeps what it has."""
+        """Return True if the checkpoint must have a requested key; else the job keeps its own value."""
 
     @abstractmethod
     def check_used(self, arrays: Mapping[str, FsdpArray], every: Set[str]) -> None:
         """Refuse a job that leaves parameters of the checkpoint unused.
 
         Args:
-            arrays: as `arrays` gave them.
-            every: keys of the tensors of all ranks.
+            arrays: the result of `arrays`.
+            every: the keys of the tensors of all ranks.
 
         Raises:
-            ModelMismatchError: there are such.
+            ModelMismatchError: parameters are unused.
         """
 
     @abstractmethod
     def complete(self, state_dict: Mapping[str, Any]) -> None:
-        """Put into a job's state dict what it would have to ask for, and does not."""
+        """Insert values into a job's state dict that it needs and does not request."""
 
     def load(self, scope: MutableMapping[str, Any], arguments: Any, stock: Callable[[], Any]) -> Any:
-        """Stock's load, fed from the checkpoint."""
+        """Load the checkpoint by stock Megatron's function."""
         started = time.monotonic()
-        # Of a release, stock takes the weights alone.
+        # From a release, stock Megatron only loads the weights.
         without = arguments.no_load_optim or self._folder.name == "release"
         with self._open(scope), overridden(vars(arguments), no_load_rng=True, no_load_optim=without):
             result = stock()
@@ -106,7 +106,7 @@ class DcpStorageAdapter(ABC):
 
     @contextmanager
     def _open(self, scope: MutableMapping[str, Any]) -> Iterator[None]:
-        """The scope within which Megatron's loader reads this checkpoint."""
+        """Let Megatron's loader read this checkpoint within this scope."""
         original, checkpointing = scope["_load_base_checkpoint"], import_module(_TORCH)
         load_state_dict = checkpointing.load_state_dict
 
@@ -128,7 +128,7 @@ class DcpStorageAdapter(ABC):
             yield
 
     def _summary(self) -> str:
-        """Summarize the load over all ranks in one line; collective."""
+        """Summarize the load over all ranks in one line. Collective."""
         read, proven = zip(*gather((self._reader.bytes_read if self._reader else 0, self._filler.proven)), strict=True)
         source = self.checkpoint
         how = f"verified {source.proof.words}" if source.proof.is_near else "verified equal to their weights"
@@ -141,10 +141,10 @@ class DcpStorageAdapter(ABC):
         )
 
     def _fill(self, state_dict: dict[str, Any], load: Callable[..., None]) -> None:
-        """Fill a state dict by torch's own `load`; collective.
+        """Fill a state dict by torch's own `load`. Collective.
 
         Raises:
-            ResumeRefusedError: on every rank; until the reading nothing is written.
+            ResumeRefusedError: on every rank; nothing is written before the tensors are read.
         """
         planner = DefaultLoadPlanner(allow_partial_load=True)
         planner.set_up_planner(state_dict, Metadata({}))
@@ -168,15 +168,15 @@ class DcpStorageAdapter(ABC):
             ) from error
 
     def _planned(self, live: Mapping[str, torch.Tensor], others: Set[str], every: Set[str]) -> VirtualStorageReader:
-        """The reader of what this rank asks for.
+        """Return the storage reader for the request of this rank.
 
         Args:
             live: the tensors by key.
-            others: keys of everything else.
-            every: keys of the tensors of all ranks.
+            others: the keys of everything else.
+            every: the keys of the tensors of all ranks.
 
         Raises:
-            CheckpointError: checkpoint and job do not fit each other.
+            CheckpointError: the checkpoint does not fit the job.
         """
         check_step(self.checkpoint)
         if VERIFY_ALL.value:
@@ -209,11 +209,11 @@ class DcpStorageAdapter(ABC):
             check_digests(buffers, str(self._folder), rank_and_size())
 
     def _fitted(self, array: FsdpArray, live: torch.Tensor) -> FsdpArray:
-        """An array in the shape of the live tensor: the vocabulary may be padded otherwise.
+        """Return an array in the shape of the live tensor: the padding of the vocabulary may differ.
 
         Raises:
-            ModelMismatchError: they differ in more than that, or rows of tokens would be lost.
-            UnsupportedCheckpointError: the live one would round it.
+            ModelMismatchError: the shapes differ otherwise, or rows of tokens would be lost.
+            UnsupportedCheckpointError: the live tensor would round the values.
         """
         if str(live.dtype) != f"torch.{array.tensor.dtype}":
             raise UnsupportedCheckpointError(
@@ -232,7 +232,7 @@ class DcpStorageAdapter(ABC):
 
 
 def _no_files(*_: Any, **__: Any) -> Any:
-    """In place of torch's reader of the folder, which holds no index of what these jobs ask for."""
+    """Replace torch's reader of the folder, which has no index of the keys that these jobs request."""
     return _NoFiles()
 
 

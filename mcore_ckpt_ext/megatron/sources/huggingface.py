@@ -1,6 +1,6 @@
-"""`--load` (or `--pretrained-checkpoint`) of a Hugging Face folder: a job starts from it, without a conversion on disk.
+"""Starts a job from a Hugging Face folder in `--load` or `--pretrained-checkpoint`.
 
-Stock Megatron finds no tracker file in such a folder, says so in one line among many, and trains from random weights
+Stock Megatron finds no tracker file in such a folder, logs one line about it, and trains from random weights
 (`_load_base_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
 """
 
@@ -43,14 +43,17 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
 
 _PRETRAINED = "pretrained_checkpoint"
 _HINT = "convert it first (for Megatron-FSDP, --to fsdp_dtensor): mcore-ckpt convert SRC DST --to torch_dist"
-# Where these are set, what is loaded takes another way than through a state dict of this rank.
+# With these options the load does not go through a state dict of this rank.
 _OTHER_WAYS = ("use_megatron_fsdp", "use_torch_fsdp2", "moe_use_upcycling", "non_persistent_ckpt_type")
 
 
 def model_folder(arguments: Any, load_arg: str = "load") -> Path | None:
-    """The Hugging Face folder that a job starts from; None where Megatron has a checkpoint to load, or nothing at all.
+    """Return the Hugging Face folder that a job starts from.
 
-    As in Megatron, `--pretrained-checkpoint` counts where `--load` names no checkpoint (`load_checkpoint`).
+    As in Megatron, `--pretrained-checkpoint` counts if `--load` names no checkpoint (`load_checkpoint`).
+
+    Returns:
+        The folder; None if Megatron has a checkpoint to load, or nothing to load.
     """
     for name in (load_arg, _PRETRAINED):
         directory = getattr(arguments, name, None)
@@ -64,7 +67,7 @@ def model_folder(arguments: Any, load_arg: str = "load") -> Path | None:
 
 
 def named_model(arguments: Any) -> Path | None:
-    """The Hugging Face folder that a job began with, whether or not it has checkpoints of its own by now."""
+    """Return the Hugging Face folder that a job began with, even if it has checkpoints of its own now."""
     named = (getattr(arguments, name, None) for name in ("load", _PRETRAINED))
     return next((Path(str(directory)) for directory in named if _is_model(directory)), None)
 
@@ -74,13 +77,13 @@ def _is_model(directory: str | None) -> bool:
 
 
 def check_arguments(arguments: Any) -> None:
-    """Refuse to start from a Hugging Face folder with arguments that it does not go with; each rank finds the same.
+    """Refuse to start from a Hugging Face folder with arguments that contradict it, on all ranks.
 
     Args:
-        arguments: Megatron's, validated.
+        arguments: Megatron's arguments, validated.
 
     Raises:
-        UsageError: the folder is none, or an option asks for another way of loading.
+        UsageError: there is no such folder, or an option requires another way of loading.
         ModelMismatchError: the arguments describe another model than `config.json` does.
     """
     folder = model_folder(arguments)
@@ -121,17 +124,17 @@ def _no_folder(arguments: Any) -> UsageError:
 def start_from(
     scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any], optimizer: Any, stock: Callable[[], Any]
 ) -> Any:
-    """Load the weights of a Hugging Face folder by stock's own function, fed with this rank's part of them; collective.
+    """Load this rank's part of a Hugging Face folder by stock Megatron's function. Collective.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
         folder: the folder, on every rank.
         chunks: the unwrapped model chunks.
-        optimizer: the live one, whose masters are made of the weights; or None.
+        optimizer: the live optimizer, whose masters are made of the weights; or None.
         stock: calls the original with all its arguments.
 
     Raises:
-        ResumeRefusedError: on every rank, when the folder and the model do not fit, or cannot be read.
+        ResumeRefusedError: on every rank, if the folder and the model do not match, or the folder is unreadable.
     """
     arguments = scope["get_args"]()
     agreed("comparing the arguments with config.json", lambda: check_arguments(arguments))
@@ -169,20 +172,20 @@ def _layer_spec(arguments: Any) -> str:
 
 
 def _opened(folder: Path, arguments: Any) -> HuggingFaceCheckpoint:
-    """The folder under the job's layer spec, with the keys of `config.json` that the job accepts."""
+    """Open the folder for the job's layer spec, with the keys of `config.json` that the job accepts."""
     with accepting(ACCEPT_KEYS.chosen(arguments)):
         return HuggingFaceCheckpoint(folder, transformer_impl=_layer_spec(arguments))
 
 
 def _new_tokens(folder: Path, arguments: Any) -> range:
-    """The job's tokens that the folder has no row for, as the first rank sees them.
+    """Return the job's tokens without a row in the folder, on rank 0; empty on other ranks.
 
     Raises:
-        ResumeRefusedError: there are such, and they were not accepted.
+        ResumeRefusedError: there are such tokens, and the user does not accept them.
     """
     rows: list[int] = []
     if is_first_rank():
-        with suppress(CheckpointError, OSError):  # what is wrong with the folder is found, and named, by its load
+        with suppress(CheckpointError, OSError):  # the load itself reports errors of the folder
             rows.append(_opened(folder, arguments).vocabulary)
     tokens = new_tokens(rows[0] if rows else None, arguments)
     if tokens and not keeps_initialization():
@@ -191,10 +194,10 @@ def _new_tokens(folder: Path, arguments: Any) -> range:
 
 
 def _check_vocabulary(checkpoint: HuggingFaceCheckpoint, chunks: Sequence[Any]) -> None:
-    """Refuse a model with fewer tokens than the folder; more of them are padding.
+    """Refuse a model with fewer tokens than the folder; additional rows are padding.
 
     Raises:
-        ModelMismatchError: it has.
+        ModelMismatchError: the model has fewer tokens.
     """
     for live in live_parameters(chunks).values():
         tensor = live.tensors.get(WORD_EMBEDDINGS)

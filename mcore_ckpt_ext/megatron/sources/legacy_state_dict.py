@@ -1,15 +1,14 @@
-"""Feeds `load_checkpoint` with this rank's part of a checkpoint whose files stock Megatron cannot load by itself.
+"""Presents checkpoints to `load_checkpoint` whose files stock Megatron cannot load by itself.
 
-These are legacy checkpoints that were written under another layout, zarr ones where Megatron has no reader, what
-Megatron-FSDP (`fsdp_dtensor`) or torch's FSDP (`torch_dcp`) wrote, for a job that is not one of theirs, and Hugging
-Face folders (`from_huggingface`).
-
-Stock Megatron opens the rank folder of a legacy checkpoint that its own layout names (`_load_base_checkpoint`,
-checkpointing.py, core_v0.7.0 to 0.19.2): it refuses with `--ckpt-format torch`, and otherwise fails or, since 0.16,
-silently loads half a model. Of a zarr checkpoint, Megatron from 0.16 on says that there is no strategy for it; what
-either FSDP wrote it takes for `torch_dcp`, and asks it for none of its tensors (`_get_checkpoint_format`).
-Within the scope that this module opens, that function returns what it would have read from a legacy checkpoint of the
-running layout. Everything after it is stock.
+These are legacy checkpoints of another layout, zarr checkpoints if Megatron has no reader for them, checkpoints of
+Megatron-FSDP (`fsdp_dtensor`) or torch's FSDP (`torch_dcp`) in a job that does not use that FSDP, and Hugging Face
+folders (`sources.huggingface`).
+Of a legacy checkpoint, stock Megatron opens the rank folder that its own layout names (`_load_base_checkpoint`,
+checkpointing.py, core_v0.7.0 to 0.19.2): with `--ckpt-format torch` it refuses, otherwise it fails or, since 0.16,
+silently loads half a model. For zarr, Megatron reports from 0.16 on that it has no strategy. It takes both FSDP formats
+for `torch_dcp`, and requests none of their tensors (`_get_checkpoint_format`).
+Within the scope that this module opens, `_load_base_checkpoint` returns this rank's part of the checkpoint as it would
+read it from a legacy checkpoint of the running layout. Everything after it is stock.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ from mcore_ckpt_ext.planning.plan import TargetSlice, make_plan
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 _DISTRIBUTED = "use_distributed_optimizer"
-# `check_checkpoint_args` compares these; they follow from the tensor- and pipeline-parallel size.
+# `check_checkpoint_args` compares these; they follow from the tensor and pipeline parallel size.
 _FOLLOWS_LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size", "make_vocab_size_divisible_by",
 )  # fmt: skip
 
 
 def folder_to_feed(directory: str | None, arguments: Any) -> Path | None:
-    """The iteration folder that Megatron would load from a run folder, if it may have to be fed."""
+    """Return the iteration folder that Megatron would load, if stock may be unable to load it; else None."""
     folder = folder_named(directory, arguments)
     if folder is None or is_legacy(folder):
         return folder
@@ -63,25 +62,25 @@ def folder_to_feed(directory: str | None, arguments: Any) -> Path | None:
 
 
 def _reads_zarr() -> bool:
-    """Whether the running Megatron has its zarr strategy (until core_v0.16.0, commit faa6037b) and the library."""
+    """Return True if Megatron has its zarr strategy (until core_v0.16.0, faa6037b) and zarr is installed."""
     strategies = import_module("megatron.core.dist_checkpointing.strategies")
     return find_spec(f"{strategies.__name__}.zarr") is not None and find_spec("zarr") is not None
 
 
 def changes_of(folder: Path, arguments: Any) -> list[str]:
-    """The reason why stock Megatron cannot load the checkpoint in such a folder; empty if it can.
+    """Return the reasons why stock Megatron cannot load the checkpoint in a folder; empty if it can.
 
-    For a legacy one: the arguments in which it differs from what the running layout would have written.
+    For a legacy checkpoint: the arguments that differ from those of a checkpoint of the running layout.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint is unreadable.
     """
     checkpoint = open_checkpoint(folder)
     try:
         if not checkpoint.format_reader.loading.by_rank:
             return [f"the format {checkpoint.format}"]
         changes = placement_changes(checkpoint.arguments, JobArguments.of(vars(arguments)))
-        # Without it the optimizer's state is in no file that the distributed optimizer would open.
+        # Without it the optimizer's state is in none of the files that the distributed optimizer would open.
         written = checkpoint.arguments.use_distributed_optimizer
         return changes if written or not getattr(arguments, _DISTRIBUTED, False) else [*changes, _DISTRIBUTED]
     finally:
@@ -91,7 +90,7 @@ def changes_of(folder: Path, arguments: Any) -> list[str]:
 def load_weights_alone(
     scope: MutableMapping[str, Any], directory: str | None, chunks: Sequence[Any], stock: Callable[[], Any]
 ) -> Any:
-    """A load that leaves the optimizer out: stock's own, but fed where stock could not load it by itself.
+    """Load without the optimizer by stock Megatron's function; present the checkpoint to it if necessary.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
@@ -100,7 +99,7 @@ def load_weights_alone(
         stock: calls the original with all its arguments.
 
     Raises:
-        ResumeRefusedError: on every rank, when some rank's part cannot be put together.
+        ResumeRefusedError: on every rank, if some rank's part is unavailable.
     """
     arguments = scope["get_args"]()
 
@@ -125,16 +124,16 @@ def fed(
     chunks: Sequence[Any],
     opened: Callable[[set[str]], Checkpoint] | None = None,
 ) -> Iterator[None]:
-    """Feed the loads within this scope; the model is not touched before every rank has its part.
+    """Present the checkpoint to the loads within this scope, after all ranks have read their parts.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         chunks: the unwrapped model chunks.
-        opened: opens it for the names of the live model, over all ranks.
+        opened: opens the checkpoint, given the names of the live model over all ranks; by default `open_checkpoint`.
 
     Raises:
-        ResumeRefusedError: on every rank, when some rank's part cannot be put together.
+        ResumeRefusedError: on every rank, if some rank's part is unavailable.
     """
     arguments = scope["get_args"]()
     told = agreed("reading the live model", lambda: live_names(model_tensors(chunks)))
@@ -162,7 +161,7 @@ def fed(
         if "set_loaded_iteration" in scope:  # since 0.16
             scope["set_loaded_iteration"](state["iteration"])
         found = (state, str(folder), releases[0])
-        # The kind of checkpoint is returned since 0.9.
+        # Since 0.9, the kind of checkpoint is returned, too.
         return (*found, scope["CheckpointType"].LEGACY) if "CheckpointType" in scope else found
 
     with overridden(scope, _load_base_checkpoint=load_base_checkpoint), overridden(vars(arguments), no_load_rng=True):
@@ -172,15 +171,15 @@ def fed(
 def _rank_state(
     checkpoint: Checkpoint, chunks: Sequence[Any], arguments: Any, live: set[str]
 ) -> tuple[dict[str, Any], int, int]:
-    """What this rank's `model_optim_rng.pt` would hold, without optimizer and random state.
+    """Return the content of this rank's `model_optim_rng.pt`, without optimizer and random state.
 
     Returns:
-        It, and how many extra states are not in the checkpoint, or not known.
+        The content; the number of extra states that the checkpoint lacks; the number of unknown ones.
     """
     try:
         spell = name_map_for(checkpoint, live)
         check_names(checkpoint, set(map(spell, live)))
-        # A Hugging Face folder has no arguments of its own: those of this job have been compared with its config.json.
+        # A Hugging Face folder has no arguments: this job's arguments have been compared with its config.json.
         written = Namespace(**(vars(arguments) if checkpoint.format_reader.is_model_folder else checkpoint.args))
         vars(written).update({name: getattr(arguments, name) for name in _FOLLOWS_LAYOUT if hasattr(arguments, name)})
         described, states = live_parameters(chunks, spell), checkpoint.extra_states()
@@ -196,7 +195,7 @@ def _rank_state(
 def _model_state(
     checkpoint: Checkpoint, chunk: Any, described: Mapping[int, LiveParameter], states: Mapping[str, Any]
 ) -> tuple[dict[str, Any], FoundStates]:
-    """A `state_dict` for one model chunk under its own names; what the checkpoint lacks stays as the live chunk has it.
+    """Return a `state_dict` for one model chunk; entries that the checkpoint lacks keep their live values.
 
     `states`: the checkpoint's extra states.
     """
@@ -219,13 +218,15 @@ def _model_state(
 
 
 def _check_numbers(tensors: Sequence[LiveParameter], filled: Sequence[torch.Tensor], where: str) -> None:
-    """Refuse weights that are no numbers: every loss would be none. A checkpoint's own masters prove its weights.
+    """Refuse weights that are not finite, since every loss would be NaN.
+
+    Other checkpoints need no such check: their masters verify their weights.
 
     Raises:
-        UnreadableCheckpointError: one is not finite.
+        UnreadableCheckpointError: a weight is not finite.
     """
     for live, values in zip(tensors, filled, strict=True):
-        # The sum of finite numbers may be infinite, but one that is not finite never makes a finite sum.
+        # The sum of finite numbers may be infinite, but a non-finite number never gives a finite sum.
         if values.is_floating_point() and not values.sum(dtype=torch.float64).isfinite():
             wrong = int((~values.isfinite()).sum())
             if wrong:

@@ -1,4 +1,4 @@
-"""Lets a job of Megatron-FSDP resume any other format: it is handed what `convert --to fsdp_dtensor` would write."""
+"""Lets a job of Megatron-FSDP resume any other format, as if converted to `fsdp_dtensor`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 
 
 def is_of_fsdp(arguments: Any) -> bool:
-    """Whether a job is one of Megatron-FSDP."""
+    """Return True if a job uses Megatron-FSDP."""
     return arguments.ckpt_format == FSDP_DTENSOR and bool(getattr(arguments, "use_megatron_fsdp", False))
 
 
@@ -40,7 +40,7 @@ def load_into_fsdp(scope: MutableMapping[str, Any], directory: str | None, stock
         stock: calls the original with all its arguments.
 
     Raises:
-        ResumeRefusedError: on every rank, where the checkpoint cannot be taken over.
+        ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
     """
     arguments = scope["get_args"]()
 
@@ -61,7 +61,7 @@ def load_into_fsdp(scope: MutableMapping[str, Any], directory: str | None, stock
 
 
 class _Feed(DcpStorageAdapter):
-    """One checkpoint, handed to one load of Megatron-FSDP."""
+    """One checkpoint for one load of Megatron-FSDP."""
 
     backend: ClassVar[str] = FSDP_DTENSOR
     whose: ClassVar[str] = "Megatron-FSDP"
@@ -81,13 +81,13 @@ class _Feed(DcpStorageAdapter):
         spec: LayerSpec = "local" if running.transformer_impl == "local" else "transformer_engine"
         super().__init__(folder, open_source(folder, FsdpDtensor(transformer_impl=spec), None))
         has_expert_optimizer = (running.expert_model_parallel_size or 1) > 1
-        # The checkpoint under the names that the running job has.
+        # The checkpoint under the names of the running job.
         self._target = FsdpTarget(self.checkpoint, megatron_version(), has_expert_optimizer, ModuleNames(running))
         self.arguments = self._target.common["args"]
 
     @override
     def complete(self, state_dict: Mapping[str, Any]) -> None:
-        """It asks for all."""
+        """Do nothing: Megatron-FSDP requests every key itself."""
 
     @override
     def arrays(self) -> Mapping[str, FsdpArray]:

@@ -1,10 +1,11 @@
-"""Lets a job of torch's FSDP (`--use-torch-fsdp2 --ckpt-format torch_dcp`) resume any format, its own among them.
+"""Lets a job of torch's FSDP (`--use-torch-fsdp2 --ckpt-format torch_dcp`) resume any format.
 
-Stock Megatron resumes none. Its loader asks for `optimizer.state_dict(is_loading=True)`, but every optimizer is a
-ChainedOptimizer, whose `state_dict` knows no such argument (`load_checkpoint`, megatron/training/checkpointing.py;
-`get_megatron_optimizer`, megatron/core/optimizer/__init__.py; core_v0.12.1 to 0.19.2 and the development head of August
-2026). Nor would it ask for Adam's step, which a fused Adam has in its parameter groups only after the first one. Such
-jobs have neither tensor nor pipeline parallelism (`validate_args`, megatron/training/arguments.py).
+Stock Megatron resumes no such job. Its loader calls `optimizer.state_dict(is_loading=True)`,
+but every optimizer is a ChainedOptimizer, whose `state_dict` has no such parameter (`load_checkpoint`,
+megatron/training/checkpointing.py; `get_megatron_optimizer`, megatron/core/optimizer/__init__.py; core_v0.12.1 to
+0.19.2 and the development head of August 2026). It would not request Adam's step either, which a fused Adam has in its
+parameter groups only after the first step. Such jobs have neither tensor nor pipeline parallelism (`validate_args`,
+megatron/training/arguments.py).
 """
 
 from __future__ import annotations
@@ -43,21 +44,22 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
-# `check_checkpoint_args` compares these, which are those of the one layout that such a job has.
+# `check_checkpoint_args` compares these; such a job has only one layout, which determines them.
 _OF_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size")
 _OPTIMIZER = "optimizer"
 
 
 def is_of_torch_fsdp(arguments: Any) -> bool:
-    """Whether a job is one of torch's FSDP that keeps its checkpoints in `torch_dcp`."""
+    """Return True if a job uses torch's FSDP and saves checkpoints in `torch_dcp`."""
     return arguments.ckpt_format == TORCH_DCP and bool(getattr(arguments, "use_torch_fsdp2", False))
 
 
 def advise_torch_fsdp(arguments: Any, directory: str | None) -> None:
-    """Say what helps a job of torch's FSDP that keeps another format than `torch_dcp`.
+    """Log advice for a job of torch's FSDP that uses another format than `torch_dcp`.
 
     Stock Megatron finds none of its optimizer's parameters in the model's sharded state dict, whose tensors are parts
-    of them, and ends with `KeyError: 0` (`get_param_id_to_sharded_param_map`, dist_checkpointing/optimizer.py, 0.19.2).
+    of them, and fails with `KeyError: 0` (`get_param_id_to_sharded_param_map`, dist_checkpointing/optimizer.py,
+    0.19.2).
     """
     if not getattr(arguments, "use_torch_fsdp2", False) or arguments.ckpt_format == TORCH_DCP:
         return
@@ -75,7 +77,7 @@ def load_into_torch_fsdp(
     optimizer: Any,
     stock: Callable[[], Any],
 ) -> Any:
-    """A load of a job of torch's FSDP: stock's own, by way of a `VirtualStorageReader`.
+    """Load into a job of torch's FSDP by stock Megatron's function and a `VirtualStorageReader`.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
@@ -85,7 +87,7 @@ def load_into_torch_fsdp(
         stock: calls the original with all its arguments.
 
     Raises:
-        ResumeRefusedError: on every rank, where the checkpoint cannot be taken over.
+        ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
     """
     arguments = scope["get_args"]()
     folder = agreed("looking at the checkpoint", lambda: folder_named(directory, arguments))[0]
@@ -98,7 +100,7 @@ def load_into_torch_fsdp(
 
 
 class _Feed(DcpStorageAdapter):
-    """One checkpoint, handed to one load of torch's FSDP."""
+    """One checkpoint for one load of torch's FSDP."""
 
     backend: ClassVar[str] = TORCH_DCP
     whose: ClassVar[str] = "torch's FSDP"
@@ -129,7 +131,7 @@ class _Feed(DcpStorageAdapter):
 
     @contextmanager
     def asked(self) -> Iterator[None]:
-        """The scope within which the optimizer says what it has, as the loader asks for it."""
+        """Let the optimizer return its state within this scope when the loader requests it."""
 
         def state_dict(is_loading: bool = False) -> Any:
             if is_loading and self._child.init_state_fn is not None:
@@ -144,17 +146,17 @@ class _Feed(DcpStorageAdapter):
 
     @override
     def complete(self, state_dict: Mapping[str, Any]) -> None:
-        """Each parameter group takes over the settings of its parameters, Adam's step among them."""
+        """Set the options of each parameter group to the stored options of its parameters, with Adam's step."""
         if not self._without and self.checkpoint.optimizer_format is not None:
             state = state_dict[_OPTIMIZER]
             for number, group in enumerate(state.get(_OPTIMIZER, state)["param_groups"]):
                 group.update(with_torch_dtypes(self._settings(number)))
 
     def _settings(self, number: int) -> Mapping[str, Any]:
-        """What the checkpoint says of the parameters of a live group.
+        """Return the stored options for the parameters of a live group.
 
         Raises:
-            ModelMismatchError: they were in several groups.
+            ModelMismatchError: the parameters were in several groups.
         """
         (groups,) = distinct_groups(self.checkpoint.param_groups(), has_expert_optimizer=False)
         names = self._groups[number]
@@ -198,12 +200,12 @@ class _Feed(DcpStorageAdapter):
         check_names(self.checkpoint, {name for _, name in self._places.values()})
 
     def _kept(self) -> dict[str, tuple[str, str]]:
-        """What the job keeps under each key: the kind, and the name of the parameter."""
+        """Return the kind and the parameter's name that the job stores under each key."""
         found = {key: (WEIGHT, name) for key, name in self._weights.items()}
         for group, parameters in enumerate(self._halves):
             for position, parameter in enumerate(parameters):
                 found[f"{_OPTIMIZER}.fp32_from_fp16_params.{group}.{position}"] = FP32_PARAM, self._names[id(parameter)]
-        # Around the inner optimizer's own dict there is another one, unless the job trains in fp32.
+        # The inner optimizer's state dict is nested in another one, unless the job trains in fp32.
         state = f"{_OPTIMIZER}.{_OPTIMIZER}.state" if self._halves else f"{_OPTIMIZER}.state"
         for number, name in enumerate(name for names in self._groups for name in names):
             found.update({f"{state}.{number}.{kind}": (kind, name) for kind in kept_by(self._child.optimizer) or ()})
@@ -211,12 +213,12 @@ class _Feed(DcpStorageAdapter):
 
     @property
     def _halves(self) -> Sequence[Sequence[Any]]:
-        """The parameters of half precision in each live parameter group."""
+        """The half-precision parameters in each live parameter group."""
         found: Sequence[Sequence[Any]] = getattr(self._child, "float16_groups", [])
         return found
 
     def _names_by_group(self) -> list[list[str]]:
-        """The names of the parameters in each live parameter group, in their order."""
+        """Return the names of the parameters in each live parameter group, in their order."""
         masters = getattr(self._child, "fp32_from_float16_groups", [])
         own = {
             id(master): parameter
@@ -228,7 +230,7 @@ class _Feed(DcpStorageAdapter):
 
 
 def _only_child(optimizer: Any) -> Any:
-    """The one optimizer of whole parameters.
+    """Return the only optimizer of whole parameters.
 
     Raises:
         UnsupportedCheckpointError: it is of another kind, or there are several.

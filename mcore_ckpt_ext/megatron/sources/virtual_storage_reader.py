@@ -1,4 +1,4 @@
-"""A checkpoint of any format as torch's distributed checkpoint reads it: as if it were stored in `fsdp_dtensor`."""
+"""Lets torch's distributed checkpoint read a checkpoint of any format as if it were `fsdp_dtensor`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 
 class VirtualStorageReader(StorageReader):
-    """Reads each part of an array from where the checkpoint has it, and proves the masters among them."""
+    """Reads each part of an array from its place in the checkpoint, and verifies masters against weights."""
 
     def __init__(self, arrays: Mapping[str, FsdpArray], objects: Mapping[str, Any], filler: BlockReader) -> None:
-        """Args: what `FsdpTarget` lays out, by key; what reads it."""
+        """Args: the arrays and objects of `FsdpTarget`, by key; the reader of their content."""
         self._arrays, self._objects, self._filler = arrays, objects, filler
         self.bytes_read = 0
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """The index that such a folder would have, each array in one piece."""
+        """Return the index that an `fsdp_dtensor` folder would have, each array in one chunk."""
         entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._objects}
         for key, array in self._arrays.items():
             whole = ChunkStorageMetadata(torch.Size([0] * len(array.shape)), torch.Size(array.shape))
@@ -45,7 +45,7 @@ class VirtualStorageReader(StorageReader):
         return Metadata(entries)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what a plan asks for.
+        """Read the items of a plan.
 
         Raises:
             ProofError: a master does not round to its weight.
@@ -85,20 +85,20 @@ class VirtualStorageReader(StorageReader):
             tensor.copy_(room.view(tensor.shape))
 
     def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
-        """Nothing has to be prepared."""
+        """Do nothing: no setup is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Every rank reads what it asks for."""
+        """Return the plan unchanged: every rank reads its own items."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Every rank reads what it asks for."""
+        """Return the plans unchanged: every rank reads its own items."""
         return plans
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """There is no state."""
+        """Do nothing: the reader has no state."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """It belongs to one checkpoint."""
+        """Return False: the reader belongs to one checkpoint."""
         return False
