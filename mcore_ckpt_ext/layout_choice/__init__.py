@@ -1,1 +1,1 @@
-"""Which parallel layouts Megatron accepts for a model, and what each of them needs: pure arithmetic, no I/O."""
+"""The parallel layouts that Megatron accepts for a model, and the memory of each: pure arithmetic, no I/O."""

@@ -1,9 +1,9 @@
 """Distributes whole parameters over data-parallel ranks, as layer-wise optimizers do.
 
 Source: `LayerWiseDistributedOptimizer` (megatron/core/optimizer/layer_wise_optimizer.py, core_v0.16.0 to 0.19.2 and the
-development head of August 2026). Without a parameter layout it deals all parameters out, the smallest first
-(`shard_params`, `_shard_params_ping_pong`). With one it steps matrices alone, and packs them into shards of a buffer of
-their own (`_compute_per_buffer_param_layout`); a DistributedOptimizer steps the others.
+development head of August 2026). Without a parameter layout it assigns all parameters to ranks in turn, the smallest
+first (`shard_params`, `_shard_params_ping_pong`). With a parameter layout it updates only matrices, and packs them into
+the shards of a separate buffer (`_compute_per_buffer_param_layout`); a DistributedOptimizer updates the others.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ _EXCESS = 0.3
 
 
 class LayerWise(Enum):
-    """How a layer-wise optimizer shares parameters out.
+    """How a layer-wise optimizer distributes parameters.
 
-    `DEALT`: all of them in turn, forth and back between the ranks, the smallest first.
-    `PACKED_BY_SIZE`: matrices only, the largest first, each to the shard with the fewest elements (core_v0.19.1 and
-    0.19.2).
-    `PACKED_BY_COMPUTATION`: matrices only, the one that takes longest first, each to the shard that is done first,
-    unless that gets too large (development head of August 2026).
+    `DEALT`: all parameters, the smallest first, to the ranks in turn, alternately forward and backward.
+    `PACKED_BY_SIZE`: only matrices, the largest first, each to the shard with the fewest elements (core_v0.19.1 and
+    0.19.2). `PACKED_BY_COMPUTATION`: only matrices, the most expensive first, each to the shard with the least
+    computation so far, unless that shard gets too large (development head of August 2026).
     """
 
     DEALT = "dealt"
@@ -41,7 +40,7 @@ class LayerWise(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Matrices in the shards of a buffer.
+    """The assignment of matrices to the shards of a buffer.
 
     Attributes:
         shard_of: the shard of each matrix.
@@ -53,7 +52,7 @@ class Packing:
 
 
 def dealt(elements: Numbers, is_matrix: Flags, ranks: int) -> Numbers:
-    """The rank of each parameter; of equally large ones, matrices come first, as Muon's groups do."""
+    """Return the rank of each parameter; matrices precede other parameters of equal size, as Muon's groups do."""
     order = np.lexsort((~is_matrix, elements))
     turn = np.arange(len(order)) % (2 * ranks)
     found = np.empty_like(order)
@@ -65,15 +64,15 @@ def packed(rows: Numbers, columns: Numbers, ranks: int, rule: LayerWise, *, high
     """Pack matrices into one shard for each rank.
 
     Args:
-        rows: of each matrix, as one tensor-parallel rank has it.
-        columns: likewise.
-        ranks: data-parallel ranks.
-        rule: of the release.
+        rows: rows of each matrix on one tensor-parallel rank.
+        columns: columns of each matrix on one tensor-parallel rank.
+        ranks: number of data-parallel ranks.
+        rule: the packing of the release.
         high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
     """
     elements = rows * columns
     by_computation = rule is LayerWise.PACKED_BY_COMPUTATION
-    # Newton-Schulz iterations multiply a matrix with its transpose (`_ns_compute_cost`).
+    # Newton-Schulz iterations multiply a matrix by its transpose (`_ns_compute_cost`).
     cost = elements * np.minimum(rows, columns) if by_computation else elements
     most = elements.sum() / ranks * (1 + _EXCESS)
     ends, done = np.zeros(ranks, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
@@ -93,14 +92,14 @@ def layer_wise_stages(
     table: ModelTable, ranges: Sequence[Sequence[range]], layout: ParallelLayout, held: Sequence[StageHolding],
     rule: LayerWise, *, high_bandwidth: bool,
 ) -> tuple[StageHolding, ...]:  # fmt: skip
-    """The share of the fullest rank of each pipeline stage.
+    """Return the share of the fullest rank of each pipeline stage.
 
     Args:
         table: the model.
         ranges: global decoder layers by `[pipeline rank][virtual stage]`.
         layout: the parallel sizes.
-        held: the same stages as `ModelTable.stages` returns them, for all data-parallel ranks together.
-        rule: how parameters are shared out.
+        held: the same stages as returned by `ModelTable.stages`, for all data-parallel ranks together.
+        rule: how parameters are distributed.
         high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
     """
     apart = layout.expert > 1
@@ -121,7 +120,7 @@ def layer_wise_stages(
 
 
 def _chunks(local: LocalColumns, ranges: Sequence[Sequence[range]], pipeline: int, copies: int) -> Iterator[Numbers]:
-    """The numbers of the parameters of each model chunk of a pipeline rank."""
+    """Yield the numbers of the parameters of each model chunk of a pipeline rank."""
     is_last = pipeline == len(ranges) - 1
     for stage, span in enumerate(ranges[pipeline]):
         chosen = (local.place >= span.start) & (local.place < span.stop)
@@ -137,7 +136,7 @@ def _chunks(local: LocalColumns, ranges: Sequence[Sequence[range]], pipeline: in
 def _shared_out(
     holding: Holding, local: LocalColumns, chunks: Iterable[Numbers], ranks: int, rule: LayerWise, high_bandwidth: bool
 ) -> Holding:
-    """Replace the state that all ranks together keep by that of the fullest one.
+    """Replace the state of all ranks together by the state of the fullest rank.
 
     `chunks`: the parameters of each model chunk, as their numbers in `local`.
     """

@@ -1,4 +1,4 @@
-"""The parameters of one rank as columns of numbers, which thousands of layouts are worked out from."""
+"""The parameters of one rank as columns of numbers, to evaluate thousands of layouts quickly."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 BEFORE_LAYERS, AFTER_LAYERS = -1, -2
-"""The places of what no decoder layer holds; see `Parameter`."""
+"""The places of parameters outside the decoder layers; see `Parameter`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalColumns:
-    """The parameters of one rank, all pipeline stages together: an element of each array for each parameter.
+    """The parameters of one rank, for all pipeline stages together; each array has one element for each parameter.
 
     Attributes:
-        elements: of the rank's part.
-        rows: of the part, and `columns`: where it is a matrix; 0 otherwise.
-        columns: likewise.
+        elements: number of elements of the rank's part.
+        rows: rows of the part if it is a matrix, otherwise 0.
+        columns: columns of the part if it is a matrix, otherwise 0.
         state: bytes of optimizer state.
-        is_matrix: what Muon steps: two axes, and no row for every token (`is_managed_by_layer_wise_optimizer`,
-            megatron/core/optimizer/layer_wise_optimizer.py).
-        place: as in `Parameter`.
-        is_embedding: it has a row for every token, and stands before the layers.
+        is_matrix: whether Muon updates it: it has two axes, and no row for every token
+            (`is_managed_by_layer_wise_optimizer`, megatron/core/optimizer/layer_wise_optimizer.py).
+        place: the same as in `Parameter`.
+        is_embedding: whether it has a row for every token and precedes the layers.
     """
 
     elements: Numbers
@@ -37,5 +37,5 @@ class LocalColumns:
     is_embedding: Flags
 
     def chosen(self, chosen: Flags | Numbers) -> LocalColumns:
-        """Some of the parameters, by a mask or by their numbers."""
+        """Select parameters by a mask or by their numbers."""
         return LocalColumns(*(getattr(self, field.name)[chosen] for field in fields(self)))

@@ -27,7 +27,7 @@ class Memory:
 
     @property
     def static(self) -> int:
-        """Weights, gradients and optimizer, which do not depend on the batch."""
+        """Bytes of weights, gradients and optimizer, which do not depend on the batch."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -38,14 +38,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """How a job keeps its gradients and its optimizer.
+    """How a job stores its gradients and its optimizer.
 
     Attributes:
-        gradient_bytes: of one element (`--accumulate-allreduce-grads-in-fp32` is 4).
-        is_distributed: parameters lie in buffers that are padded for the data-parallel ranks.
+        gradient_bytes: bytes of one element (4 with `--accumulate-allreduce-grads-in-fp32`).
+        is_distributed: whether parameters are in buffers that are padded for the data-parallel ranks.
         high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
-        offloaded: the part of the optimizer that lies in host memory (`--optimizer-offload-fraction`).
-        layer_wise: how a layer-wise optimizer shares whole parameters out; None for other optimizers.
+        offloaded: the fraction of the optimizer in host memory (`--optimizer-offload-fraction`).
+        layer_wise: how a layer-wise optimizer distributes whole parameters; None for other optimizers.
     """
 
     gradient_bytes: int
@@ -56,10 +56,10 @@ class Buffers:
 
 
 def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations: int) -> Memory:
-    """The memory of one rank of a pipeline stage.
+    """Return the memory of one rank of a pipeline stage.
 
-    A gradient buffer, and with a distributed optimizer the weights beside it, is padded at its end for the ranks that
-    share it. Buckets that `--overlap-grad-reduce` makes add less than one such padding each, which is left out.
+    A gradient buffer, and with a distributed optimizer the buffer of weights, is padded at its end for the ranks that
+    share it. Each bucket of `--overlap-grad-reduce` adds less than one such padding, which is ignored.
     """
     layout = choice.layout
     shares = ((stage.dense, layout.data * layout.context), (stage.experts, layout.expert_data))
@@ -82,13 +82,13 @@ def _padded(holding: Holding, ranks: int, buffers: Buffers) -> int:
 
 
 def activation_bytes(choice: Choice, recomputation: Recomputation) -> int:
-    """An estimate of the activations on the first pipeline stage, in bytes of bf16 training.
+    """Estimate the activations on the first pipeline stage, in bytes of bf16 training.
 
     Formulas: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198),
-    sections 4 and 5, as megatron/training/theoretical_memory_usage.py applies them (core_v0.12.0 to 0.19.2): a layer
-    keeps `s b h (10 + 24 / TP)` bytes without sequence parallelism, and `s b h (18 + 4 ffn / h) / TP` with it, both
-    with selective recomputation; with full recomputation only its input, `2 s b h`. Without any, attention adds
-    `5 a s^2 b / TP`. Pipelines hold several micro batches at once.
+    sections 4 and 5, as megatron/training/theoretical_memory_usage.py applies them (core_v0.12.0 to 0.19.2). With
+    selective recomputation, a layer keeps `s b h (10 + 24 / TP)` bytes without sequence parallelism, and
+    `s b h (18 + 4 ffn / h) / TP` with it. With full recomputation it keeps only its input, `2 s b h`. Without any,
+    attention adds `5 a s^2 b / TP`. Pipelines keep the activations of several micro batches at once.
     """
     job, layout = choice.job, choice.layout
     hidden, length = job.hidden_size or 0, (job.seq_length or 0) // layout.context
@@ -112,7 +112,7 @@ def activation_bytes(choice: Choice, recomputation: Recomputation) -> int:
 
 
 def _batches_in_flight(choice: Choice) -> float:
-    """Micro batches of which the first stage keeps the activations at once; a fraction counts part of the layers."""
+    """Return the number of micro batches whose activations the first stage keeps; a fraction for some of the layers."""
     layout = choice.layout
     if layout.virtual_pipeline > 1:
         return layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual_pipeline))
@@ -120,7 +120,7 @@ def _batches_in_flight(choice: Choice) -> float:
 
 
 def bubble_fraction(choice: Choice) -> float:
-    """The idle share of a pipeline's time: `(PP - 1) / (VPP x micro batches)` of the time that it works.
+    """Return the idle fraction of a pipeline's time, `(PP - 1) / (VPP x micro batches)` relative to the busy time.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
     (arXiv:2104.04473), section 2.2.

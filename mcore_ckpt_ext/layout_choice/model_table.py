@@ -1,4 +1,4 @@
-"""A model as a table of parameters, and how many of their elements each pipeline stage of a layout holds."""
+"""A model as a table of parameters, to count the elements on each pipeline stage of a layout."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS, BEFORE_LAYE
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of the model, as a plan has to know it.
+    """The properties of one parameter of the model that a plan needs.
 
     Attributes:
-        name: in model space.
-        shape: of the whole tensor; of a table of tokens, without rows of padding where their number is known.
-        weight_bytes: of one element of the weight.
+        name: its name in model space.
+        shape: the shape of the whole tensor; for a table of tokens without rows of padding, if their number is known.
+        weight_bytes: bytes of one element of the weight.
         place: the decoder layer's number; -1 before the layers (embedding), -2 after them (norms, output layer).
-        cut: how tensor-parallel ranks share it; None where each has the whole.
+        cut: how tensor-parallel ranks shard it; None if it is replicated.
         expert: the number of its expert; None outside experts.
-        is_vocabulary: it has a row for every token, which are padded for the tensor-parallel size.
-        state_bytes: of one element of the optimizer's state in memory, master included.
-        stored_bytes: of one element of the optimizer's state in the checkpoint.
-        is_distributed: data-parallel ranks share its state.
+        is_vocabulary: whether it has a row for every token, padded for the tensor parallel size.
+        state_bytes: bytes of one element of the optimizer's state in memory, master included.
+        stored_bytes: bytes of one element of the optimizer's state in the checkpoint.
+        is_distributed: whether data-parallel ranks share its state.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The parameters of one kind on one rank of a stage.
+    """The totals of the parameters of one kind on one rank of a stage.
 
     Attributes:
-        elements: of parameters.
-        aligned: the same, each parameter padded as in a gradient buffer.
-        weight_bytes: of the weights.
+        elements: number of elements.
+        aligned: number of elements with each parameter padded as in a gradient buffer.
+        weight_bytes: bytes of the weights.
         shared_state: bytes of optimizer state that data-parallel ranks share.
         whole_state: bytes of optimizer state that every rank keeps.
         shared_stored: bytes of optimizer state in the checkpoint that data-parallel ranks share.
@@ -73,9 +73,9 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class StageHolding:
-    """What a rank of one pipeline stage holds: `dense` parameters, and `experts` of an expert-parallel rank.
+    """The totals on a rank of one pipeline stage: of `dense` parameters, and of `experts` with expert parallelism.
 
-    Without expert parallelism, experts lie in the same buffers as everything else and count as dense
+    Without expert parallelism, experts are in the same buffers as all other parameters and count as dense
     (`is_expert_parallel`, megatron/core/distributed/distributed_data_parallel.py, core_v0.7.0 to 0.19.2).
     """
 
@@ -85,13 +85,13 @@ class StageHolding:
 
 @dataclass(frozen=True, slots=True)
 class _Totals:
-    """What `Holding` counts, one column for each of its attributes.
+    """Totals as arrays, with one column for each attribute of `Holding`.
 
     Attributes:
-        inside: of all layers before the one of the row's number.
-        before: of what stands before the layers.
-        after: of what stands after them.
-        copied: of the word embeddings, of which the last stage may hold copies.
+        inside: totals of all layers before the one of the row's number.
+        before: totals of parameters before the layers.
+        after: totals of parameters after the layers.
+        copied: totals of the word embeddings, which the last stage may copy.
     """
 
     inside: Numbers
@@ -100,7 +100,7 @@ class _Totals:
     copied: Numbers
 
     def holding(self, spans: Sequence[range], ends: Sequence[int], copies: int) -> Holding:
-        """What stands in these layers, before the first and after the last one."""
+        """Return the totals of these layers, and of parameters before the first and after the last one."""
         found = np.zeros_like(self.before)
         for span in spans:
             found += self.inside[span.stop] - self.inside[span.start]
@@ -113,21 +113,21 @@ class _Totals:
 
 
 def embedding_copies(job: JobArguments) -> int:
-    """How many copies of the word embedding the last of several pipeline stages has.
+    """Return the number of copies of the word embedding on the last of several pipeline stages.
 
-    One is the output layer of a tied model, one embeds tokens for multi-token prediction, and a tied model that
-    predicts further tokens has both (`GPTModel.__init__`, megatron/core/models/gpt/gpt_model.py, core_v0.12.0 to
-    0.19.2: an embedding where `pre_process or mtp_process`, an output layer without a weight where `pre_process`).
+    A tied model has one as its output layer, and multi-token prediction needs one to embed tokens
+    (`GPTModel.__init__`, megatron/core/models/gpt/gpt_model.py, core_v0.12.0 to 0.19.2: an embedding where
+    `pre_process or mtp_process`, an output layer without a weight where `pre_process`).
     """
     return (not job.untie_embeddings_and_output_weights) + bool(job.mtp_num_layers)
 
 
 def place_after_layers(name: str, job: JobArguments) -> int:
-    """The place of a parameter that follows the decoder layers, by its name within the language model.
+    """Return the place of a parameter after the decoder layers, by its name within the language model.
 
-    In models that predict further tokens, the final norm stands on the stage of the last decoder layer, even where
-    the last stage has none (`has_final_layernorm_in_this_stage`, megatron/core/transformer/transformer_block.py,
-    core_v0.16.0 to 0.19.2; before, it always stood on the last stage).
+    In models with multi-token prediction, the final norm is on the stage of the last decoder layer, even if the last
+    stage has no decoder layer (`has_final_layernorm_in_this_stage`, megatron/core/transformer/transformer_block.py,
+    core_v0.16.0 to 0.19.2). Before, it was always on the last stage.
     """
     is_norm = name.startswith("decoder.final_")
     return job.num_layers - 1 if is_norm and job.mtp_num_layers and job.num_layers else AFTER_LAYERS
@@ -138,14 +138,14 @@ ROWS_DIVISOR = 128
 
 
 class PaddedRows:
-    """Rows of the vocabulary, padded for a tensor-parallel size.
+    """Computes the rows of the vocabulary, padded for a tensor parallel size.
 
-    A multiple of `--make-vocab-size-divisible-by` x TP (`vocab_size_with_padding`,
+    They are a multiple of `--make-vocab-size-divisible-by` x TP (`vocab_size_with_padding`,
     megatron/core/tokenizers/utils/build_tokenizer.py, and `_vocab_size_with_padding` before it, core_v0.7.0 to 0.19.2).
     """
 
     def __init__(self, tokens: int | None, stored: int, divisor: int) -> None:
-        """`tokens`: without padding; where they are not known, the `stored` rows are padded further."""
+        """`tokens`: the number without padding; if it is None, the `stored` rows are padded further."""
         self._tokens, self._divisor = tokens or stored, divisor
 
     def __call__(self, tensor: int) -> int:
@@ -155,10 +155,10 @@ class PaddedRows:
 
 
 class ModelTable:
-    """All parameters of a model; answers how many elements the stages of a layout hold, without walking them again."""
+    """All parameters of a model, with cached totals for the stages of layouts."""
 
     def __init__(self, parameters: Sequence[Parameter], layers: int, *, copies: int, padded_rows: PaddedRows) -> None:
-        """`copies`: of the word embedding on the last stage, where that is not the first (`embedding_copies`)."""
+        """`copies`: copies of the word embedding on the last stage if it is not the first (`embedding_copies`)."""
         self.parameters = tuple(parameters)
         self.layers = layers
         self._padded_rows = padded_rows
@@ -167,7 +167,7 @@ class ModelTable:
 
     @cached_property
     def elements(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(prod(parameter.shape) for parameter in self.parameters)
 
     @cached_property
@@ -177,9 +177,9 @@ class ModelTable:
         return sum(elements * width for elements, width in widths)
 
     def indivisible(self, tensor: int, expert_tensor: int) -> str | None:
-        """Why some parameter cannot be divided among so many ranks; None where all can.
+        """Return why a parameter cannot be divided among these numbers of ranks; None if all can.
 
-        Source: `divide` (megatron/core/utils.py), called for every cut axis in
+        Source: `divide` (megatron/core/utils.py), called for every sharded axis in
         megatron/core/tensor_parallel/layers.py, core_v0.7.0 to 0.19.2.
         """
         for (size, bands, is_expert), name in self._cut_sizes.items():
@@ -190,7 +190,7 @@ class ModelTable:
 
     @cached_property
     def _cut_sizes(self) -> Mapping[tuple[int, int, bool], str]:
-        """The distinct sizes of axes that are cut, and one parameter that has each."""
+        """The distinct sizes of sharded axes, each with the name of one parameter that has it."""
         found: dict[tuple[int, int, bool], str] = {}
         for one in self.parameters:
             if one.cut is not None and not one.is_vocabulary:
@@ -201,13 +201,13 @@ class ModelTable:
     def stages(
         self, ranges: Sequence[Sequence[range]], tensor: int, expert_tensor: int, expert: int
     ) -> list[StageHolding]:
-        """The share of one rank of each pipeline stage.
+        """Return the totals on one rank of each pipeline stage.
 
         Args:
             ranges: global decoder layers by `[pipeline rank][virtual stage]`.
-            tensor: tensor-parallel size.
-            expert_tensor: of experts.
-            expert: expert-parallel size.
+            tensor: tensor parallel size.
+            expert_tensor: tensor parallel size of experts.
+            expert: expert parallel size.
         """
         apart = expert > 1
         dense = self._totals(tensor, expert_tensor, None if apart else 1)
@@ -227,12 +227,13 @@ class ModelTable:
         return found
 
     def _totals(self, tensor: int, expert_tensor: int, expert: int | None) -> _Totals:
-        """Running totals over layers of what `Holding` counts.
+        """Return running totals over layers.
 
         Args:
-            tensor: tensor-parallel size.
-            expert_tensor: of experts.
-            expert: None for everything but experts; 1 for everything; otherwise the experts of one rank.
+            tensor: tensor parallel size.
+            expert_tensor: tensor parallel size of experts.
+            expert: None for all parameters except experts; 1 for all parameters; otherwise the expert parallel size,
+                for the experts of one rank.
         """
         key = (tensor, expert_tensor, expert)
         if key not in self._cache:
@@ -240,17 +241,17 @@ class ModelTable:
         return self._cache[key]
 
     def local(self, tensor: int, expert_tensor: int, expert: int | None) -> LocalColumns:
-        """What one rank has of every parameter; see `_totals` for the arguments."""
+        """Return one rank's part of every parameter; see `_totals` for the arguments."""
         local, chosen = self._divided(tensor, expert_tensor, expert)
         return local.chosen(chosen)
 
     @property
     def copies(self) -> int:
-        """Copies of the word embedding on the last of several stages."""
+        """Number of copies of the word embedding on the last of several stages."""
         return self._copies
 
     def _divided(self, tensor: int, expert_tensor: int, expert: int | None) -> tuple[LocalColumns, Flags]:
-        """Every parameter as one rank has it, and which of them some rank has."""
+        """Return one rank's part of every parameter, and a mask of the parameters that the rank has."""
         columns = self._columns
         is_expert = columns["expert"] >= 0
         if expert is None:
@@ -276,7 +277,7 @@ class ModelTable:
         local, chosen = self._divided(tensor, expert_tensor, expert)
         elements = local.elements
         aligned = -(-elements // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
-        # The embedding stands before layer 0, what follows the layers after the last one.
+        # Parameters before layer 0 and after the last layer are counted in two additional rows.
         place = np.where(columns["place"] == BEFORE_LAYERS, self.layers, columns["place"])
         place = np.where(columns["place"] == AFTER_LAYERS, self.layers + 1, place)
 

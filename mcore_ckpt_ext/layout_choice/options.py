@@ -12,7 +12,7 @@ PINS = {
 
 
 class Recomputation(Enum):
-    """Which activations are computed again in the backward pass (`--recompute-granularity`)."""
+    """The activations that are recomputed in the backward pass (`--recompute-granularity`)."""
 
     NONE = "none"
     SELECTIVE = "selective"

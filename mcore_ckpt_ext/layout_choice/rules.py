@@ -1,8 +1,8 @@
 """The rules by which Megatron accepts or refuses a parallel layout for a model; each names its source.
 
-A rule is a function of a `Choice` that returns why Megatron refuses it, or None. The list `RULES` is the only place
-where such a rule stands; candidates, refusals and the documentation are made from it. Unless a rule names other
-versions, it was read in core_v0.12.0 to 0.19.2 and the development head of August 2026.
+A rule is a function of a `Choice` that returns why Megatron refuses it, or None. The list `RULES` is the only place for
+such a rule; candidates, refusals and the documentation are made from it. Unless a rule names other versions, it was
+read in core_v0.12.0 to 0.19.2 and the development head of August 2026.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mcore_ckpt_ext.versions import Version
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A parallel layout for a model, with the batch that would be trained under it.
+    """A parallel layout for a model, with the batch to train under it.
 
     Attributes:
-        job: arguments of the model; those of its old layout in it do not count.
+        job: arguments of the model; its old layout in them is ignored.
         table: the model's parameters.
         layout: the parallel sizes; `world` is the number of GPUs.
-        split: the layers of each stage; None where they cannot be divided.
+        split: the layers of each stage; None if they cannot be divided.
         micro_batch: samples that one data-parallel rank processes at once.
         global_batch: samples of an iteration.
         version: the Megatron release that would run.
@@ -48,10 +48,10 @@ class Choice:
 
     @property
     def has_sequence_parallelism(self) -> bool:
-        """Whether activations are divided along the sequence, too.
+        """Whether activations are also divided along the sequence.
 
-        Kept from the job, and needed to train experts under tensor parallelism (`MoELayer.forward`,
-        megatron/core/transformer/moe/moe_layer.py). `validate_args` switches it off without tensor parallelism.
+        The job's flag is kept. To train experts under tensor parallelism it is required (`MoELayer.forward`,
+        megatron/core/transformer/moe/moe_layer.py). `validate_args` disables it without tensor parallelism.
         """
         wanted = bool(self.job.raw.get("sequence_parallel")) or bool(self.job.num_experts)
         return self.layout.tensor > 1 and wanted
@@ -71,7 +71,7 @@ def _world_size(choice: Choice) -> str | None:
 
 
 def _factors(number: int) -> str:
-    """The prime factors of a number: `2^7 x 3`."""
+    """Return the prime factors of a number: `2^7 x 3`."""
     found, prime = list[str](), 2
     while number > 1:
         power = 0
@@ -95,7 +95,7 @@ def _expert_world_size(choice: Choice) -> str | None:
 
 
 def _rank_order(choice: Choice) -> str | None:
-    """`initialize_model_parallel`: with `--use-tp-pp-dp-mapping`, both grids need as many data-parallel ranks."""
+    """`initialize_model_parallel`: `--use-tp-pp-dp-mapping` needs the same number of data-parallel ranks for experts."""
     layout = choice.layout
     if not choice.job.use_tp_pp_dp_mapping or layout.pipeline == 1:
         return None
@@ -113,7 +113,7 @@ def _heads(choice: Choice) -> str | None:
 
 
 def _query_groups(choice: Choice) -> str | None:
-    """`TransformerConfig.__post_init__`: so are query groups; since 0.16 several ranks may share one."""
+    """`TransformerConfig.__post_init__`: query groups are divided, too; since 0.16 several ranks may share one."""
     job, tensor = choice.job, choice.layout.tensor
     groups = job.num_query_groups if job.group_query_attention else None
     may_share = SHARES_QUERY_GROUPS.is_of(choice.version)
@@ -134,13 +134,15 @@ def _linear_attention(choice: Choice) -> str | None:
 
 
 def _mamba(choice: Choice) -> str | None:
-    """`MambaMixer.__init__` and `MambaContextParallel.__init__` (megatron/core/ssm): heads are a multiple of TP x CP,
-    groups one of TP; of a tensor-parallel rank's groups, context-parallel ranks have equal shares, or share each.
+    """`MambaMixer.__init__` and `MambaContextParallel.__init__` (megatron/core/ssm): heads are a multiple of TP x CP.
+
+    The number of groups is a multiple of TP. Context-parallel ranks divide the groups of a tensor-parallel rank evenly,
+    or several share one.
     """
     job, tensor, context = choice.job, choice.layout.tensor, choice.layout.context
     if not is_hybrid(job) or "M" not in str(job.hybrid_layer_pattern or job.raw.get("hybrid_override_pattern")):
         return None
-    # Without a number there are heads of `--mamba-head-dim` for twice the hidden size (`expand`).
+    # By default there are heads of `--mamba-head-dim` for twice the hidden size (`expand`).
     heads = job.mamba_num_heads or 2 * (job.hidden_size or 0) // (job.mamba_head_dim or 64)
     groups = job.mamba_num_groups
     if heads and heads % (tensor * context):
@@ -153,7 +155,7 @@ def _mamba(choice: Choice) -> str | None:
 
 
 def _parameters(choice: Choice) -> str | None:
-    """`divide` (megatron/core/utils.py): every parameter that is cut has whole rows or columns on each rank."""
+    """`divide` (megatron/core/utils.py): each rank has whole rows or columns of every sharded parameter."""
     return choice.table.indivisible(choice.layout.tensor, choice.layout.expert_tensor)
 
 
@@ -166,8 +168,8 @@ def _experts(choice: Choice) -> str | None:
 
 
 def _sequence(choice: Choice) -> str | None:
-    """`validate_args`: with context parallelism the sequence is a multiple of 2 x CP; and, where activations are
-    divided along it, each part is a multiple of TP (`_split_along_first_dim`, tensor_parallel/mappings.py).
+    """`validate_args`: with context parallelism the sequence length is a multiple of 2 x CP. If activations are divided
+    along the sequence, each part is a multiple of TP (`_split_along_first_dim`, tensor_parallel/mappings.py).
     """
     length, layout = choice.job.seq_length, choice.layout
     if not length:
@@ -187,7 +189,7 @@ def _attention_of_context(choice: Choice) -> str | None:
 
 
 def _layers(choice: Choice) -> str | None:
-    """`validate_args` and `TransformerConfig.__post_init__`: every stage gets a whole number of layers."""
+    """`validate_args` and `TransformerConfig.__post_init__`: every stage has a whole number of layers."""
     if choice.split is not None:
         return None
     layout = choice.layout
@@ -197,7 +199,7 @@ def _layers(choice: Choice) -> str | None:
 
 def _shared_indexers(choice: Choice) -> str | None:
     """`_validate_dsa_index_share_pipeline_split` (experimental_attention_variant_module_specs.py, core_v0.19.0 on): a
-    layer that reuses the tokens which an earlier one chose is in the stage of that one.
+    layer that reuses the tokens chosen by an earlier layer is on the same stage as that layer.
     """
     frequency, offset = choice.job.dsa_indexer_topk_freq or 1, max(choice.job.dsa_indexer_skip_topk_offset or 0, 1)
     stages = () if choice.split is None else chain.from_iterable(choice.split.ranges())
@@ -208,9 +210,10 @@ def _shared_indexers(choice: Choice) -> str | None:
 
 
 def _hybrid_stages(choice: Choice) -> str | None:
-    """`validate_args` (core_v0.17.0 on): virtual stages of a hybrid model are the segments that its pattern names, a
-    multiple of PP; a pattern without `|` has none, as no hybrid model had before (`MambaStack`, mamba_block.py), whose
-    stages take no account of embedding and loss, either.
+    """`validate_args` (core_v0.17.0 on): virtual stages of a hybrid model are the segments of its pattern.
+
+    Their number is a multiple of PP. A pattern without `|` has no virtual stages, as all hybrid models before
+    (`MambaStack`, mamba_block.py); stages of these ignore the embedding and the loss.
     """
     job, layout = choice.job, choice.layout
     if not is_hybrid(job):
@@ -232,7 +235,7 @@ def _interleaving(choice: Choice) -> str | None:
     layout = choice.layout
     if layout.virtual_pipeline == 1:
         return None
-    # `validate_args` clears the stored flag where a job has no virtual stages, whatever its command line said.
+    # Without virtual stages, `validate_args` clears the flag, so the stored value may not be that of the command line.
     had_stages = choice.job.virtual_pipeline_model_parallel_size is not None
     least = 3 if had_stages and choice.job.raw.get("overlap_p2p_comm") is False else 2
     return None if layout.pipeline >= least else f"VPP {layout.virtual_pipeline} needs PP {least} or more"
@@ -240,7 +243,7 @@ def _interleaving(choice: Choice) -> str | None:
 
 def _micro_batches(choice: Choice) -> str | None:
     """`_build_num_microbatches_calculator` (num_microbatches_calculator.py): the global batch is a multiple of the
-    micro batch x DP; `forward_backward_pipelining_with_interleaving` (schedules.py): with virtual stages, the number
+    micro batch x DP. `forward_backward_pipelining_with_interleaving` (schedules.py): with virtual stages, the number
     of micro batches is a multiple of PP.
     """
     layout = choice.layout
@@ -262,14 +265,14 @@ DENSE_RULES: tuple[NamedRule, ...] = (
     ("sequence length", _sequence),
     ("context parallelism", _attention_of_context),
 )
-"""Rules about the sizes of TP, PP and CP alone."""
+"""Rules that depend only on TP, PP and CP."""
 EXPERT_RULES: tuple[NamedRule, ...] = (
     ("experts", _experts),
     ("expert world size", _expert_world_size),
     ("rank order", _rank_order),
     ("parameter shapes", _parameters),
 )
-"""Rules that look at EP and ETP, too."""
+"""Rules that also depend on EP and ETP."""
 STAGE_RULES: tuple[NamedRule, ...] = (
     ("hybrid pattern", _hybrid_stages),
     ("layers per stage", _layers),
@@ -277,13 +280,13 @@ STAGE_RULES: tuple[NamedRule, ...] = (
     ("interleaved schedule", _interleaving),
     ("batch sizes", _micro_batches),
 )
-"""Rules about virtual stages, the division of the layers, and the batch."""
+"""Rules that depend on virtual stages, the division of the layers, and the batch."""
 RULES = (*DENSE_RULES, *EXPERT_RULES, *STAGE_RULES)
-"""Every rule under its name."""
+"""All rules with their names."""
 
 
 def violations(choice: Choice, rules: Iterable[NamedRule] = RULES) -> Iterator[tuple[str, str]]:
-    """The rules that a choice breaks: (name of the rule, what is wrong), in their order."""
+    """Yield the rules that a choice violates in their order, as (name of the rule, reason)."""
     for name, rule in rules:
         if (reason := rule(choice)) is not None:
             yield name, reason

@@ -1,4 +1,4 @@
-"""Finds the layouts of a number of GPUs that Megatron accepts for a model, and puts the best ones first."""
+"""Finds the layouts of a number of GPUs that Megatron accepts for a model, sorted from best to worst."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, stage_splits
 from mcore_ckpt_ext.versions import Version
 
 _MOST_VIRTUAL_STAGES = 16
-# Smaller differences between idle shares count less than keeping the layout that the user knows.
+# Smaller differences between idle fractions matter less than similarity to the old layout.
 _BUBBLE_STEP = 0.05
 
 
@@ -43,12 +43,12 @@ class SearchRequest:
 
     Attributes:
         gpus: number of GPUs.
-        gpus_per_node: tensor parallelism beyond them crosses nodes.
-        version: the Megatron release that will run.
-        memory: bytes of a GPU; None where it is not known.
-        is_least: the memory is what a GPU has at least, because a job ran in it.
-        recomputation: which activations are computed again.
-        pins: sizes that are fixed, by their names in `ParallelLayout`.
+        gpus_per_node: number of GPUs of a node; larger tensor parallel sizes cross nodes.
+        version: the Megatron release that would run.
+        memory: bytes of a GPU; None if unknown.
+        is_least: whether `memory` is a lower bound, because a job ran in it.
+        recomputation: the activations that are recomputed.
+        pins: fixed sizes, by their names in `ParallelLayout`.
     """
 
     gpus: int
@@ -66,11 +66,11 @@ class FoundLayout:
 
     Attributes:
         choice: the layout with its batch.
-        memory: of the fullest GPU.
-        fits: whether that is within a GPU's memory; None where it is not known.
-        bubble: the idle share of the pipeline, 0 to 1.
-        keeps_batch: neither batch size had to change.
-        holdings: what a rank of each pipeline stage holds.
+        memory: the memory of the fullest GPU.
+        fits: whether that is within a GPU's memory; None if unknown.
+        bubble: the idle fraction of the pipeline, 0 to 1.
+        keeps_batch: whether both batch sizes are unchanged.
+        holdings: the totals on a rank of each pipeline stage.
     """
 
     choice: Choice
@@ -87,9 +87,9 @@ class Search:
 
     Attributes:
         found: the accepted layouts, best first.
-        excluded: how many layouts each rule excluded; those that differ in sizes which the rule does not look at
-            count as one.
-        nearest: for each rule, the excluded layout that is nearest to the old one: (distance, layout, reason).
+        excluded: the number of layouts excluded by each rule; layouts that differ only in sizes that the rule does not
+            depend on count as one.
+        nearest: for each rule, the excluded layout nearest to the old one: (distance, layout, reason).
     """
 
     found: list[FoundLayout] = field(default_factory=list)
@@ -104,14 +104,14 @@ class Search:
 
 
 def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: SearchRequest, buffers: Buffers) -> Search:
-    """Look at every combination of sizes that multiplies to the number of GPUs.
+    """Evaluate all combinations of sizes whose product is the number of GPUs.
 
     Args:
         job: arguments of the model.
         table: its parameters.
         old: the layout of the job that wrote the checkpoint.
-        wish: what is there, and what is wanted.
-        buffers: how the job keeps gradients and optimizer.
+        wish: the hardware and the options.
+        buffers: how the job stores gradients and optimizer.
     """
     result = Search()
 
@@ -159,7 +159,7 @@ def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Sear
 
 def _weighed(choice: Choice, held: tuple[StageHolding, ...], wish: SearchRequest, buffers: Buffers) -> FoundLayout:
     activations = activation_bytes(choice, wish.recomputation)
-    # Most stages hold as much as another one.
+    # Most stages have equal totals.
     by_stage = (memory_of(stage, choice, buffers, activations) for stage in dict.fromkeys(held))
     memory = max(by_stage, key=lambda one: (one.total, one.host))
     return FoundLayout(
@@ -179,7 +179,7 @@ def _fits(memory: Memory, wish: SearchRequest) -> bool | None:
 
 
 def _rank(one: FoundLayout, old: ParallelLayout, wish: SearchRequest) -> tuple[object, ...]:
-    """The order of layouts: fits, keeps the batch, idles least, keeps TP within a node, resembles the old layout."""
+    """Return a sort key: fits, keeps the batch, idles least, keeps TP within a node, is similar to the old layout."""
     layout = one.choice.layout
     crosses = layout.tensor > wish.gpus_per_node
     return (
@@ -194,15 +194,15 @@ def _rank(one: FoundLayout, old: ParallelLayout, wish: SearchRequest) -> tuple[o
 
 
 def _distance(layout: ParallelLayout, old: ParallelLayout) -> float:
-    """How far two layouts are apart: doublings of each dimension."""
+    """Return the distance between two layouts: the number of doublings, summed over all dimensions."""
     return sum(abs(log2(getattr(layout, name) / getattr(old, name))) for name in PINS.values())
 
 
 class _Sizes:
-    """The sizes of every dimension that a search looks at, pins obeyed.
+    """The sizes of every dimension to evaluate, respecting pins.
 
-    Combinations are made in three steps, so that a rule about the first dimensions excludes all that follow at once.
-    Dimensions of later steps are as near to those of the old layout as they can be.
+    Combinations are made in three steps, so that a rule about the first dimensions excludes all combinations of the
+    later ones at once. Dimensions of later steps are as near to those of the old layout as possible.
     """
 
     def __init__(self, job: JobArguments, old: ParallelLayout, wish: SearchRequest) -> None:
@@ -212,9 +212,9 @@ class _Sizes:
         self._divisors = sorted({*small, *(wish.gpus // size for size in small)})
 
     def dense_layouts(self) -> Iterator[ParallelLayout]:
-        """Combinations of TP, PP and CP whose product divides the number of GPUs."""
+        """Yield combinations of TP, PP and CP whose product divides the number of GPUs."""
         gpus, pins = self._gpus, self._pins
-        # Sizes that no other size can complete to the number of GPUs are looked at all the same, to name the rule.
+        # If pins make this impossible, combinations are evaluated nevertheless, to report the violated rule.
         can_divide = gpus % prod(pins.get(name, 1) for name in ("tensor", "pipeline", "context")) == 0
         pipelines = [size for size in self._divisors if size <= self._layers + 2]
         choices = (self._of("tensor", self._divisors), self._of("pipeline", pipelines))
@@ -230,15 +230,15 @@ class _Sizes:
             yield min(self.stage_layouts(near), key=self._distance)
 
     def expert_layouts(self, dense: ParallelLayout) -> Iterator[ParallelLayout]:
-        """The same with every size of EP and ETP."""
+        """Yield the layout with every size of EP and ETP."""
         for expert in self._of("expert", [size for size in self._divisors if size <= self._experts]):
             tensors = sorted({1, dense.tensor, self._old.expert_tensor}) if expert > 1 else [dense.tensor]
             for expert_tensor in self._of("expert_tensor", tensors):
                 yield replace(dense, expert=expert, expert_tensor=expert_tensor)
 
     def stage_layouts(self, layout: ParallelLayout) -> Iterator[ParallelLayout]:
-        """The same with every number of virtual stages."""
-        # More pipeline ranks than layers leave some with the embedding or the loss alone.
+        """Yield the layout with every number of virtual stages."""
+        # With more pipeline ranks than layers, some ranks have only the embedding or the loss.
         most = max(1, min(_MOST_VIRTUAL_STAGES, self._layers // layout.pipeline)) if layout.pipeline > 1 else 1
         for stages in self._of("virtual_pipeline", range(1, most + 1)):
             yield replace(layout, virtual_pipeline=stages)
@@ -251,16 +251,16 @@ class _Sizes:
 
 
 def batch_of(job: JobArguments) -> tuple[int, int]:
-    """The micro batch and the global batch of a job."""
+    """Return the micro batch and the global batch of a job."""
     micro = job.raw.get("micro_batch_size")
     micro = micro if isinstance(micro, int) and micro > 0 else 1
     return micro, job.global_batch_size or micro
 
 
 def with_batch(choice: Choice) -> Choice:
-    """The batch of the job, or the nearest one that the layout allows.
+    """Set the batch of the job, or the nearest one that the layout allows.
 
-    The micro batch shrinks before the global batch changes: that alone leaves training as it was.
+    The micro batch is reduced before the global batch is changed, because that does not change training.
     """
     micro, whole = batch_of(choice.job)
     data = choice.layout.data

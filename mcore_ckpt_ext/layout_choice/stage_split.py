@@ -1,4 +1,4 @@
-"""How the layers of a model are divided among pipeline stages, and the flags that make Megatron divide them so."""
+"""The division of a model's layers among pipeline stages, and the flags with which Megatron divides them so."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class StageSplit:
 
     Attributes:
         layers: number of decoder layers by `[pipeline rank][virtual stage]`.
-        arguments: the values of Megatron's arguments that produce it, beside the pipeline sizes; every argument that
-            concerns the split is named, so that one of the old layout cannot survive by accident.
+        arguments: the values of Megatron's arguments that produce it, other than pipeline sizes; all arguments that
+            affect the split are included, so that none of the old layout remains by accident.
     """
 
     layers: tuple[tuple[int, ...], ...]
@@ -32,11 +32,11 @@ class StageSplit:
 
     @property
     def largest(self) -> int:
-        """The most decoder layers that one pipeline rank holds."""
+        """The largest number of decoder layers of a pipeline rank."""
         return max(map(sum, self.layers))
 
     def ranges(self) -> list[list[range]]:
-        """Global decoder layers by `[pipeline rank][virtual stage]`, in Megatron's interleaved order."""
+        """Return global decoder layers by `[pipeline rank][virtual stage]`, in Megatron's interleaved order."""
         found: list[list[range]] = [[] for _ in self.layers]
         following = 0
         for stage in range(len(self.layers[0])):
@@ -49,18 +49,18 @@ class StageSplit:
 def stage_splits(
     job: JobArguments, pipeline: int, virtual: int, version: Version, extra_layers: int = 0
 ) -> Iterator[StageSplit]:
-    """Ways to divide the layers among `pipeline` ranks with `virtual` stages each, the simplest one first.
+    """Yield ways to divide the layers among `pipeline` ranks with `virtual` stages each, the simplest one first.
 
-    The flags of the job are kept where they divide the layers. An even split needs no flag. Otherwise the last stage,
-    or the first and the last one, may hold fewer layers (`--decoder-last-pipeline-num-layers`,
-    `--decoder-first-pipeline-num-layers`); failing that, a layout string names every stage.
+    The flags of the job are kept if they divide the layers. An even split needs no flag. Otherwise the last stage, or
+    the first and the last one, may have fewer layers (`--decoder-last-pipeline-num-layers`,
+    `--decoder-first-pipeline-num-layers`). If that fails, a layout string names every stage.
 
     Args:
         job: arguments of the model.
-        pipeline: pipeline-parallel size.
+        pipeline: pipeline parallel size.
         virtual: model chunks per pipeline rank.
-        version: the Megatron release that will run.
-        extra_layers: layers of multi-token prediction, which a layout string has to name.
+        version: the Megatron release that would run.
+        extra_layers: layers for multi-token prediction, which a layout string has to name.
     """
     total = job.num_layers
     if total is None:
@@ -77,7 +77,7 @@ def _candidates(
     job: JobArguments, total: int, pipeline: int, virtual: int, version: Version, extra_layers: int
 ) -> Iterator[dict[str, Any]]:
     if is_hybrid(job):
-        # A pattern may name its segments; whether these fit is answered by `layers_by_chunk`.
+        # A pattern may name its segments; `layers_by_chunk` checks whether they fit.
         yield {name: job.value(name) for name in _SPLIT_ARGUMENTS if not name.startswith("account_for")}
         return
     accounted = {name: bool(job.value(name)) for name in _SPLIT_ARGUMENTS if name.startswith("account_for")}
@@ -100,7 +100,7 @@ def _candidates(
 
 
 def _balanced(total: int, stages: int) -> list[int]:
-    """Layers of each stage, as even as can be; the stages with the embedding and the loss get fewer first."""
+    """Return the most even numbers of layers; the stages with the embedding and the loss are the first to get fewer."""
     least, more = divmod(total, stages)
     counts = [least] * stages
     middle_first = [*range(1, stages - 1), 0, stages - 1]
@@ -110,9 +110,9 @@ def _balanced(total: int, stages: int) -> list[int]:
 
 
 def layout_string(counts: list[int], extra_layers: int = 0) -> str:
-    """The value of `--pipeline-model-parallel-layout` for stages with these numbers of decoder layers.
+    """Return the value of `--pipeline-model-parallel-layout` for stages with these numbers of decoder layers.
 
-    `E` is the embedding, `t` a decoder layer, `m` a layer of multi-token prediction, `L` the loss; `|` separates
+    `E` is the embedding, `t` a decoder layer, `m` a layer for multi-token prediction, `L` the loss; `|` separates
     stages, and `(tt|)*3` repeats (`PipelineParallelLayerLayout.parse_str_to_list`,
     megatron/core/transformer/pipeline_parallel_layer_layout.py, core_v0.13.0 to 0.19.2).
     """
@@ -133,10 +133,10 @@ def layout_string(counts: list[int], extra_layers: int = 0) -> str:
 def applied_split(
     job: JobArguments, arguments: Mapping[str, Any], pipeline: int, virtual: int, extra_layers: int = 0
 ) -> StageSplit | None:
-    """The split that Megatron makes of these arguments.
+    """Return the split that Megatron derives from these arguments.
 
     Returns:
-        None where it refuses them, and for a layout string that `layout_string` does not write.
+        None if Megatron refuses them, or for a layout string that `layout_string` does not produce.
     """
     chosen = {name: arguments.get(name) for name in _SPLIT_ARGUMENTS}
     stated = tuple(chosen.items())
@@ -150,8 +150,8 @@ def applied_split(
     if chunks is None or any(span.stop < span.start for rank in chunks for span in rank):
         return None
     layers = tuple(tuple(map(len, rank)) for rank in chunks)
-    # Where the first or the last stage is stated, no stage may be left without layers (`TransformerConfig`), and
-    # virtual stages need one between the two (`get_transformer_layer_offset`, transformer_layer.py, divides by them).
+    # With an explicit first or last stage, no stage may be without layers (`TransformerConfig`), and virtual stages
+    # need a stage between the two (`get_transformer_layer_offset`, transformer_layer.py, divides by their number).
     ends = sum(chosen[f"decoder_{end}_pipeline_num_layers"] is not None for end in ("first", "last"))
     if ends and (not all(map(sum, layers)) or (virtual > 1 and pipeline == ends)):
         return None

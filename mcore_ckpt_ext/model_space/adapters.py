@@ -1,4 +1,4 @@
-"""Names of low-rank adapters beside the parameters that they adapt: those of Megatron-Bridge, and of ms-swift.
+"""Names of low-rank adapters within the names of parameters, in Megatron-Bridge and in ms-swift.
 
     decoder.layers.3.self_attention.linear_qkv.adapter.linear_in.weight             LoRA, DoRA
     decoder.layers.3.self_attention.linear_qkv.adapter.linear_out.weight
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 MARK = ".adapter."
 IN, OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
 PARTS = {"linear_qkv": ("adapter_q", "adapter_k", "adapter_v"), "linear_fc1": ("adapter_gate", "adapter_up")}
-"""The adapters of CanonicalLoRA's that one linear has, in the order of its rows."""
+"""The adapters of one linear in CanonicalLoRA, in the order of its rows."""
 
 _SWIFT_S_FIRST = ".linear_fc1.lora_B.default.weight"
 _OF_SWIFT = re.compile(r"\.lora_([AB])\.default\.weight$")
@@ -31,33 +31,33 @@ _FIRST_LINEAR = re.compile(
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a model-space name is that of an adapter's tensor."""
+    """Return whether a model-space name denotes a tensor of an adapter."""
     return MARK in name or is_swift_s(name)
 
 
 def is_swift_s(name: str) -> bool:
-    """Whether a name is that of an adapter's tensor in ms-swift."""
+    """Return whether a name denotes a tensor of an adapter in ms-swift."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def as_bridge_s(name: str) -> str:
-    """A name of ms-swift's as Megatron-Bridge has it; others, and those of experts, as they are."""
+    """Convert ms-swift's name to Megatron-Bridge's; return others, and those of experts, unchanged."""
     return _OF_SWIFT.sub(lambda match: MARK + (IN if match[1] == "A" else OUT), name)
 
 
 def targets_of(linear: str) -> list[str]:
-    """What CanonicalLoRA calls the linears whose rows one has (`_init_target_match_state`, canonical_lora.py)."""
+    """Return CanonicalLoRA's names of the linears in one (`_init_target_match_state`, canonical_lora.py)."""
     before, dot, last = linear.rpartition(".")
     return [before + dot + target for target in _TARGETS.get(last, (last,))]
 
 
 def ordered_by_rank(names: Iterable[str], gated: bool) -> list[str]:
-    """The adapters' tensors whose rows lie in an order that depends on the tensor parallel size.
+    """Return adapter tensors whose stored row order depends on the tensor parallel size.
 
-    Megatron-Bridge stores the rows of every adapter of a `linear_fc1` as a gate's and an up projection's, which they
-    are not where the adapter is for one of them, or the linear has no gate; and magnitudes of both as those of one
-    (`sharded_state_dict` of `ParallelLinearAdapter` and `ParallelLinearDoRAAdapter`, 0.3.1 and 0.6.2; of a linear
-    without a gate 0.6.2 does it rightly). Under another tensor parallel size, its own load then hands out the wrong
+    Megatron-Bridge stores the rows of every adapter of a `linear_fc1` as those of a gate and an up projection. That is
+    wrong if the adapter belongs to only one of them, or if the linear has no gate. It also stores magnitudes of both as
+    those of one (`sharded_state_dict` of `ParallelLinearAdapter` and `ParallelLinearDoRAAdapter`, 0.3.1 and 0.6.2; for
+    a linear without a gate 0.6.2 is correct). Under another tensor parallel size, its own load then distributes wrong
     rows.
 
     ms-swift stores the rows of `lora_B` of a gated linear as those of one (`LoraParallelLinear.sharded_state_dict`).

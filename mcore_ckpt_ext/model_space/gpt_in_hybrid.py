@@ -1,8 +1,8 @@
-"""A hybrid model's names as the GPT has them that it goes on from.
+"""Maps the names of a hybrid model to those of the GPT checkpoint that its training continues.
 
 Source: `gpt_compatible_layer_maps` and `retarget_sharded_state_dict_to_gpt_checkpoint`
-(megatron/core/dist_checkpointing/gpt_checkpoint_interop.py, core_v0.19.2): each attention layer of the pattern and each
-MLP or expert layer is half a layer of the GPT, in turn; Mamba layers are new.
+(megatron/core/dist_checkpointing/gpt_checkpoint_interop.py, core_v0.19.2): the attention layers of the pattern are the
+attentions of the GPT's layers, in order, its MLP or expert layers their MLPs. Mamba layers are new.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _FINAL_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
 
 
 def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict[str, str | None]:
-    """What the GPT calls each parameter of a hybrid model; None of those that it does not have.
+    """Return the GPT's name of each parameter of a hybrid model; None for parameters that it does not have.
 
     Args:
-        pattern: of the hybrid model's layers, `--hybrid-layer-pattern`.
-        layers: of the GPT; None where it is not known.
+        pattern: the pattern of the hybrid model's layers, `--hybrid-layer-pattern`.
+        layers: the GPT's number of layers; None if unknown.
         names: model-space names of the hybrid model's parameters.
 
     Raises:
-        UnsupportedCheckpointError: no GPT can be taken for such a model.
-        ModelMismatchError: a GPT of that many layers cannot.
+        UnsupportedCheckpointError: no GPT can be loaded into such a model.
+        ModelMismatchError: a GPT with that many layers cannot be loaded.
     """
     own, _, further = pattern.partition("/")
     kinds = own.replace("|", "")

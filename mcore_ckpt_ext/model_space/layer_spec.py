@@ -1,7 +1,7 @@
-"""A model's norms under the names of either layer spec.
+"""Converts the names of a model's norms between the two layer specs.
 
-Both specs have the same norms. Transformer Engine's fuses a norm with the linear that follows it, where one follows;
-the local one has modules of their own, but writes those of plain layers under the fused keys
+Both specs have the same norms. Transformer Engine's spec fuses a norm with the linear after it, if there is one. The
+local spec has separate modules, but writes the norms of plain layers under the fused keys
 (`sharded_state_dict_keys_map`). Source: megatron/core/models/gpt/gpt_layer_specs.py, core_v0.12.1 to 0.19.2.
 
     norm before                 Transformer Engine                             local
@@ -33,14 +33,14 @@ _ONLY_ENGINE = ("mixer.", "cross_attention.", "linear_attn.")
 
 
 def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
-    """What each of a model's names is under a layer spec, whichever of the two it has now.
+    """Map a model's names, which have either layer spec, to names under one of them.
 
     Args:
         names: model-space names of all weights.
-        engine: the spec is Transformer Engine's, else the local one.
+        engine: True for Transformer Engine's spec, False for the local one.
 
     Raises:
-        UnsupportedCheckpointError: a layer is of a kind that only one of the two specs has.
+        UnsupportedCheckpointError: only one of the two specs has a layer of some kind.
     """
     layers: dict[str, list[str]] = {}
     for name in names:
@@ -63,7 +63,7 @@ def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
 
 def _is_strange(suffix: str, layer: Collection[str]) -> bool:
     fused = ".layer_norm_" in suffix and not suffix.startswith(_KNOWN)
-    # Of queries that are not compressed, in latent attention.
+    # A norm of queries that are not compressed, in latent attention.
     alone = suffix.startswith(_LATENT[0][1]) and _is_latent(layer) and not _has(layer, f"{_ATTENTION}linear_q_up_proj.")
     return fused or alone or suffix.startswith(_ONLY_ENGINE)
 
@@ -77,7 +77,7 @@ def _has(layer: Collection[str], *modules: str) -> bool:
 
 
 def _pairs(suffixes: Collection[str], engine: bool) -> Iterator[tuple[str, str]]:
-    """The replacements in the names of one layer."""
+    """Yield the replacements in the names of one layer."""
     latent, experts = _is_latent(suffixes), _has(suffixes, "mlp.experts.", "mlp.router.")
     fused, separate = _MLP
     is_fused = not experts if engine else not latent

@@ -1,18 +1,18 @@
-"""Names of parameters: the one place that takes them apart and puts them together.
+"""Parses and composes names of parameters; no other module does.
 
-A parameter has one name in model space, and is written in three other ways:
+A parameter has one name in model space, and three other forms:
 
     model space              decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight
     sharded key              decoder.layers.mlp.experts.experts.linear_fc1.weight      element (3, 5) of that array
     own, sequential experts  decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight
     own, grouped experts     decoder.layers.1.mlp.experts.linear_fc1.weight1
 
-A rank's own names, those of its `state_dict`, count layers from the first of its model chunk and experts from its
-first. Sources, core_v0.7.0 to 0.19.2: `sharded_state_dict` of megatron/core/transformer/transformer_block.py
-(homogeneous blocks stack their layers into one array for each parameter, others put the layer into the key) and of
-moe/experts.py (experts are stacked always).
+A rank's own names, in its `state_dict`, number layers from the first of its model chunk, and experts from its first.
+Sources, core_v0.7.0 to 0.19.2: `sharded_state_dict` of megatron/core/transformer/transformer_block.py
+(homogeneous blocks stack their layers into one array for each parameter, others have the layer in the key) and of
+moe/experts.py (experts are always stacked).
 
-Layers are those of a block (`anatomy.py`).
+Layers are numbered within a block (`anatomy.py`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.model_space.anatomy import BLOCK, is_language_block
 
 EXTRA_STATE = "_extra_state"
-"""What Transformer Engine's modules store beside their parameters ends in this; it carries no weights."""
+"""The suffix of extra states of Transformer Engine's modules, which contain no weights."""
 
 _LAYER = re.compile(rf"^({BLOCK})\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\.experts)\.experts\.(\d+)\.(.+)$")
 _SEQUENTIAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.+)$")
 _GROUPED_EXPERT = re.compile(r"^(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
 _FUSED_EXPERTS = re.compile(r"\.experts\.weight[12]$")
-# What follows `_merger_list` are modules like layers, outside the layers, always stacked
+# The entries of a `_merger_list` are modules outside the layers that are always stacked, as layers are
 # (`Qwen3VLVisionTransformerBlock.sharded_state_dict` of Megatron-Bridge 0.6.2).
 _STACKED_LAYERS = re.compile(r"(?:(?:^|\.)layers|\.\w+_merger_list)\.(?!\d)")
 _MERGER = re.compile(r"^(.+\.\w+_merger_list)\.(\d+)\.(.+)$")
@@ -49,32 +49,32 @@ _PARTS_STORED: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("self_attention", "in_proj"): ("query", "key", "value", "z", "beta", "alpha"),
     ("self_attention", "conv1d"): ("query", "key", "value"),
 }
-# Of a Mamba mixer and of a gated delta net, each in its order.
+# The parts of a Mamba mixer and of a gated delta net, each in its order.
 _SPLIT_PARTS = ("query", "key", "value", "z", "x", "B", "C", "dt", "beta", "alpha")
-# Of a Mamba mixer, which holds them itself since 0.19, and stores them as before (`conv_checkpoint_key_map`).
+# Filters of a Mamba mixer: direct parameters since 0.19, stored under the old key (`conv_checkpoint_key_map`).
 _FILTERS = ("mixer.conv1d_", "mixer.conv1d.")
 
 ShardedKey = tuple[str, tuple[int, ...]]
-"""A key of Megatron's sharded state dict, and the index on its axes that count layers and experts."""
+"""A key of Megatron's sharded state dict, and the index on its axes of layers and experts."""
 
 
 class Layer(NamedTuple):
-    """A layer of a model: the block that holds it, and its number there."""
+    """A layer of a model: the name of its block, and its number in it."""
 
     block: str
     number: int
 
 
 class LayerSpec(Enum):
-    """Whose modules a transformer layer is built from, as far as names depend on it (gpt_layer_specs.py)."""
+    """The origin of a transformer layer's modules, as far as names depend on it (gpt_layer_specs.py)."""
 
     TRANSFORMER_ENGINE = "transformer_engine"
     LOCAL = "local"
     LOCAL_LATENT = "local, latent attention"
 
 
-# `sharded_state_dict_keys_map` of the local spec (`get_gpt_layer_local_spec`): its norms are modules of their own, and
-# their keys are those of the linears that they are fused with in the other spec. With latent attention there is no map.
+# `sharded_state_dict_keys_map` of the local spec (`get_gpt_layer_local_spec`): its norms are separate modules, whose
+# keys are those of norms fused with linears in the other spec. With latent attention there is no map.
 _OWN_TO_KEY: Mapping[LayerSpec, Mapping[str, str]] = {
     LayerSpec.TRANSFORMER_ENGINE: {},
     LayerSpec.LOCAL: {
@@ -83,7 +83,7 @@ _OWN_TO_KEY: Mapping[LayerSpec, Mapping[str, str]] = {
     },
     LayerSpec.LOCAL_LATENT: {},
 }
-# What model-space names of Transformer Engine's spec become in the other ones.
+# Replacements in model-space names of Transformer Engine's spec for the other specs.
 _ENGINE_TO_SPEC: Mapping[LayerSpec, Mapping[str, str]] = {
     LayerSpec.TRANSFORMER_ENGINE: {},
     LayerSpec.LOCAL: {".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_"},
@@ -94,7 +94,7 @@ _ENGINE_TO_SPEC: Mapping[LayerSpec, Mapping[str, str]] = {
     },
 }
 
-# A layer's norms where they are fused with the linear that follows, and where they are not.
+# A layer's norms, fused with the linear after it and separate.
 _SPELLINGS = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
@@ -105,14 +105,14 @@ _SPELLINGS = (
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
-    """A name taken apart; `str` puts it together as in model space.
+    """A parsed name; `str` composes the model-space name.
 
     Attributes:
         block: `decoder`, `vision_model.decoder`; None outside the layers.
         layer: the number of its layer; None outside the layers.
-        experts: the module that holds the experts, seen from the layer (`mlp.experts`); None for everything else.
-        expert: the number of its expert; None for everything else.
-        rest: what follows (`linear_fc1.weight`), or the whole of a name that has no such numbers.
+        experts: the path of the experts' module within the layer (`mlp.experts`); None for other parameters.
+        expert: the number of its expert; None for other parameters.
+        rest: the remaining name (`linear_fc1.weight`), or the whole name if it has no such numbers.
     """
 
     block: str | None
@@ -125,7 +125,7 @@ class ParameterName:
         return self._in_layer(f"{self.experts}.experts.{self.expert}.{self.rest}" if self.experts else self.rest)
 
     def own(self, grouped_experts: bool) -> str:
-        """As the `state_dict` of a rank has it; a grouped linear has one extra state for all of its experts."""
+        """Return the name in a rank's `state_dict`; a grouped linear has one extra state for all of its experts."""
         if self.experts is None:
             return str(self)
         if not grouped_experts:
@@ -133,7 +133,7 @@ class ParameterName:
         return self._in_layer(f"{self.experts}.{self.rest}{'' if is_extra_state(self.rest) else self.expert}")
 
     def sharded_key(self, stack_layers: bool) -> ShardedKey:
-        """The array that holds it, with experts stacked and layers stacked or not: the inverse of `name_at`."""
+        """Return its array, with experts stacked and layers stacked if `stack_layers`; the inverse of `name_at`."""
         in_layer = self.rest if self.experts is None else f"{self.experts}.experts.{self.rest}"
         index = () if self.expert is None else (self.expert,)
         if self.layer is None and (merger := _MERGER.match(in_layer)):
@@ -143,7 +143,7 @@ class ParameterName:
         return f"{self.block}.layers.{in_layer}", (self.layer, *index)
 
     def counted_from(self, layer: int, expert: int) -> ParameterName:
-        """The same, where the first layer and the first expert have these numbers; a tower is never divided."""
+        """Add the numbers of a rank's first layer and expert; the layers of towers are not divided, so keep theirs."""
         is_divided = self.block is not None and is_language_block(self.block)
         return replace(
             self,
@@ -156,22 +156,22 @@ class ParameterName:
 
 
 def parse(name: str) -> ParameterName:
-    """Take a model-space name apart."""
+    """Parse a model-space name."""
     return _parsed(name, (_EXPERT,), ())
 
 
 def parse_own(name: str, spec: LayerSpec) -> ParameterName:
-    """Take a name of a rank's `state_dict` apart, as a key of the sharded state dict, without the wrappers' prefixes.
+    """Parse a name of a rank's `state_dict` as a sharded key, without the prefixes of wrappers.
 
-    The numbers stay those of the rank: see `ParameterName.counted_from`.
+    Layer and expert keep the rank's numbers, see `ParameterName.counted_from`.
     """
     return _parsed(unwrapped(name), (_SEQUENTIAL_EXPERT, _GROUPED_EXPERT), (*_OWN_TO_KEY[spec].items(), _FILTERS))
 
 
 def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool, version: tuple[int, int]) -> str:
-    """The way back: the name as the `state_dict` of a rank has it; `name` already has that rank's numbers.
+    """Compose the name in a rank's `state_dict`, the inverse of `parse_own`; `name` already has the rank's numbers.
 
-    A parameter that model space has in parts is one there. `version`: of Megatron.
+    A parameter that model space splits into parts is a single one on the rank. `version`: Megatron's version.
     """
     separate = {key: own for own, key in _OWN_TO_KEY[spec].items()}
     if FILTERS_ARE_FIRST.is_of(version):
@@ -203,23 +203,23 @@ def _renamed(suffix: str, renaming: Iterable[tuple[str, str]]) -> str:
 
 
 def unwrapped(name: str) -> str:
-    """A name without the wrappers around the model (DDP, Float16Module)."""
+    """Remove the prefixes of wrappers around the model (DDP, Float16Module) from a name."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
 
 
 def under_spec(name: str, spec: LayerSpec) -> str:
-    """What a model-space name of Transformer Engine's spec becomes in a model of another spec."""
+    """Convert a model-space name of Transformer Engine's spec to another spec."""
     for engine, other in _ENGINE_TO_SPEC[spec].items():
         name = name.replace(engine, other)
     return name
 
 
 def renamed_as_in(known: Container[str], name: str) -> str:
-    """A model-space name or a sharded key as a checkpoint has it that another layer spec may have written.
+    """Return a name or sharded key as it occurs in `known`, which may have names of another layer spec.
 
-    The two specs differ in what they call the norms of experts and of latent attention, and no layer has both.
+    The two specs differ in the names of the norms of experts and of latent attention, and no layer has both.
     """
     if name in known:
         return name
@@ -231,15 +231,15 @@ def renamed_as_in(known: Container[str], name: str) -> str:
 
 
 def stacked_axes(key: str) -> int:
-    """How many leading axes of the array stored under a sharded key count layers and experts.
+    """Return the number of leading axes for layers and experts of the array stored under a sharded key.
 
-    A digit after `layers.` means that the key itself names its layer.
+    A digit after `layers.` means that the key itself contains the number of its layer.
     """
     return bool(_STACKED_LAYERS.search(key)) + bool(_STACKED_EXPERTS.search(key))
 
 
 def name_at(key: str, stack_index: Sequence[int]) -> str:
-    """The model-space name of one element of a stacked array.
+    """Return the model-space name of one element of a stacked array.
 
     Args:
         key: Megatron's sharded key.
@@ -254,71 +254,71 @@ def name_at(key: str, stack_index: Sequence[int]) -> str:
 
 
 def split_layer(name: str) -> tuple[Layer | None, str]:
-    """(its layer, what follows) of a model-space name; (None, name) outside the layers."""
+    """Split a model-space name into its layer and the rest; (None, name) outside the layers."""
     match = _LAYER.match(name)
     return (Layer(match[1], int(match[2])), match[3]) if match else (None, name)
 
 
 def in_layer(layer: Layer, suffix: str) -> str:
-    """The model-space name of a layer's parameter: the inverse of `split_layer`."""
+    """Return the model-space name of a layer's parameter; the inverse of `split_layer`."""
     return f"{layer.block}.layers.{layer.number}.{suffix}"
 
 
 def of_experts(name: str) -> bool:
-    """Whether a model-space name or a sharded key belongs to experts that tokens are routed to."""
+    """Return whether a model-space name or a sharded key belongs to experts that tokens are routed to."""
     return ".experts.experts." in name
 
 
 def fuses_experts(own: str) -> bool:
-    """Whether a rank's own name denotes the one matrix that holds all experts, transposed (GroupedMLP)."""
+    """Return whether a rank's own name denotes the matrix of all experts, transposed (GroupedMLP)."""
     return bool(_FUSED_EXPERTS.search(own))
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a name denotes what a module stores beside its parameters."""
+    """Return whether a name denotes a module's extra state."""
     return name.endswith(EXTRA_STATE)
 
 
 def is_module_buffer(name: str) -> bool:
-    """Whether a name denotes something stored with the model that is no parameter (moe/router.py, since 0.10.0)."""
+    """Return whether a name denotes a tensor of the model that is not a parameter (moe/router.py, since 0.10.0)."""
     return bool(_MODULE_BUFFER.search(name))
 
 
 def is_first_linear(name: str) -> bool:
-    """Whether a name denotes the first linear of an MLP, which also holds the gate where there is one."""
+    """Return whether a name denotes the first linear of an MLP, which includes the gate if there is one."""
     return bool(_GATED.search(name))
 
 
 def module_and_leaf(name: str) -> tuple[str, str]:
-    """The last two parts of a name: `linear_qkv` and `weight`."""
+    """Return the last two parts of a name: `linear_qkv` and `weight`."""
     *_, module, leaf = ["", *name.split(".")]
     return module, leaf
 
 
 def joined_name(name: str) -> str:
-    """The name of the parameter that a part belongs to; any other name as it is."""
+    """Return the name of the parameter that a part belongs to; return any other name unchanged."""
     match = _SPLIT.match(name)
     return match[1] if match and match[2] in _SPLIT_PARTS else name
 
 
 def is_part(name: str) -> bool:
-    """Whether a model-space name denotes a part of what a rank holds as one parameter."""
+    """Return whether a model-space name denotes a part of a rank's parameter."""
     return joined_name(name) != name
 
 
 def part_names(name: str) -> list[str]:
-    """The names of the parts in which model space has a parameter that a rank holds as one; else its own."""
+    """Return the names of the parts into which model space splits a rank's parameter, or else its own name."""
     match = _JOINED.search(name)
     return [f"{name}.{part}" for part in _PARTS_STORED[match[1], match[2]]] if match else [name]
 
 
 def split_parameters(names: Iterable[str]) -> dict[str, list[str]]:
-    """Parameters that are stored in parts, each under a key of its own: `in_proj` and `conv1d` of a mixer or a net.
+    """Group the parts of parameters that are stored in parts: `in_proj` and `conv1d` of a mixer or a delta net.
 
     Sources: `MambaMixer.sharded_state_dict` (megatron/core/ssm/mamba_mixer.py, core_v0.9.0 to 0.19.2), which splits a
     rank's rows into z, x, B, C, dt (`in_proj.weight`) or x, B, C (`conv1d`), and that of a gated delta net
-    (ssm/gated_delta_net/common.py, 0.19.2): query, key, value, z, beta, alpha, or query, key, value. Each of them is
-    cut between tensor-parallel ranks on its own; in memory, and in the gradient buffer, they follow each other.
+    (ssm/gated_delta_net/common.py, 0.19.2): query, key, value, z, beta, alpha, or query, key, value. Each part is
+    sharded between tensor-parallel ranks separately; in memory, and in the gradient buffer, parts are contiguous.
 
     Returns:
         The names of all parts of each such parameter, in the order of its memory, by the name of the first part.

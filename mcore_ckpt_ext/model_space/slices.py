@@ -1,4 +1,4 @@
-"""Regions and slices: how a contiguous piece of some memory or file maps into logical tensors."""
+"""Regions and slices: the mapping of a contiguous piece of memory or of a file to logical tensors."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Region:
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> Region:
-        """The region that covers a tensor of `shape`."""
+        """Return the region that covers a tensor of `shape`."""
         return cls(name, (0,) * len(shape), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements `[start, stop)` of the row-major flattening of `regions`, one after the other.
+    """Elements `[start, stop)` of the concatenated row-major flattenings of `regions`.
 
-    A rank's local parameter is such a flattening: one region for most, two for a SwiGLU `linear_fc1`
-    (this rank's rows of the gate, then of the up projection), several for a Mamba `in_proj`.
+    A rank's local parameter is such a flattening: of one region for most parameters, of two for a SwiGLU `linear_fc1`
+    (the rank's rows of the gate, then of the up projection), of several for a Mamba `in_proj`.
     """
 
     regions: tuple[Region, ...]
@@ -44,7 +44,7 @@ class Slice:
         return self.stop - self.start
 
     def pieces(self) -> Iterable[tuple[Region, int, int, int]]:
-        """Split by region: yields (region, first element in it, last + 1, where it begins in this slice)."""
+        """Yield (region, first element in it, last + 1, first element in this slice) for each region."""
         begin = 0
         for region in self.regions:
             low, high = max(self.start, begin), min(self.stop, begin + region.numel)
@@ -54,10 +54,10 @@ class Slice:
 
     @classmethod
     def whole(cls, regions: tuple[Region, ...]) -> Slice:
-        """All elements of the regions."""
+        """Return the slice of all elements of the regions."""
         return cls(regions, 0, numel_of(regions))
 
 
 def numel_of(regions: Iterable[Region]) -> int:
-    """Elements in all regions together."""
+    """Return the number of elements in all regions."""
     return sum(region.numel for region in regions)

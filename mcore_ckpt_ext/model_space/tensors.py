@@ -1,7 +1,7 @@
-"""Logical tensors: parameter-shaped global arrays, identified by `(kind, name)`.
+"""Logical tensors: global arrays in the shape of parameters, identified by `(kind, name)`.
 
-Names are Megatron's sharded keys with the global layer and expert index inserted (`names.py`), so that a name never
-depends on how a format stacks layers or experts into one array.
+Names are Megatron's sharded keys with the global layer and expert index inserted (`names.py`), so that they do not
+depend on how a format stacks layers or experts into one array.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 WEIGHT = "weight"
 FP32_PARAM = "fp32_param"
 PARAM_REMAINDER = "param_remainder"
-"""What bf16 weights lack of fp32 masters, as int16: with the weight it is the master (see `optimizers.remainders`)."""
+"""The int16 difference between an fp32 master and its bf16 weight (see `optimizers.remainders`)."""
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)

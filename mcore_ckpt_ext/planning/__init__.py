@@ -1,1 +1,1 @@
-"""Overlap arithmetic and its result, the plan: pure data, no I/O."""
+"""Overlap arithmetic and plans of reads and writes, as pure data without I/O."""

@@ -1,7 +1,7 @@
-"""The ways in which an array can lie in a file.
+"""The location of an array in a file, in one class for each kind of storage.
 
-Each of them gives the `file`, the byte `offset` and `length` of what holds the array, its `dtype` by name, and its
-number of elements `numel`. An archive's payload is looked up when it is read, not when the plan is made.
+Each class has the `file`, the byte `offset` and `length` of the storage that contains the array, the array's `dtype` by
+name, and its number of elements `numel`. The payload within an archive is located on reading, not on planning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class ArchivedTensor(NamedTuple):
-    """The one tensor, of that shape, of the torch archive of `length` bytes at `offset` of `file`."""
+    """The only tensor, of this shape, in the torch archive of `length` bytes at `offset` of `file`."""
 
     file: str
     offset: int
@@ -27,7 +27,7 @@ class ArchivedTensor(NamedTuple):
 
 
 class ArchivedRecord(NamedTuple):
-    """A storage of the torch archive of `length` bytes at `offset` of `file`: the archive's record of that name."""
+    """The storage named `record` in the torch archive of `length` bytes at `offset` of `file`."""
 
     file: str
     offset: int
@@ -38,7 +38,7 @@ class ArchivedRecord(NamedTuple):
 
 
 class RawArray(NamedTuple):
-    """Nothing but the elements, from byte `offset` on; `crc`: the CRC-32 of the bytes, where it is known."""
+    """An array stored as its elements alone, from byte `offset` on; `crc`: the CRC-32 of the bytes, if known."""
 
     file: str
     offset: int
@@ -50,16 +50,16 @@ class RawArray(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScaleCodec:
-    """A quantised matrix, whose elements are counted as those of the numbers that its codes stand for.
+    """A quantized matrix; its elements are the numbers that the codes represent.
 
     Attributes:
-        codes: one for each element, or, where `packed`, a byte for two of them, the lower half first.
-        scales: one for each block of the matrix, row by row, in float; or, where `packed`, exponents of two plus 127.
-        rows: of the matrix.
-        columns: of the matrix.
-        block: rows and columns of a block; those at the edges may be smaller.
-        dtype: of the numbers, by name.
-        packed: the codes are 4-bit floats (E2M1, as in OCP's MX formats).
+        codes: one for each element; if `packed`, one byte for two elements, the lower half first.
+        scales: one for each block of the matrix, row by row, as floats; if `packed`, exponents of two plus 127.
+        rows: rows of the matrix.
+        columns: columns of the matrix.
+        block: rows and columns of a block; blocks at the edges may be smaller.
+        dtype: the dtype of the numbers, by name.
+        packed: whether the codes are 4-bit floats (E2M1, as in OCP's MX formats).
     """
 
     codes: ArchivedTensor | ArchivedRecord | RawArray
@@ -72,22 +72,22 @@ class ScaleCodec:
 
     @property
     def file(self) -> str:
-        """As the codes have it."""
+        """The file of the codes."""
         return self.codes.file
 
     @property
     def offset(self) -> int:
-        """As the codes have it."""
+        """The offset of the codes."""
         return self.codes.offset
 
     @property
     def length(self) -> int:
-        """As the codes have it."""
+        """The length of the codes."""
         return self.codes.length
 
     @property
     def numel(self) -> int:
-        """The number of elements, not of codes."""
+        """Number of elements, not of codes."""
         return self.rows * self.columns
 
 
@@ -96,16 +96,16 @@ PlainExtent = ArchivedTensor | ArchivedRecord | RawArray
 
 @dataclass(frozen=True, slots=True)
 class TransposeCodec:
-    """A matrix that lies in an array otherwise than its elements are counted, which is row by row.
+    """A matrix whose elements, counted row by row, have another order in the array that stores it.
 
     Attributes:
-        array: what holds the matrix.
-        first: the element of the array that the matrix begins with.
-        rows: of the matrix, as its elements are counted.
-        columns: of the matrix.
-        transposed: the array holds the transpose.
-        interleaved: in the array that many parts of the matrix, of equal height, take turns row by row; 1: none do.
-        shift: what the numbers of the matrix are more than those of the array; rounded once.
+        array: the array that contains the matrix.
+        first: the first element of the matrix in the array.
+        rows: rows of the matrix.
+        columns: columns of the matrix.
+        transposed: whether the array contains the transpose.
+        interleaved: the number of equally high parts of the matrix whose rows are interleaved in the array; 1: none.
+        shift: the difference of the matrix's values from those of the array; the sum is rounded once.
     """
 
     array: PlainExtent | ScaleCodec
@@ -118,27 +118,27 @@ class TransposeCodec:
 
     @property
     def file(self) -> str:
-        """As the array has it."""
+        """The file of the array."""
         return self.array.file
 
     @property
     def offset(self) -> int:
-        """As the array has it."""
+        """The offset of the array."""
         return self.array.offset
 
     @property
     def length(self) -> int:
-        """As the array has it."""
+        """The length of the array."""
         return self.array.length
 
     @property
     def dtype(self) -> str:
-        """As the array has it."""
+        """The dtype of the array."""
         return self.array.dtype
 
     @property
     def numel(self) -> int:
-        """Elements of the matrix."""
+        """Number of elements of the matrix."""
         return self.rows * self.columns
 
 

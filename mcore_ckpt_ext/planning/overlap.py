@@ -1,8 +1,8 @@
-"""Which elements of which source are the elements of which target: vectorised interval arithmetic.
+"""Vectorized interval arithmetic: maps elements of sources to the equal elements of a target.
 
-Everything is expressed in the row-major flattening of one logical tensor. A piece of a region becomes a
-sorted list of contiguous *runs* there; two lists are intersected; the result is folded into strided runs,
-so that a column shard of a matrix is one entry and not one entry per row.
+All positions are in the row-major flattening of one logical tensor. A piece of a region becomes a sorted list of
+contiguous *runs* in it. Two lists are intersected, and the result is folded into strided runs, so that a column
+shard of a matrix is one entry instead of one entry per row.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from mcore_ckpt_ext.model_space.slices import Region
 
 Integers = NDArray[numpy.int64]
-# As `Runs.rows` gives it: source, target, length, count, source stride, target stride.
+# An entry of `Runs.rows`: source, target, length, count, source stride, target stride.
 Run = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `[start, stop)` of a region's row-major flattening; element `start` lies at `base` in its owner."""
+    """Elements `[start, stop)` of a region's row-major flattening; element `start` is element `base` of its owner."""
 
     region: Region
     start: int
@@ -46,19 +46,19 @@ class Runs:
 
     @property
     def numel(self) -> int:
-        """Elements copied by all runs."""
+        """Number of elements that all runs copy."""
         return int((self.length * self.count).sum())
 
     def __len__(self) -> int:
-        """Number of strided entries."""
+        """Return the number of strided entries."""
         return len(self.source)
 
     def moved(self, source: int, target: int) -> Runs:
-        """The same, so many elements further on in the source and in the target."""
+        """Return the same runs with source and target positions increased by these numbers of elements."""
         return replace(self, source=self.source + source, target=self.target + target) if source or target else self
 
     def within(self, low: int, high: int) -> Runs:
-        """The part of which the source lies in `[low, high)`."""
+        """Return the part of the runs whose source is in `[low, high)`."""
         row = numpy.arange(int(self.count.sum())) - numpy.repeat(numpy.cumsum(self.count) - self.count, self.count)
         source, target, length, source_stride, target_stride = (
             numpy.repeat(column, self.count)
@@ -70,13 +70,13 @@ class Runs:
         return fold(first[some], (target + first - source)[some], (last - first)[some])
 
     def rows(self) -> list[Run]:
-        """The entries as plain integers: (source, target, length, count, source stride, target stride)."""
+        """Return the entries as plain integers: (source, target, length, count, source stride, target stride)."""
         columns = (self.source, self.target, self.length, self.count, self.source_stride, self.target_stride)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def in_parts(runs: Iterable[Run], limit: int) -> Iterator[Run]:
-    """The same elements in the same order, in runs of at most so many."""
+    """Split runs into runs of at most `limit` elements, keeping the order of elements."""
     for source, target, length, count, source_stride, target_stride in runs:
         at_once = max(1, limit // length)
         for row, column in product(range(0, count, at_once), range(0, length, limit)):
@@ -88,12 +88,12 @@ def in_parts(runs: Iterable[Run], limit: int) -> Iterator[Run]:
 def contiguous_runs(
     shape: tuple[int, ...], piece: Piece, window: tuple[int, int] | None = None
 ) -> tuple[Integers, Integers, Integers]:
-    """The maximal contiguous runs of a piece in the flattening of a tensor of `shape`.
+    """Return the maximal contiguous runs of a piece in the flattening of a tensor of `shape`.
 
     Args:
-        shape: global shape of the tensor; the region must lie inside it.
+        shape: global shape of the tensor, which contains the region.
         piece: the piece.
-        window: only runs that can touch this half-open interval of the flattening are needed.
+        window: a half-open interval of the flattening; runs outside it may be omitted.
 
     Returns:
         (first element in the flattening, position in the piece's owner, length), each ascending by row of the region.
@@ -118,7 +118,7 @@ def contiguous_runs(
 
 
 def _innermost_cut_axis(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """The innermost axis that the region does not cover whole: rows are contiguous from there on."""
+    """Return the innermost axis that the region does not cover entirely; the axes after it are contiguous."""
     axis = len(shape) - 1
     while axis > 0 and sizes[axis] == shape[axis]:
         axis -= 1
@@ -128,7 +128,7 @@ def _innermost_cut_axis(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
 def _rows_in_window(
     shape: tuple[int, ...], region: Region, axis: int, window: tuple[int, int], first: int, last: int
 ) -> tuple[int, int]:
-    """Narrow the rows `[first, last)` to those whose outermost index can lie in the window."""
+    """Narrow the rows `[first, last)` to those whose outermost index can be in the window."""
     outer_stride = prod(shape[1:])
     rows_per_outer = prod(region.sizes[1:axis])
     low = window[0] // outer_stride - region.offsets[0]
@@ -138,7 +138,7 @@ def _rows_in_window(
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The runs by source, and the intervals of the target's flattening that no source holds."""
+    """The runs by source, and the intervals of the target's flattening that no source contains."""
 
     runs: list[tuple[int, Runs]]
     missing: list[tuple[int, int]]
@@ -148,17 +148,17 @@ class Overlap:
 def overlap(shape: tuple[int, ...], target: Piece, sources: Sequence[Piece]) -> Overlap:
     """Intersect one target piece with all sources of the same logical tensor.
 
-    Where several sources hold an element, the first in the list serves it, so that each is copied exactly once.
+    If several sources contain an element, it is copied from the first one in the list.
 
     Args:
-        shape: shape of the tensor as the *target* knows it; the sources may be cut or padded along axis 0 only,
-            which leaves the row-major position of an element unchanged.
-        target: the piece that is wanted.
-        sources: the pieces that are available.
+        shape: shape of the tensor in the *target*; sources may be truncated or padded along axis 0 only, which
+            preserves the row-major position of every element.
+        target: the requested piece.
+        sources: the available pieces.
 
     Returns:
-        The index and the runs of each source that serves something; `missing` lists what no source holds as
-        `[first, last)` of the flattening, `missing_at` where each such interval begins in the target's owner.
+        The index and the runs of each source that is used. `missing` lists the intervals that no source contains as
+        `[first, last)` of the flattening, `missing_at` the position of each interval in the target's owner.
     """
     first, last = _span(shape, target)
     touching = []
@@ -185,16 +185,16 @@ def overlap(shape: tuple[int, ...], target: Piece, sources: Sequence[Piece]) -> 
 
 
 class Overlaps:
-    """Overlaps, remembered: parameters of one shape, cut alike, differ in nothing but where their elements lie.
+    """A cache of overlaps by geometry: equally sharded parameters of one shape differ only in positions.
 
-    The three kinds of a parameter do, and so do the layers of a model.
+    This applies to the three kinds of a parameter, and to the layers of a model.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], Overlap] = {}
 
     def of(self, shape: tuple[int, ...], target: Piece, sources: Sequence[Piece]) -> Overlap:
-        """As `overlap` answers."""
+        """Return the same result as `overlap`."""
         key = (shape, _geometry(target), *map(_geometry, sources))
         known = self._known.get(key)
         if known is None:
@@ -210,14 +210,14 @@ def _geometry(piece: Piece) -> tuple[object, ...]:
 
 
 def _span(shape: tuple[int, ...], piece: Piece) -> tuple[int, int]:
-    """The first element of a piece in the flattening of `shape`, and one past its last."""
+    """Return the first element of a piece in the flattening of `shape`, and one past its last."""
     if piece.start >= piece.stop:
         return 0, 0
     return _position(shape, piece.region, piece.start), _position(shape, piece.region, piece.stop - 1) + 1
 
 
 def _position(shape: tuple[int, ...], region: Region, element: int) -> int:
-    """Where an element of a region's flattening lies in that of `shape`."""
+    """Return the position in the flattening of `shape` of an element of a region's flattening."""
     position, stride = 0, 1
     for length, size, offset in zip(reversed(shape), reversed(region.sizes), reversed(region.offsets), strict=True):
         element, along = divmod(element, size)
@@ -229,15 +229,15 @@ def _position(shape: tuple[int, ...], region: Region, element: int) -> int:
 def _overlap_of_intervals(
     target: Piece, first: int, last: int, touching: Sequence[tuple[int, Piece, int, int]]
 ) -> Overlap:
-    """`overlap` where the target is the interval `[first, last)` of the flattening, and every source is one, too.
+    """Compute `overlap` for a target and sources that are intervals of the flattening.
 
     Args:
-        target: the piece that is wanted.
+        target: the requested piece.
         first: its first element.
-        last: one past its last.
-        touching: the sources that hold some of it: (index, piece, first element, one past its last).
+        last: one past its last element.
+        touching: the sources that overlap it: (index, piece, first element, one past its last).
     """
-    # What is still missing, ascending: where each interval begins, and where it ends.
+    # The starts and ends of the intervals that are still missing, ascending.
     begins, ends = ([first], [last]) if first < last else ([], [])
     served: list[tuple[int, Runs]] = []
     for index, source, low, high in touching:
@@ -262,7 +262,7 @@ def _sorted_runs(runs: tuple[Integers, Integers, Integers]) -> tuple[Integers, I
 def _intersect(
     wanted: tuple[Integers, Integers, Integers], have: tuple[Integers, Integers, Integers]
 ) -> tuple[Integers, Integers, Integers, Integers]:
-    """Common intervals of two sorted, disjoint lists: (first, position in have, position in wanted, length)."""
+    """Intersect two sorted, disjoint lists: (first, position in have, position in wanted, length)."""
     want_start, want_at, want_length = wanted
     have_start, have_at, have_length = have
     low = numpy.searchsorted(have_start + have_length, want_start, side="right")
@@ -278,7 +278,7 @@ def _intersect(
 def _subtract(
     starts: Integers, positions: Integers, lengths: Integers, cut_start: Integers, cut_length: Integers
 ) -> tuple[Integers, Integers, Integers]:
-    """Remove sorted, disjoint intervals, each inside one run, from the runs; the rest is still wanted."""
+    """Remove sorted, disjoint intervals, each inside one run, from the runs that are still requested."""
     owner = numpy.searchsorted(starts, cut_start, side="right") - 1
     begins = numpy.concatenate([starts, cut_start + cut_length])
     owners = numpy.concatenate([numpy.arange(len(starts)), owner])
@@ -290,12 +290,12 @@ def _subtract(
     return begins, positions[owners] + begins - starts[owners], ends - begins
 
 
-# Count and strides of a run that is alone.
+# Count and strides of a single run.
 _ONE_RUN = tuple(numpy.array([number]) for number in (1, 0, 0))
 
 
 def fold(source: Integers, target: Integers, length: Integers) -> Runs:
-    """Join runs that continue each other, then fold equally spaced runs of one length into strided ones."""
+    """Join adjacent runs, then fold equally spaced runs of one length into strided ones."""
     if len(source) == 1:
         return Runs(source, target, length, *_ONE_RUN)
     if len(source) > 1:

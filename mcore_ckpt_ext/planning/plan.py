@@ -1,6 +1,6 @@
-"""The plan of a transfer as data: what is read from which file, and where each element goes.
+"""The plan of a transfer as data: the bytes to read from each file, and the destination of each element.
 
-A plan can be printed, counted, split between workers, walked by the proof, or executed; making it reads nothing.
+A plan can be printed, counted, split between workers, passed to the master check, or executed. Making it reads nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ITEM_SIZE: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredSlice:
-    """A slice of model space whose elements lie one after the other from element `first` of `extent`."""
+    """A slice of model space whose elements are stored contiguously from element `first` of `extent` on."""
 
     slice: Slice
     extent: Extent
@@ -34,13 +34,13 @@ class StoredSlice:
 
 @dataclass(frozen=True, slots=True)
 class TargetSlice:
-    """A slice of model space, of one `kind`, that a destination has room for.
+    """A slice of model space, of one `kind`, that a destination can hold.
 
     Attributes:
         slice: the elements, in the order of the destination's memory.
-        tensors: the logical tensors of the slice's regions as the target knows them, by name.
-        may_pad: axis 0 may be longer or shorter than in the checkpoint (padded vocabulary); what the
-            checkpoint does not have becomes zero.
+        tensors: the logical tensors of the slice's regions in the target, by name.
+        may_pad: whether axis 0 may be longer or shorter than in the checkpoint (padded vocabulary); missing elements
+            become zero.
     """
 
     kind: str
@@ -53,48 +53,48 @@ class Source(Protocol):
     """Protocol of the checkpoints that a plan reads."""
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """All slices that hold elements of a tensor."""
+        """Return all slices that contain elements of a tensor."""
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        """Return the name, shape and dtype of a tensor; None if the source does not contain it."""
 
 
 Copies = list[list[list[StoredSlice]]]
-"""The parts of a tensor, the copies of each part, and the slices that hold each copy."""
+"""The parts of a tensor, the copies of each part, and the slices of each copy."""
 
 
 class Derivation(Protocol):
-    """How the values of a tensor that is stored nowhere follow from stored ones."""
+    """Computes a tensor that is not stored from stored tensors."""
 
     def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
-        """What has to be read for a slice of the tensor, and from where."""
+        """Return the sources and slices to read for a slice of the tensor."""
 
     def values(self, wanted: TargetSlice, inputs: Sequence[Any]) -> Any:
-        """The slice as a 1-D tensor, computed from 1-D tensors of the inputs, in their order."""
+        """Compute the slice as a 1-D tensor from 1-D tensors of the inputs, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ElementByElement:
-    """A derivation of each element from those that have its place in other tensors.
+    """A derivation of each element from the elements at the same position of other tensors.
 
     Attributes:
-        needs: where each input comes from, by source and kind; of the same name and shape.
-        compute: from 1-D tensors of the inputs, in that order, to a 1-D tensor of the values.
+        needs: source and kind of each input, which has the same name and shape.
+        compute: computes a 1-D tensor of the values from 1-D tensors of the inputs, in that order.
     """
 
     needs: tuple[tuple[Source, str], ...]
     compute: Callable[..., Any]
 
     def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
-        """The same slice of the other tensors.
+        """Return the same slice of the other tensors.
 
         Raises:
-            UnreadableCheckpointError: one of them is not there.
+            UnreadableCheckpointError: a source does not contain an input.
         """
         return [(source, self._input(source, kind, wanted)) for source, kind in self.needs]
 
     def values(self, wanted: TargetSlice, inputs: Sequence[Any]) -> Any:
-        """The elements, computed from those of the inputs."""
+        """Compute the elements from those of the inputs."""
         return self.compute(*inputs)
 
     def _input(self, source: Source, kind: str, wanted: TargetSlice) -> TargetSlice:
@@ -117,15 +117,15 @@ class DerivedSource(Protocol):
     """A source in which some tensors are derived from others, not stored."""
 
     def derivation(self, kind: str, name: str) -> Derivation | None:
-        """How a tensor is derived; None where it is stored. What `stored` answers is then what it is made from."""
+        """Return the derivation of a tensor, whose inputs `stored` then returns; None if the tensor is stored."""
 
 
 @runtime_checkable
 class IndexedSource(Protocol):
-    """A source that finds by itself which of its slices may hold elements of a region; an array may have thousands."""
+    """A source that selects the slices for a region itself, because an array may have thousands of slices."""
 
     def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
-        """At least the slices that do, in the order of `stored`."""
+        """Return at least the slices that contain elements of the region, in the order of `stored`."""
 
 
 class StoredOnce(ABC):
@@ -133,25 +133,25 @@ class StoredOnce(ABC):
 
     @abstractmethod
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """Return all slices that hold elements of a tensor."""
+        """Return all slices that contain elements of a tensor."""
 
     def copies(self, kind: str, name: str) -> Copies:
-        """A tensor as one part in one copy."""
+        """Return a tensor as one part in one copy."""
         return [[list(self.stored(kind, name))]]
 
 
 class OneCopy:
-    """One copy of a part of a tensor as a source of its own."""
+    """One copy of a part of a tensor as a separate source."""
 
     def __init__(self, tensor: LogicalTensor, slices: Sequence[StoredSlice]) -> None:
         self._tensor, self._slices = tensor, slices
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """All slices that hold elements of a tensor."""
+        """Return all slices that contain elements of a tensor."""
         return self._slices
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        """Return the name, shape and dtype of the tensor."""
         return self._tensor
 
 
@@ -166,7 +166,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class ZeroFill:
-    """Elements `[start, stop)` of the destination with index `target` become zero."""
+    """Elements `[start, stop)` of the destination with index `target`, which become zero."""
 
     target: int
     start: int
@@ -175,7 +175,7 @@ class ZeroFill:
 
 @dataclass(frozen=True)
 class Plan:
-    """Copies sorted by file and offset, and fills; counts are exact."""
+    """Copies sorted by file and offset, and zero fills; counts are exact."""
 
     wanted: Sequence[TargetSlice]
     copies: list[Copy]
@@ -187,7 +187,7 @@ class Plan:
         return sum(copy.runs.numel * ITEM_SIZE[copy.extent.dtype] for copy in self.copies)
 
     def of_kind(self, kind: str) -> Plan:
-        """The part of the plan whose destinations are of one kind; target indices stay as they are."""
+        """Return the part of the plan for destinations of one kind, with unchanged target indices."""
         chosen = {index for index, wanted in enumerate(self.wanted) if wanted.kind == kind}
         return Plan(
             self.wanted,
@@ -197,11 +197,11 @@ class Plan:
 
 
 def derivation_of(source: Source, kind: str, name: str) -> Derivation | None:
-    """How a source derives a tensor; None where it stores it."""
+    """Return a source's derivation of a tensor; None if the tensor is stored."""
     return source.derivation(kind, name) if _is_deriving(source) else None
 
 
-# For each class once: Python looks through all of a class whenever it is asked whether it offers what a protocol says.
+# Cached for each class, because Python's check of a protocol inspects all members of the class every time.
 _offers: Callable[[Any, Any], bool] = cache(issubclass)
 
 
@@ -214,12 +214,12 @@ def _is_selecting(source: object) -> TypeGuard[IndexedSource]:
 
 
 def slices_in(source: Source, kind: str, region: Region) -> Sequence[StoredSlice]:
-    """The slices of a source that may hold elements of a region; all of its tensor where it cannot select them."""
+    """Return slices of a source that include those with elements of a region."""
     return source.stored_in(kind, region) if _is_selecting(source) else source.stored(kind, region.name)
 
 
 def plans_of(wanted: TargetSlice, source: Source, accept_lost: bool = False) -> list[Plan]:
-    """What is read for one slice: its own plan or, where it is derived, the plans of everything that it is made from.
+    """Return the plans of the reads for one slice: its own, or those of all inputs if it is derived.
 
     Raises:
         ModelMismatchError: see `make_plan`.
@@ -232,15 +232,15 @@ def plans_of(wanted: TargetSlice, source: Source, accept_lost: bool = False) -> 
 
 
 def make_plan(wanted: Sequence[TargetSlice], source: Source, accept_lost: bool = False) -> Plan:
-    """Plan the transfer of every wanted slice; every element is served exactly once.
+    """Plan the transfer of all requested slices; every element is copied exactly once.
 
     Args:
-        wanted: what is to be filled.
+        wanted: the slices to fill.
         source: the checkpoint.
-        accept_lost: elements that the checkpoint does not hold become fills instead of an error.
+        accept_lost: whether elements that the checkpoint lacks become zero instead of an error.
 
     Raises:
-        ModelMismatchError: the source lacks a tensor, has it in another shape, or lacks part of it.
+        ModelMismatchError: the source lacks a tensor or a part of it, or has it in another shape.
     """
     copies: list[Copy] = []
     fills: list[ZeroFill] = []
@@ -288,7 +288,7 @@ def _plan_piece(
 
 
 def _checked_tensor(want: TargetSlice, name: str, source: Source) -> LogicalTensor:
-    """The source's tensor, if the target can take its shape."""
+    """Return the source's tensor, after a check that the target can have its shape."""
     live = want.tensors[name]
     tensor = source.logical_tensor(want.kind, name)
     if tensor is None:

@@ -1,8 +1,8 @@
-"""Bytes that several ranks want: which they are, who of them reads them, and in which order they are sent.
+"""Deduplicates reads of several ranks: which bytes are shared, which rank reads them, and the order of messages.
 
-Every rank works this out by itself, from what all of them want, and comes to the same: bytes wanted by the same ranks
-travel together, in messages that those ranks read in turn; all messages are in one order, by file and byte, and whoever
-takes them in that order waits for nobody who waits for him.
+Every rank computes the same result independently, from the requests of all ranks. Bytes requested by the same ranks
+are sent together, in messages that those ranks take turns to read. All messages have one order, by file and byte.
+Every rank receives them in this order, so that no cycle of ranks can wait for each other.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy
 from mcore_ckpt_ext.planning.overlap import Integers
 
 MESSAGE_BYTES = 4 << 20
-# Elements of any dtype can be looked at where they lie in a message.
+# Elements of any dtype are aligned in a message, so that they can be viewed in place.
 _ALIGNED = 64
 
 Ranks = tuple[int, ...]
 Spans = Mapping[str, Integers]
-"""By file, `[n, 2]`: the bytes from the first, below the second; ascending, none overlapping."""
+"""By file, `[n, 2]`: the first byte of each span, and one past its last; ascending and disjoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Bytes `[start, stop)` of a file, which lie at byte `at` of their message."""
+    """Bytes `[start, stop)` of a file, at byte `at` of their message."""
 
     file: str
     start: int
@@ -36,7 +36,7 @@ class Stretch:
 
 @dataclass(slots=True)
 class Message:
-    """Bytes that are read once: by `reader`, which sends them to the other `ranks`."""
+    """Bytes that `reader` reads once and sends to the other `ranks`."""
 
     ranks: Ranks
     reader: int
@@ -49,20 +49,20 @@ class Message:
         return _aligned(last.at + last.stop - last.start)
 
     def route(self, rank: int) -> tuple[int | None, list[int]]:
-        """From whom a rank gets it, None for the reader, and to whom it then sends it.
+        """Return the rank that sends the message to this one (None for the reader), and the ranks to send it on to.
 
-        Who has it hands it on, so that of thousands of ranks none sends to more than a dozen, always the same ones.
+        Receivers forward the message, so that even of thousands of ranks each sends to a dozen only, always the same.
         """
         number, first = len(self.ranks), self.ranks.index(self.reader)
         place = (self.ranks.index(rank) - first) % number
-        step = 1 << place.bit_length()  # the first that this place hands on to is so much further
+        step = 1 << place.bit_length()  # distance from this place to the first place that it sends to
         steps = [step << power for power in range(number.bit_length()) if place + (step << power) < number]
         others = [self.ranks[(first + place + further) % number] for further in steps]
         return (self.ranks[(first + place - (step >> 1)) % number] if place else None), others
 
 
 def united(starts: Integers, stops: Integers) -> Integers:
-    """Intervals, `[n, 2]`, ascending, none overlapping, that cover what some intervals cover; neighbours stay apart."""
+    """Merge overlapping intervals into ascending, disjoint ones, `[n, 2]`; adjacent intervals are not merged."""
     order = numpy.argsort(starts, kind="stable")
     starts, reach = starts[order], numpy.maximum.accumulate(stops[order])
     heads = numpy.flatnonzero(numpy.concatenate([[True], starts[1:] >= reach[:-1]]))
@@ -70,11 +70,11 @@ def united(starts: Integers, stops: Integers) -> Integers:
 
 
 def messages_of(wants: Sequence[Spans], rank: int) -> list[Message]:
-    """The messages that a rank has a part in, in the order in which all ranks take them.
+    """Return the messages that a rank sends or receives, in the order common to all ranks.
 
     Args:
-        wants: what every rank wants; ranks that want the same may share one object.
-        rank: this one.
+        wants: the requests of every rank; ranks with equal requests may share one object.
+        rank: this rank.
     """
     messages: list[Message] = []
     last: dict[Ranks, Message] = {}
@@ -94,7 +94,7 @@ def messages_of(wants: Sequence[Spans], rank: int) -> list[Message]:
 
 
 def _shared(file: str, wants: Sequence[Spans], rank: int) -> Iterator[tuple[int, int, Ranks]]:
-    """Intervals of a file that this rank wants and another one, too: first byte, one past the last, who wants them."""
+    """Yield intervals of a file that this and other ranks request: first byte, one past the last, their ranks."""
     alike: dict[int, list[int]] = {}
     for number, spans in enumerate(wants):
         if file in spans:
@@ -112,7 +112,7 @@ def _shared(file: str, wants: Sequence[Spans], rank: int) -> Iterator[tuple[int,
 
 
 def _covered(edges: Integers, spans: Integers) -> Iterator[int]:
-    """The numbers of the intervals between neighbouring edges that lie in a span."""
+    """Yield the numbers of the intervals between adjacent edges that a span covers."""
     first, last = numpy.searchsorted(edges, spans[:, 0]), numpy.searchsorted(edges, spans[:, 1])
     return chain.from_iterable(map(range, first.tolist(), last.tolist()))
 

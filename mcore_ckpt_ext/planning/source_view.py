@@ -1,4 +1,4 @@
-"""A source as data: its members, of which a view replaces some and keeps the others."""
+"""A source as data: a view replaces some members and keeps the others."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class OfTensor(Protocol[Answer]):
     """A function of one tensor."""
 
     def __call__(self, kind: str, name: str) -> Answer:
-        """Return what the function finds for the tensor of this kind and name."""
+        """Return the value for the tensor of this kind and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceView:
-    """A source as its members; `dataclasses.replace` makes one that differs in some.
+    """A source as replaceable members; `dataclasses.replace` changes some of them.
 
     Attributes:
-        stored: all slices that hold elements of a tensor.
-        stored_in: at least the slices that hold elements of a region.
-        logical_tensor: the tensor as the checkpoint knows it; None where it has none of that kind and name.
-        derivation: how a tensor is derived; None where it is stored.
+        stored: returns all slices that contain elements of a tensor.
+        stored_in: returns slices that include those with elements of a region.
+        logical_tensor: returns the name, shape and dtype of a tensor; None if the source does not contain it.
+        derivation: returns the derivation of a tensor; None if it is stored.
     """
 
     stored: OfTensor[Sequence[StoredSlice]]
@@ -39,7 +39,7 @@ class SourceView:
 
     @classmethod
     def of(cls, source: Source) -> SourceView:
-        """Return a source as its members."""
+        """Return a view with the members of a source."""
         return SourceView(
             stored=source.stored,
             stored_in=partial(slices_in, source),

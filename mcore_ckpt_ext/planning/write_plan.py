@@ -1,7 +1,7 @@
-"""A conversion's output as data: files of known size, bytes that are known already, and records to be filled.
+"""The output of a conversion as data: files of known size, bytes that are already known, and records to fill.
 
-Like a plan it can be counted, printed, split between workers and continued after an interruption; making it reads no
-tensor.
+Like a plan for reading, it can be counted, printed, split between workers and continued after an interruption. Making
+it reads no tensor.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
 
 @dataclass(frozen=True, slots=True)
 class WriteLayout:
-    """How a record holds a matrix of `rows` rows otherwise than row by row.
+    """The order of a matrix of `rows` rows in a record, if it is not row by row.
 
-    `transposed`: it holds the transpose. `interleaved`: that many parts of equal height take turns, row by row; of such
-    a matrix there is one region. `shift`: what the record's numbers are more, rounded once.
+    Attributes:
+        rows: rows of the matrix.
+        transposed: whether the record contains the transpose.
+        interleaved: the number of equally high parts whose rows are interleaved; such a matrix has one region.
+        shift: the difference of the record's values from the matrix's; the sum is rounded once.
     """
 
     rows: int
@@ -29,7 +32,7 @@ class WriteLayout:
     shift: float = 0.0
 
     def reading(self, part: Slice) -> Reading:
-        """What has to be read for a part of the record."""
+        """Return the regions to read for a part of the record."""
         height, turns = self.rows // self.interleaved, self.interleaved
         if self.transposed:
             left, right = part.start // self.rows, -(-part.stop // self.rows)
@@ -55,9 +58,9 @@ class WriteLayout:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Regions to be read; their elements in `shape`, its axes in this `order`, are those of the record.
+    """Regions to read, and how to reorder them: their elements in `shape`, with axes permuted to `order`.
 
-    `before`: how many of these come before those that are asked for.
+    `before`: the number of elements that precede the requested ones after reordering.
     """
 
     regions: tuple[Region, ...]
@@ -68,10 +71,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """A wanted slice whose first element is element `start` of its record.
+    """A requested slice whose first element is element `start` of its record.
 
-    `arranged`: the slice's regions are whole rows of one matrix that the record holds otherwise; the slice's `start`
-    and `stop` then count in the record's order.
+    `arranged`: set if the slice's regions are whole rows of one matrix in another order; the slice's `start` and `stop`
+    then count in the record's order.
     """
 
     start: int
@@ -86,16 +89,16 @@ class WriteItem:
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A matrix that a record holds the codes or the scales of: one scale for each block of it.
+    """A matrix whose codes, or whose scales, a record contains; each block of the matrix has one scale.
 
     Attributes:
-        name: for messages.
+        name: its name in messages.
         content: its numbers, row by row.
-        rows: of the matrix.
-        columns: of the matrix.
-        height: rows of a block; the last ones may have fewer.
-        width: columns of a block; likewise.
-        scales: the record holds the scales, not the codes.
+        rows: rows of the matrix.
+        columns: columns of the matrix.
+        height: rows of a block; the last blocks may have fewer.
+        width: columns of a block; the last blocks may have fewer.
+        scales: whether the record contains the scales, not the codes.
     """
 
     name: str
@@ -108,11 +111,11 @@ class Quantised:
 
     @property
     def unit(self) -> int:
-        """Elements of the record that are made of one band of the matrix, `height` rows."""
+        """Number of elements of the record for one band of `height` rows of the matrix."""
         return -(-self.columns // self.width) if self.scales else self.height * self.columns
 
     def band(self, number: int) -> Block:
-        """The numbers of one band."""
+        """Return the numbers of one band."""
         size = self.height * self.columns
         start, stop = number * size, min((number + 1) * size, self.rows * self.columns)
         return Block(start, stop, tuple(_parts(self.content, 0, start, stop)))
@@ -120,11 +123,17 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An array of an output file: `numel` elements of `dtype` from byte `offset` on, zero where nothing is placed.
+    """An array of an output file: `numel` elements of `dtype` from byte `offset` on; elements without content are zero.
 
-    `checksums`: byte positions in the file that hold the CRC-32 of the array's bytes, little-endian; `checksum_texts`:
-    those that hold it as eight hexadecimal digits. `quantised`: the elements are made of a matrix; then nothing is
-    placed.
+    Attributes:
+        file: the name of the file.
+        offset: the first byte of the array.
+        dtype: its dtype by name.
+        numel: its number of elements.
+        content: the requested slices, sorted by their position in the record.
+        checksums: byte positions in the file that contain the CRC-32 of the array's bytes, little-endian.
+        quantised: the matrix that the elements are computed from; then `content` is empty.
+        checksum_texts: byte positions that contain the CRC-32 as eight hexadecimal digits.
     """
 
     file: str
@@ -142,12 +151,12 @@ class Record:
         return self.numel * ITEM_SIZE[self.dtype]
 
     def step(self, limit: int) -> int:
-        """Elements of a block of at most `limit` bytes; the last one may have fewer."""
+        """Return the number of elements in a block of at most `limit` bytes; the last block may have fewer."""
         unit = self.quantised.unit if self.quantised else 1
         return max(1, limit // ITEM_SIZE[self.dtype] // unit) * unit
 
     def blocks(self, limit: int, begin: int = 0, end: int | None = None) -> Iterator[Block]:
-        """The record, or what lies between the beginnings of two blocks, cut into blocks of at most `limit` bytes."""
+        """Split the record, or the part between two block boundaries, into blocks of at most `limit` bytes."""
         step, end = self.step(limit), self.numel if end is None else end
         for start in range(begin, end, step):
             stop = min(start + step, end)
@@ -157,7 +166,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements `[start, stop)` of a record; the content's positions are relative to the block."""
+    """Elements `[start, stop)` of a record; positions in its content are relative to the block."""
 
     start: int
     stop: int
@@ -165,7 +174,7 @@ class Block:
 
 
 def _parts(content: Sequence[WriteItem], first: int, start: int, stop: int) -> Iterator[WriteItem]:
-    """The parts of `content`, which is sorted, that lie in `[start, stop)`; none before index `first` does."""
+    """Yield the parts of sorted `content` in `[start, stop)`; those before index `first` end before it."""
     for index in range(first, len(content)):
         placed = content[index]
         if placed.start >= stop:
@@ -178,9 +187,9 @@ def _parts(content: Sequence[WriteItem], first: int, start: int, stop: int) -> I
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file: its size in bytes, and the parts of it that are already known, as (byte offset, bytes).
+    """A file: its size in bytes, and its known parts as (byte offset, bytes).
 
-    `last`: it tells readers that everything is there, so it is written once everything is.
+    `last`: whether it marks the result as complete, so that it is written after all others.
     """
 
     name: str
@@ -191,7 +200,7 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Output:
-    """All files below the destination's folder, the records in them, and what their reader should know."""
+    """All files relative to the destination's folder, the records in them, and notes for the user."""
 
     files: Sequence[OutputFile]
     records: Sequence[Record]

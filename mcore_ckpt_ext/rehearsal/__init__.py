@@ -1,1 +1,1 @@
-"""A resume on simulated ranks, up to the first write: what a job would do, without Megatron and without a GPU."""
+"""A simulated resume up to its first write, with simulated ranks, without Megatron and without a GPU."""

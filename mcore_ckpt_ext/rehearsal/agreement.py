@@ -1,4 +1,4 @@
-"""The agreement of all ranks of a simulated job if some of them refuse."""
+"""The common refusal of all ranks of a simulated job if some of them refuse."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Result = TypeVar("Result")
 
 
 class RefusedError(Exception):
-    """The job would refuse: ends a rehearsal, which reports it.
+    """Ends a rehearsal because the job would refuse to resume; the rehearsal reports it.
 
     Attributes:
-        error: what the job would raise on every rank.
-        is_verbatim: in these words.
+        error: the error that the job would raise on every rank.
+        is_verbatim: whether the job's message is exactly the same.
     """
 
     def __init__(self, error: CheckpointError, *, is_verbatim: bool = True) -> None:
@@ -32,14 +32,14 @@ def on_every_rank(
     """Do once what all ranks of the job do alike.
 
     Args:
-        phase: as of `agreed`.
-        ranks: of the job.
-        work: what they do.
+        phase: the same as in `agreed`.
+        ranks: number of ranks of the job.
+        work: the action of the ranks.
         is_verbatim: whether it is known that all of them do it.
-        beyond_rehearsal: errors that say that a rehearsal cannot do it; they are raised as they are.
+        beyond_rehearsal: errors for actions that a rehearsal cannot do; they are raised unchanged.
 
     Raises:
-        RefusedError: they would refuse.
+        RefusedError: the ranks would refuse.
     """
     try:
         return work()
@@ -53,16 +53,16 @@ def on_every_rank(
 
 
 def by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbatim: bool = True) -> None:
-    """Do what the ranks of the job do each for itself.
+    """Do what each rank of the job does on its own.
 
     Args:
-        phase: as of `agreed`.
-        ranks: of the job.
-        work: what the rank with that number does.
-        is_verbatim: whether it is known which rank would find what.
+        phase: the same as in `agreed`.
+        ranks: number of ranks of the job.
+        work: the action of the rank with the given number.
+        is_verbatim: whether it is known which rank would have which error.
 
     Raises:
-        RefusedError: some would refuse.
+        RefusedError: some ranks would refuse.
     """
 
     def reason(rank: int) -> str | None:

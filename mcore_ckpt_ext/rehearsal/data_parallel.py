@@ -1,4 +1,4 @@
-"""Which elements of each parameter a data-parallel rank holds: as its gradient buffers are cut, in their order."""
+"""The elements of each parameter on a data-parallel rank, in the order of its gradient buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcore_ckpt_ext.versions import Version
 
 
 class DataParallelRanks:
-    """The ranks of a simulated job one by one, where it matters which of them holds an element: in a refusal."""
+    """The individual data-parallel ranks of a simulated job, needed to report which ranks refuse."""
 
     def __init__(self, job: SimulatedJob, checkpoint: CheckpointView, version: Version) -> None:
         self._job, self._checkpoint, self._version = job, checkpoint, version
@@ -27,12 +27,12 @@ class DataParallelRanks:
 
     @cached_property
     def are_known(self) -> bool:
-        """Whether the division of the job's buffers is known; otherwise every rank counts as holding whole parts."""
+        """Whether the division of the job's buffers is known; otherwise every rank is assumed to have whole parts."""
         is_known = CLOSES_BUCKETS_AT_ALIGNED_ENDS.is_of(self._version) and self._order is not None
         return is_known and bool(self._job.arguments.use_distributed_optimizer)
 
     def places(self, rank: int) -> list[tuple[ModelRank, int]]:
-        """The places of a rank in the model, dense parameters first, each with its number in their group."""
+        """Return the places of a rank in the model, dense parameters first, each with its number in their group."""
         layout = self._job.layout
         grid = RankGrid(layout, bool(self._job.arguments.use_tp_pp_dp_mapping))
         tensor, context, data, pipeline = grid.coordinates(rank)
@@ -45,11 +45,11 @@ class DataParallelRanks:
         return found
 
     def shards(self, rank: int, parts: Mapping[ModelRank, Sequence[SimulatedShard]]) -> list[SimulatedShard]:
-        """A rank's own share of some parts, in the order in which its optimizers hold them.
+        """Return a rank's shards of the given parts, in the order of its optimizers.
 
         Args:
             rank: its global number.
-            parts: whole parts of parameters, by the place that holds them.
+            parts: whole parts of parameters by place in the model.
         """
         found: list[SimulatedShard] = []
         for place, number in self.places(rank):

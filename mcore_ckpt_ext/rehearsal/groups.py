@@ -1,4 +1,4 @@
-"""The parameter groups that a job's optimizers would have, if its options are those of the job that wrote."""
+"""The parameter groups of a job's optimizers, if the job has the options of the job that wrote the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _BOUNDS_OF_RATES = {"max_lr": "lr", "min_lr": "min_lr"}
 def simulated_groups(
     stored: Sequence[Group], written: JobArguments, running: JobArguments, *, has_expert_optimizer: bool
 ) -> list[list[dict[str, Any]]]:
-    """The groups of each optimizer, without a step, which a fresh optimizer has not made.
+    """Return the groups of each optimizer without a step, as in a new optimizer.
 
     Args:
-        stored: all groups of the checkpoint, repetitions allowed.
+        stored: all groups of the checkpoint, possibly repeated.
         written: the arguments of the job that wrote it.
-        running: those of the job that resumes.
-        has_expert_optimizer: experts have an optimizer of their own in the latter.
+        running: the arguments of the job that resumes.
+        has_expert_optimizer: whether experts have an optimizer of their own in the resuming job.
     """
     return [
         list(_distinct(stored, written, running, of_experts=of_experts).values())
@@ -36,7 +36,7 @@ def _distinct(
         live = {**group, "params": [0], "is_expert_parallel": of_experts}
         live.pop("step", None)
         for bound, rate in _BOUNDS_OF_RATES.items():
-            # A group with a rate of its own, as of --decoupled-lr, keeps it.
+            # A group with its own rate, as with --decoupled-lr, keeps it.
             if group.get(bound) is not None and group[bound] == written.raw.get(rate):
                 live[bound] = running.raw.get(rate, group[bound])
         found.setdefault(repr((rule_of(live), identity(live, REFINED_IDENTITY))), live)

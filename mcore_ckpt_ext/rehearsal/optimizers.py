@@ -1,4 +1,4 @@
-"""The optimizers of a job that does not run, as far as the load decision asks for them."""
+"""Simulated optimizers with the attributes that the load decision reads."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _FUSED_ADAM = frozenset({"bias_correction"})
 
 @dataclass(frozen=True)
 class SimulatedAdam:
-    """The inner optimizer on GPUs: Transformer Engine's, or Apex's, FusedAdam; see `load_facts` for what is read of it.
+    """The inner optimizer on GPUs: FusedAdam of Transformer Engine or Apex, as far as `load_facts` reads it.
 
     Attributes:
         param_groups: its parameter groups.
-        store_param_remainders: it keeps the trailing 16 bits of the masters alone.
+        store_param_remainders: whether it keeps only the lower 16 bits of the masters.
     """
 
     param_groups: Sequence[dict[str, Any]]
@@ -33,7 +33,7 @@ class SimulatedAdam:
 
 @dataclass(frozen=True)
 class SimulatedOffloaded(SimulatedAdam):
-    """HybridDeviceOptimizer, which works on the CPU in part."""
+    """HybridDeviceOptimizer, which partly runs on the CPU."""
 
     sub_optimizers: Sequence[Any] = ()
 
@@ -43,9 +43,9 @@ class SimulatedDistributed:
     """DistributedOptimizer.
 
     Attributes:
-        optimizer: the inner one.
+        optimizer: the inner optimizer.
         config: the settings that the adapters of live optimizers read.
-        gbuf_ranges: the dtypes of its gradient buffers, which hold no parameters here.
+        gbuf_ranges: the dtypes of its gradient buffers, which contain no parameters here.
         model_param_group_index_map: a tensor of each dtype of its parameters.
     """
 
@@ -57,7 +57,7 @@ class SimulatedDistributed:
 
 @dataclass(frozen=True)
 class SimulatedWhole:
-    """An optimizer of whole parameters, which every data-parallel rank keeps."""
+    """An optimizer of whole parameters, replicated on all data-parallel ranks."""
 
     optimizer: SimulatedAdam
 
@@ -65,13 +65,14 @@ class SimulatedWhole:
 def simulated_chain(
     running: JobArguments, groups: Sequence[Sequence[dict[str, Any]]], dtypes: set[str], *, has_remainders: bool
 ) -> Chain:
-    """The optimizers of a job, which are Adam.
+    """Return the optimizers of a job that uses Adam.
 
     Args:
         running: the job's arguments.
         groups: the parameter groups of each of its optimizers.
-        dtypes: of its parameters.
-        has_remainders: the checkpoint has remainders; whether the job's optimizer makes some depends on its packages.
+        dtypes: the dtypes of its parameters.
+        has_remainders: whether the checkpoint has remainders. It is assumed that the job's optimizer then uses them,
+            which depends on installed packages.
     """
     is_aware = bool(running.use_precision_aware_optimizer)
     kind = SimulatedOffloaded if running.optimizer_cpu_offload else SimulatedAdam

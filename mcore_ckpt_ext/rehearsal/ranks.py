@@ -1,4 +1,4 @@
-"""The ranks of a job that does not run: what the optimizers of each hold, worked out from the job's arguments."""
+"""The ranks of a simulated job: the parts of each in the optimizers, derived from the job's arguments."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _KIND = "whole masters"
 
 @dataclass(frozen=True, eq=False)
 class SimulatedShard(Shard):
-    """What a simulated rank's optimizer holds of one parameter; its weight is that of the checkpoint.
+    """A simulated rank's shard of one parameter in its optimizer; the weight is the checkpoint's.
 
     Attributes:
-        checkpoint: where the weight is read from.
+        checkpoint: the source of the weight.
     """
 
     checkpoint: CheckpointView
@@ -45,18 +45,18 @@ class SimulatedShard(Shard):
     @property
     @override
     def weight(self) -> torch.Tensor:
-        """The elements that the job would have loaded before it proves its masters."""
+        """Read the elements of the weight, which the job would have loaded before its master check."""
         wanted = TargetSlice(WEIGHT, self.slice, self.live.tensors, self.live.may_pad)
         return read_wanted(self.checkpoint, self.checkpoint.transfer, wanted, False)
 
     def part(self, start: int, stop: int) -> SimulatedShard:
-        """Some of its elements, counted as those of the whole parameter are."""
+        """Return a part of the shard; positions count elements of the whole parameter."""
         return replace(self, slice=Slice(self.slice.regions, start, stop))
 
 
 @dataclass(frozen=True)
 class Held:
-    """A part of a parameter that some ranks hold, whichever of their data-parallel group has which element of it.
+    """A part of a parameter on some ranks, before it is divided within their data-parallel group.
 
     Attributes:
         shard: all elements of the part.
@@ -75,7 +75,7 @@ class SimulatedJob:
     """
 
     def __init__(self, checkpoint: CheckpointView, arguments: JobArguments, version: Version) -> None:
-        """Raises: UnsupportedCheckpointError, where it is not known how the job's ranks share the model."""
+        """Raise UnsupportedCheckpointError if the job's distribution of the model is unknown."""
         self.arguments, self.layout = arguments, ParallelLayout.from_arguments(arguments)
         self._held: dict[int, list[Held]] = {}
         self._checkpoint, self._version = checkpoint, (version.major, version.minor)
@@ -108,13 +108,14 @@ class SimulatedJob:
 
     @cached_property
     def view(self) -> RankSummary:
-        """What all ranks together tell of the model, but for what is trained."""
+        """A summary of the model on all ranks, except trained parameters."""
         return RankSummary(list(self._tensors), [], self._registered(), frozenset({_KIND}))
 
     def _registered(self) -> list[list[str]]:
-        """The parameters of every chunk in the order in which the layer spec that the arguments name registers them.
+        """Return the parameters of every chunk in the registration order of the layer spec in the arguments.
 
-        Empty where that order is not known.
+        Returns:
+            Empty if that order is unknown.
         """
         order = known_orders(self.arguments)[0].of_version(self._version)
         last = (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)
@@ -128,7 +129,7 @@ class SimulatedJob:
 
     @cached_property
     def trained(self) -> set[str]:
-        """The parameters with optimizer state; without any, a parameter is taken to be frozen in the job, too."""
+        """The parameters with optimizer state; others are assumed to be frozen in the job, too."""
         return set(self._checkpoint.optimizer.names()) & self.models.weights.keys()
 
     @cached_property
@@ -138,11 +139,11 @@ class SimulatedJob:
 
     @cached_property
     def trained_models(self) -> LocalModels:
-        """The same ranks without what is frozen, which gradient buffers do not hold."""
+        """The same ranks without frozen parameters, which gradient buffers do not contain."""
         return self.models.without(self.frozen)
 
     def held(self, pipeline: int) -> list[Held]:
-        """What the ranks of one pipeline stage hold, each part once."""
+        """Return the parts on the ranks of one pipeline stage, each part once."""
         if pipeline not in self._held:
             self._held[pipeline] = [
                 Held(self._shard(name, regions), tuple(places))
@@ -152,9 +153,9 @@ class SimulatedJob:
         return self._held[pipeline]
 
     def weights(self, pipeline: int) -> list[tuple[TargetSlice, int]]:
-        """The weights that the ranks of one pipeline stage load, each part once with the number of ranks, and buffers.
+        """Return the weights and buffers that the ranks of one pipeline stage load, each once with the number of ranks.
 
-        What else a name stands for, as the second of a tied tensor, is that tensor.
+        A second name of a tied tensor denotes the same tensor.
         """
         parts = self._parts(pipeline).items()
         found = [(self._wanted(regions), sum(map(self.copies, places))) for (_, regions), places in parts]
@@ -164,7 +165,7 @@ class SimulatedJob:
         return found + [(self._wanted((Region.whole(name, self._tensors[name].shape),)), ranks) for name in here]
 
     def copies(self, place: ModelRank) -> int:
-        """The data-parallel ranks of a place."""
+        """Return the number of data-parallel ranks of a place."""
         return self.layout.data * self.layout.context if place.expert is None else self.layout.expert_data
 
     def _parts(self, pipeline: int) -> dict[tuple[str, tuple[Region, ...]], list[ModelRank]]:
@@ -191,7 +192,7 @@ class SimulatedJob:
         return regions
 
     def _live_tensor(self, name: str) -> LogicalTensor:
-        """A weight as the job has it: in its precision, and with its vocabulary's rows."""
+        """Return a weight with the job's dtype and rows of the vocabulary."""
         tensor, job = self._checkpoint.named_tensor(WEIGHT, name), self.arguments
         tensor = replace(tensor, dtype=dtype_of(tensor.dtype, job))
         rows = job.padded_vocab_size
@@ -214,14 +215,14 @@ class SimulatedJob:
         return self._checkpoint.optimizer
 
     def _kinds(self, name: str) -> tuple[str, ...]:
-        """What the optimizer keeps of a parameter: as the checkpoint's does, which is of the same kind."""
+        """Return the kinds of a parameter's optimizer state, which are the checkpoint's."""
         state = self._state
         known = (kind for kind in state.carried_kinds if state.logical_tensor(kind, name) is not None)
         return tuple(kind for kind in known if kind != FP32_PARAM)
 
 
 def dtype_of(stored: str, running: JobArguments) -> str:
-    """The dtype of a job's weight whose stored dtype is that; what is kept in fp32 beside halves stays so."""
+    """Return the dtype in a job of a weight with this stored dtype; weights stored in fp32 keep it."""
     if stored not in _HALVES:
         return stored
     return "bfloat16" if running.bf16 else "float16" if running.fp16 else "float32"
@@ -229,5 +230,5 @@ def dtype_of(stored: str, running: JobArguments) -> str:
 
 @cache
 def _parameter_of(dtype: str) -> torch.Tensor:
-    """Stands for all live parameters of a dtype; it has no memory."""
+    """A tensor without memory that represents all live parameters of a dtype."""
     return torch.empty(0, dtype=getattr(torch, dtype), device="meta")

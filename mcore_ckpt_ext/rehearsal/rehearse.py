@@ -1,4 +1,4 @@
-"""Rehearses a resume: the steps of a live job in their order, with simulated ranks, up to the first write."""
+"""Rehearses a resume: the steps of a live job in order, with simulated ranks, up to the first write."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.versions import Version
 
-# Modes of Megatron with optimizers of their own.
+# Modes of Megatron with their own optimizers.
 _WITHOUT_DISTRIBUTED = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
 _LOOKING = "looking at the checkpoint"
 STOCK, PACKAGE = "stock Megatron", "mcore_ckpt_ext"
@@ -65,22 +65,22 @@ def rehearse(
     any_change: bool = False,
     team: Team | None = None,
 ) -> Rehearsal:
-    """Do what a resume under another layout would do up to its first write, for all ranks, without Megatron.
+    """Simulate a resume under another layout up to its first write, for all ranks, without Megatron.
 
     Args:
         path: a run folder (its newest iteration) or an iteration folder.
         gpus: number of GPUs.
         sizes: the size of each dimension, by its name in `ParallelLayout`; see `target.sizes_in`.
-        megatron_version: the release that will run; by default the installed one, else the newest known.
-        full: compare all masters with their weights, not only samples.
-        arguments: arguments of the job that wrote, which the checkpoint does not state.
-        changes: arguments in which the job that resumes differs, beside its layout.
-        any_change: accept every argument among the changes, as far as the checkpoint's own model has the job's shapes.
-        team: the processes that share the work, each with the same arguments; by default this one alone.
+        megatron_version: the release that would run; by default the installed one, or else the newest known one.
+        full: whether to compare all masters with their weights, not only samples.
+        arguments: arguments of the job that wrote the checkpoint, if the checkpoint does not store them.
+        changes: arguments of the resuming job that differ, other than its layout.
+        any_change: whether all arguments may be changed, if the shapes of the checkpoint's model are unchanged.
+        team: the processes that share the work, each with the same arguments; by default only this one.
 
     Raises:
-        UsageError: a value makes no sense.
-        CheckpointError: the checkpoint cannot be read, or a rehearsal cannot simulate such a job.
+        UsageError: an argument has an invalid value.
+        CheckpointError: the checkpoint cannot be read, or a rehearsal does not support the job.
     """
     if not any_change:
         check_changes(changes or {})
@@ -114,14 +114,14 @@ def rehearse(
 
 
 class _Rehearsing:
-    """The steps from the first look at a checkpoint on, as `megatron/load.py` and `optimizer_reshard` take them."""
+    """The steps after the first look at a checkpoint, as `megatron/load.py` and `optimizer_reshard` do them."""
 
     def __init__(
         self, folder: Path, written: JobArguments, job: TargetJob, version: Version, plain: Rehearsal, team: Team
     ) -> None:
         self._folder, self._written, self._job, self._version, self._plain = folder, written, job, version, plain
         self._team = team
-        # Whether the job itself plans the resume: without a decision, everything before it is refused by all loads.
+        # Whether the job itself plans the resume; until this is decided, errors are those of all loads.
         self._plans = True
 
     def result(self, *, full: bool) -> Rehearsal:
@@ -129,7 +129,7 @@ class _Rehearsing:
             return self._done(full=full)
         except RefusedError as refused:
             found = _refused(self._plain, refused)
-            # Stock Megatron, and the proof that follows its load, say so in words of their own.
+            # Stock Megatron, and the master check after its load, have messages of their own.
             return replace(found, is_verbatim=found.is_verbatim and self._plans)
 
     def _done(self, *, full: bool) -> Rehearsal:
@@ -148,7 +148,7 @@ class _Rehearsing:
         if VERIFY_ALL.value:
             by_rank(PLANNING, ranks, lambda rank: verify_checksums(checkpoint, rank, ranks))
         on_every_rank(PLANNING, ranks, lambda: check_lost(checkpoint))
-        # A rank recovers the packing of those buffers alone that it needs: of all, where there is one stage.
+        # A rank recovers the packing of the buffers that it needs: with one stage, of all.
         needs_all = self._job.layout.pipeline == 1 and not simulated.models.has_expert_optimizer
         on_every_rank(PLANNING, ranks, lambda: simulated.trained, is_verbatim=needs_all)
         shares = Shares(
@@ -171,7 +171,7 @@ class _Rehearsing:
         )  # fmt: skip
 
     def _inspect(self) -> None:
-        """What the first look at a checkpoint refuses, and who loads the optimizer (`load_decision`)."""
+        """Do the checks before a load, and decide which loader loads the optimizer (`load_decision`)."""
         running, folder, checkpoint = self._job.arguments, self._folder, open_checkpoint(self._folder)
         groups, arguments = self._groups(checkpoint), Namespace(**running.raw)
         index = checkpoint.format_reader.index
@@ -193,7 +193,7 @@ class _Rehearsing:
             check = decision.check
             why = None if check is None else f"{check.name}; stock Megatron cannot do this: {check.consequence}"
             self._plain = replace(self._plain, loaded_by=loader, why=why)
-            # What Megatron wrote shifted is planned anew once stock has loaded it (`check_after_load`).
+            # If Megatron wrote the state shifted, the job plans after the load by stock Megatron (`check_after_load`).
             self._plans = not decision.is_stock or bool(checkpoint.optimizer.shifted)
 
     def _groups(self, checkpoint: CheckpointView) -> list[list[dict[str, Any]]]:
@@ -224,13 +224,13 @@ def _opened(folder: Path) -> CheckpointView:
 
 
 def _look_around(path: Path) -> SharedIndex | None:
-    """Whether the iteration that a job would take is complete, as its first rank sees it.
+    """Check that the iteration that a job would load is complete, as its first rank does.
 
     Returns:
         Its index, which is read once.
 
     Raises:
-        RefusedError: it is not, and another one is.
+        RefusedError: it is incomplete, and another iteration is complete.
     """
     step = None if (path / TRACKER_FILE).exists() else iteration_number(path)
     run = str(path if step is None else path.parent)
@@ -242,12 +242,12 @@ def _look_around(path: Path) -> SharedIndex | None:
 
 
 def _is_adam(running: JobArguments) -> bool:
-    """Whether Adam steps all parameters, whose optimizers are simulated."""
+    """Return whether Adam updates all parameters; other optimizers are not simulated."""
     return kind_named(running.raw) in (None, "adam")
 
 
 def _extra_parameter_orders(checkpoint: CheckpointView) -> tuple[str, ...]:
-    """Where it is known from which parameter lies where; of a model that is not live, the order is its layer spec's."""
+    """Return the sources of the parameter order; the order of the live model is here that of its layer spec."""
     own = {LIVE_MODEL: "the order of the layer spec"}
     return tuple(own.get(label, label) for label in checkpoint.optimizer.order_sources())
 

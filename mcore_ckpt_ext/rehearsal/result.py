@@ -9,32 +9,32 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a resume on so many ranks would do, up to its first write.
+    """The outcome of a resume on a number of ranks, up to its first write.
 
     Attributes:
         path: the iteration folder.
         gpus: number of ranks.
-        old_layout: of the job that wrote the checkpoint, in words.
-        new_layout: of the job that resumes.
-        megatron_version: that runs it.
-        iteration: that is loaded.
-        optimizer_format: how the optimizer is stored.
-        will_succeed: everything that was checked is as the job needs it; under the conditions of `given`.
-        refusal: why it will not; None where it will.
-        is_verbatim: the job prints the refusal in these words.
+        old_layout: the layout of the job that wrote the checkpoint, as text.
+        new_layout: the layout of the job that resumes.
+        megatron_version: the release that runs it.
+        iteration: the iteration that is loaded.
+        optimizer_format: the format of the stored optimizer.
+        will_succeed: whether all checks passed; valid under the conditions of `given`.
+        refusal: why it will fail; None if it will not.
+        is_verbatim: whether the job prints the refusal in the same words.
         loaded_by: `mcore_ckpt_ext` or `stock Megatron`.
-        why: the check of the load policy that keeps stock Megatron from loading; None where stock loads.
-        parameters: with optimizer state.
-        parts: parts of parameters that ranks hold, those of tensor- and expert-parallel ranks counted apart.
-        elements: of masters and moments that all ranks hold together.
-        weights: elements of weights that are found.
-        bytes_read: by all ranks together, without `--ckpt-ext-read-once`.
-        proven: masters that were compared with their weights.
-        proof: how they were compared, in words.
-        is_full_proof: all of them were compared, not samples.
-        order_sources: where it is known from which parameter lies where.
-        given: what the rehearsal took for granted: it is true of a job with the same options as before.
-        flags: to paste into the job's command line.
+        why: the check of the load policy that excludes stock Megatron; None if stock Megatron loads.
+        parameters: number of parameters with optimizer state.
+        parts: number of parts of parameters, counting those of each tensor- and expert-parallel rank.
+        elements: number of elements of masters and moments on all ranks together.
+        weights: number of elements of weights that are found.
+        bytes_read: bytes that all ranks read together, without `--ckpt-ext-read-once`.
+        proven: number of masters that were compared with their weights.
+        proof: how they were compared, as text.
+        is_full_proof: whether all masters were compared, not samples.
+        order_sources: the sources of the parameter order.
+        given: assumptions of the rehearsal, which are true for a job with the same options as before.
+        flags: flags for the job's command line.
     """
 
     schema: int

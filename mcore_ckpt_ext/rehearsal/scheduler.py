@@ -1,4 +1,4 @@
-"""What Megatron's learning-rate scheduler refuses of the options of a job that resumes."""
+"""The check of Megatron's learning rate scheduler for a resuming job's options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPARED = {
 
 
 def scheduler_refusal(stored: Mapping[str, Any], running: JobArguments) -> str | None:
-    """Why the scheduler refuses its stored state; None where it takes it.
+    """Return why the scheduler refuses its stored state; None if it accepts it.
 
     Source: `OptimizerParamScheduler._check_and_set` (megatron/core/optimizer_param_scheduler.py, core_v0.7.0 to 0.19.2
     and the development head of August 2026).

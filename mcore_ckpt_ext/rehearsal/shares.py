@@ -1,4 +1,4 @@
-"""Plans what every rank reads for its optimizer, and proves the masters that it would read."""
+"""Plans the reads of every rank's optimizer, and verifies the masters that it would read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BLOCK = 1 << 24
 
 @dataclass
 class Figures:
-    """What a rehearsal has counted so far; see `Rehearsal`."""
+    """The running counts of a rehearsal; see `Rehearsal`."""
 
     parts: int = 0
     elements: int = 0
@@ -37,12 +37,12 @@ class Figures:
     names: set[str] = field(default_factory=set)
 
     def together(self, other: Figures) -> Figures:
-        """What two processes have counted."""
+        """Return the sum of the counts of two processes."""
         numbers = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)[:-1]}
         return Figures(**numbers, names=self.names | other.names)
 
 
-# A pipeline stage, and the number of a part that its ranks hold, or load.
+# A pipeline stage, and the number of a part on its ranks, or of a weight that they load.
 _Place = tuple[int, int]
 
 
@@ -59,21 +59,20 @@ class Shares:
         own_bounds: bool,
         team: Team,
     ) -> None:
-        """`team`: the processes that share the parts; each ends with the same result."""
+        """`team`: the processes that share the parts; each gets the same result."""
         self._job, self._checkpoint, self._groups, self._ranks = job, checkpoint, groups, ranks
         self._own_bounds, self._team = own_bounds, team
         self._figures = Figures()
 
     @property
     def figures(self) -> Figures:
-        """What all processes have counted."""
+        """The counts of all processes together."""
         return reduce(Figures.together, self._team.gather(self._figures))
 
     def plan(self) -> None:
-        """Find every element of every shard; parts that several ranks hold are planned once.
+        """Plan the reads of all shards; a part that several ranks have is planned once.
 
-        Data-parallel ranks hold disjoint pieces of a part, which together are all of it: what is found for the part is
-        found for each of them.
+        Data-parallel ranks have disjoint pieces that together form a part, so a plan for the part covers all of them.
 
         Raises:
             RefusedError: some rank would refuse.
@@ -96,10 +95,10 @@ class Shares:
         self._refuse_any(PLANNING, wrong, self._plan)
 
     def find_weights(self) -> None:
-        """Find every element of every weight that some rank loads.
+        """Plan the reads of all weights that some rank loads.
 
         Raises:
-            RefusedError: one is not there; Megatron says so in words of its own.
+            RefusedError: a weight is missing; Megatron's own message differs.
         """
         missing: list[_Place] = []
 
@@ -154,11 +153,11 @@ class Shares:
             yield pipeline, self._job.held(pipeline)
 
     def _own(self, numbers: Sequence[int]) -> Sequence[int]:
-        """This process's part of some work."""
+        """Return this process's part of some work."""
         return numbers[self._team.rank :: self._team.size]
 
     def _by_copies(self, held: Sequence[Held]) -> Iterator[tuple[int, list[int]]]:
-        """Parts with the number of times that the job's ranks read them: once for each group that shares them out."""
+        """Yield groups of parts with the number of times that the job's ranks read them (once for each sharing group)."""
         state, found = self._checkpoint.optimizer, dict[int, list[int]]()
         for number, one in enumerate(held):
             ranks = 1 if state.is_distributed(one.shard.name) else self._job.copies(one.places[0])
@@ -166,7 +165,7 @@ class Shares:
         yield from found.items()
 
     def _plan(self, shards: Sequence[SimulatedShard]) -> int:
-        """Plan shards; returns the bytes that are read for them."""
+        """Plan shards, and return the number of bytes to read."""
         plan = plan_rank(self._checkpoint, shards, self._groups, own_bounds=self._own_bounds)
         return sum(one.bytes_read for one in plan.reading.plans)
 
@@ -192,7 +191,7 @@ class Shares:
     def _refuse_any(
         self, phase: str, wrong: Sequence[_Place], work: Callable[[Sequence[SimulatedShard]], object]
     ) -> None:
-        """Refuse in the words of the ranks that hold an element of a part with which some process found a fault.
+        """Refuse with the message of the ranks that have an element of a part for which a process found an error.
 
         Raises:
             RefusedError: there is such a part.
@@ -211,7 +210,7 @@ class Shares:
                 work(shards)
 
         by_rank(phase, self._job.layout.world, of_rank, is_verbatim=self._ranks.are_known)
-        # No rank's own elements show it, but those of the part do.
+        # No rank's own elements reproduce the error, but those of the whole part do.
         try:
             work([one.shard for one in faulty])
         except CheckpointError as problem:
@@ -219,7 +218,7 @@ class Shares:
 
 
 def _pieces(shard: SimulatedShard, *, full: bool) -> Iterator[SimulatedShard]:
-    """What is compared of a part: all of it, block by block, or its first elements."""
+    """Yield the pieces of a part to compare: all of it, block by block, or its first elements."""
     start, stop = shard.slice.start, shard.slice.stop
     if full:
         for begin in range(start, stop, _BLOCK):

@@ -1,4 +1,4 @@
-"""The job that is to resume: the layout that a user names, Megatron's rules for it, and the job's arguments."""
+"""The resuming job: the layout that the user names, Megatron's rules for it, and the job's arguments."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ CHANGEABLE = frozenset({
     "use_checkpoint_opt_param_scheduler", "use_distributed_optimizer", "use_precision_aware_optimizer",
     "optimizer_cpu_offload", "hybrid_layer_pattern",
 })  # fmt: skip
-"""Arguments in which the job may differ from the one that wrote the checkpoint, beside its layout: none of the model's,
-whose other parameters would have shapes that no checkpoint shows."""
+"""Arguments, other than the layout, that may differ from those of the job that wrote the checkpoint.
+
+Model arguments are excluded, because they change the shapes of parameters, which a rehearsal takes from the checkpoint.
+"""
 
 
 def sizes_in(text: str) -> dict[str, int]:
-    """The sizes of a layout that a user names, by their names in `ParallelLayout`.
+    """Parse the sizes of a layout, by their names in `ParallelLayout`.
 
     Args:
-        text: such as `tp=8 pp=8 ep=4`; what is left out is Megatron's default: 1, for ETP the size of TP.
+        text: for example `tp=8 pp=8 ep=4`; omitted sizes are Megatron's defaults: 1, for ETP the size of TP.
 
     Raises:
-        UsageError: it is not of that form.
+        UsageError: the text has another form.
     """
     sizes: dict[str, int] = {}
     for word in text.replace(",", " ").split():
@@ -62,7 +64,7 @@ def check_changes(changes: Mapping[str, Any]) -> None:
     """Refuse arguments that a rehearsal cannot change.
 
     Raises:
-        UsageError: there are such.
+        UsageError: there is such an argument.
     """
     if unknown := sorted(changes.keys() - CHANGEABLE):
         raise UsageError(
@@ -74,13 +76,13 @@ def check_changes(changes: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class TargetJob:
-    """The job that is to resume.
+    """The job that resumes.
 
     Attributes:
-        arguments: Megatron's.
+        arguments: Megatron's arguments.
         layout: its layout.
-        flags: to paste into its command line.
-        refused: why Megatron does not accept the layout; None where it does.
+        flags: flags for its command line.
+        refused: why Megatron does not accept the layout; None if it does.
     """
 
     arguments: JobArguments
@@ -97,18 +99,18 @@ def target_job(
     version: Version,
     changes: Mapping[str, Any],
 ) -> TargetJob:
-    """The job of a checkpoint under another layout.
+    """Return the job of a checkpoint under another layout.
 
     Args:
-        checkpoint: what it resumes.
+        checkpoint: the checkpoint that it resumes.
         written: the arguments of the job that wrote it.
         gpus: number of ranks.
-        sizes: of each dimension, by its name in `ParallelLayout`.
-        version: Megatron's.
-        changes: arguments that differ beside the layout.
+        sizes: the size of each dimension, by its name in `ParallelLayout`.
+        version: Megatron's version.
+        changes: arguments that differ, other than the layout.
 
     Raises:
-        UnsupportedCheckpointError: the checkpoint does not say enough of its model.
+        UnsupportedCheckpointError: the checkpoint does not describe its model sufficiently.
     """
     old = ParallelLayout.from_arguments(written)
     table = table_of(checkpoint, written)
@@ -126,10 +128,10 @@ def target_job(
 
 
 def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArguments:
-    """The arguments of the job that wrote, with the pattern by which the other one divides its hybrid layers.
+    """Return the arguments of the job that wrote, with the resuming job's pattern of hybrid layers.
 
     Raises:
-        UsageError: it is a pattern of another model.
+        UsageError: the pattern belongs to another model.
     """
     pattern, stored = changes.get("hybrid_layer_pattern"), written.hybrid_layer_pattern
     if pattern is None or stored is None:
@@ -144,7 +146,7 @@ def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArg
 
 
 def _rows(checkpoint: CheckpointView, running: JobArguments, tensor: int) -> int | None:
-    """Rows of the vocabulary, padded as the job pads them; None of a model without a vocabulary."""
+    """Return the rows of the vocabulary with the job's padding; None for a model without a vocabulary."""
     stored, tokens = checkpoint.vocabulary_rows, running.tokens or checkpoint.tokens
     if stored is None:
         return running.padded_vocab_size

@@ -1,4 +1,4 @@
-"""The self-test: which training jobs it runs, how their ranks are started, and what is reported of them.
+"""The self-test: its training jobs, starting the ranks, and its report.
 
-Nothing here imports Megatron: `mcore_ckpt_ext.megatron.selftest` is what runs in the ranks.
+This folder does not import Megatron: the ranks run `mcore_ckpt_ext.megatron.selftest`.
 """

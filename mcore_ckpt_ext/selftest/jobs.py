@@ -1,4 +1,4 @@
-"""The self-test's training jobs as data: their command lines, and the order file from which the ranks take them."""
+"""The self-test's training jobs as data: their command lines, and the order file that the ranks read."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ SAVED, LAST = 3, 6
 
 
 def layout_of(ranks: int, tensor: int = 1, pipeline: int = 1, expert: int = 1, virtual: int = 1) -> ParallelLayout:
-    """Return the layout of a job of the self-test, which cuts no expert: its sizes, and the data parallelism left."""
+    """Return the layout of a job of the self-test from its sizes; expert tensor parallelism is 1."""
     data = ranks // (tensor * pipeline)
     return ParallelLayout(tensor, pipeline, virtual, expert, expert_tensor=1, context=1, data=data, world=ranks)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training job; it saves a checkpoint, or resumes one.
+    """One training job, which saves a checkpoint or resumes one.
 
     Attributes:
         name: unique; its folders are named after it.
         model: name of the model.
         format: optimizer format of its checkpoint.
-        layout: how it is spread over the ranks.
-        check: what it shows.
+        layout: its parallel layout.
+        check: what it tests.
         arguments: Megatron's command line, without paths.
-        environment: variables that are set for it.
-        loads: name of the job whose checkpoint it resumes; without one, it trains from the start and saves.
-        expects: part of a log line by which this package reports that it did what is checked.
-        skipped: why it is not run here; empty where it is.
+        environment: environment variables to set for it.
+        loads: name of the job whose checkpoint it resumes; None to train from the start and save.
+        expects: part of a log line by which this package reports that it did what is tested.
+        skipped: why it is not run; empty if it is.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Machine:
 
     Attributes:
         ranks: number of ranks.
-        backend: of torch.distributed.
-        no_engine: why there are no layers of Transformer Engine; empty where there are.
-        no_fp8: why nothing is computed in fp8; empty where it can be.
-        no_blockwise: why nothing is computed in fp8 with a scale for each block; empty where it can be.
-        layers: number of layers of a model, the most pipeline stages that there can be.
+        backend: backend of torch.distributed.
+        no_engine: why Transformer Engine's layers are unavailable; empty if they are available.
+        no_fp8: why fp8 is unavailable; empty if it is available.
+        no_blockwise: why fp8 with a scale for each block is unavailable; empty if it is available.
+        layers: number of layers of a model, which is the largest possible number of pipeline stages.
     """
 
     ranks: int
@@ -72,13 +72,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Order:
-    """What the ranks do: jobs, one after the other, and the folder for all that they write."""
+    """The work of the ranks: jobs, to be run one after the other, and the folder for all output."""
 
     folder: Path
     jobs: tuple[Job, ...]
 
     def write(self) -> Path:
-        """Write the order into its folder; returns the file."""
+        """Write the order into its folder, and return the file."""
         path = self.folder / "order.json"
         path.write_text(
             json.dumps([asdict(job) | {"layout": job.layout.sizes()} for job in self.jobs]), encoding="utf-8"
@@ -92,7 +92,7 @@ class Order:
 
     @property
     def results(self) -> Path:
-        """The file to which the first rank appends one line for each job that has ended."""
+        """The file to which the first rank appends one line for each finished job."""
         return self.folder / "results.jsonl"
 
     def checkpoints(self, name: str) -> Path:
@@ -118,15 +118,15 @@ def _job(fields: Mapping[str, Any]) -> Job:
 
 @dataclass(frozen=True)
 class JobResult:
-    """What came of a job that ended.
+    """The result of a finished job.
 
     Attributes:
-        name: of the job.
-        seconds: from its start to its end.
-        setup_seconds: until model and optimizer were set up, and the checkpoint loaded.
+        name: name of the job.
+        seconds: duration of the job.
+        setup_seconds: duration of setting up model and optimizer and loading the checkpoint.
         elements: number of elements of weights and optimizer state in the state that was compared or saved.
-        differences: what is not as it was at the save; empty where all is.
-        losses: of the iterations after the checkpoint.
+        differences: differences from the state at the save; empty if there are none.
+        losses: losses of the iterations after the checkpoint.
         messages: log lines of this package on the first rank.
     """
 
@@ -140,7 +140,7 @@ class JobResult:
 
 
 def read_results(path: Path) -> dict[str, JobResult]:
-    """Read the results so far, by the name of the job; a line that is not complete yet is left out."""
+    """Read the results so far, by name of the job, ignoring an incomplete line."""
     if not path.exists():
         return {}
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]

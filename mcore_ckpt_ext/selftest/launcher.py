@@ -1,4 +1,4 @@
-"""Starts ranks of the self-test on this node and waits for them; afterwards none of their processes is left."""
+"""Starts ranks of the self-test on this node, waits for them, and ends all their processes."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-# Not `python -m`: processes that Megatron spawns for a save would import that module, and so Megatron, once more.
+# Not `python -m`: processes that Megatron spawns for a save would import that module, and Megatron, once more.
 PROGRAM = (
     sys.executable, "-c", "import sys; from mcore_ckpt_ext.megatron.selftest.rank import main; main(sys.argv[1])"
 )  # fmt: skip
 HERE = "127.0.0.1"
-# One rank that fails leaves the others in a collective; those that fail too get this long to report why.
+# A rank that fails leaves the others in a collective; others that fail have this long to report why.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _ENVIRONMENT = {
-    # Tensor parallelism needs it on devices before Blackwell (megatron/training/arguments.py, validate_args).
+    # Tensor parallelism requires it on devices before Blackwell (megatron/training/arguments.py, validate_args).
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # Compiling kernels would take longer than all else.
+    # Compiling kernels would take longer than the test itself.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that this process starts, and where they meet the others.
+    """The ranks that this process starts, and their connection to the others.
 
     Attributes:
         first: number of the first one.
-        count: how many are started here.
-        total: how many there are on all nodes.
-        first_local: number of the first one on this node; a rank uses the device of its number there.
-        on_node: how many there are on this node, whoever starts them.
-        address: of the node of rank 0.
-        port: on which rank 0 listens.
+        count: number of ranks to start here.
+        total: number of ranks on all nodes.
+        first_local: number of the first one on this node; a rank uses the device with its local number.
+        on_node: number of ranks on this node, including those of other processes.
+        address: address of rank 0's node.
+        port: port on which rank 0 listens.
     """
 
     first: int
@@ -55,7 +55,7 @@ class Ranks:
 
 
 def all_on_this_node(count: int) -> Ranks:
-    """Return ranks of which no other process starts any."""
+    """Return ranks that are all started by this process."""
     return Ranks(0, count, count, 0, count, HERE, free_port())
 
 
@@ -64,9 +64,9 @@ class Ended:
     """How the ranks ended.
 
     Attributes:
-        succeeded: all of them ran to their end.
+        succeeded: whether all of them finished.
         reason: otherwise, why not.
-        rank: the one that failed; None where it is not one.
+        rank: the rank that failed; None if the reason is not a single rank.
     """
 
     succeeded: bool
@@ -86,15 +86,15 @@ def start(
     program: Sequence[str] = PROGRAM,
     interruption: Callable[[], str] = lambda: "",
 ) -> Ended:
-    """Run ranks to their end.
+    """Run ranks until they end.
 
     Args:
-        ranks: those that this process starts.
+        ranks: the ranks that this process starts.
         order: the order's file; the output of the ranks goes into its folder.
-        progress: a value that changes as long as the ranks get on.
+        progress: returns a value that changes as long as the ranks make progress.
         patience: seconds without progress after which they are ended.
-        program: command line of a rank, before the order.
-        interruption: why these ranks are to be ended, although none of them has failed; empty as long as they are not.
+        program: command line of a rank, without the order.
+        interruption: returns why the ranks have to be ended although none failed; empty to continue.
     """
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -103,7 +103,7 @@ def start(
         return replace(ended, rank=ranks.first + ended.rank) if ended.rank is not None else ended
     finally:
         for process in processes:
-            # Writers of asynchronous saves are in the session of their rank.
+            # Writers of asynchronous saves belong to the session of their rank.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -124,7 +124,7 @@ def _start_rank(number: int, ranks: Ranks, order: Path, program: Sequence[str]) 
         "LOCAL_WORLD_SIZE": str(ranks.on_node),
         "MASTER_ADDR": ranks.address,
         "MASTER_PORT": str(ranks.port),
-        # The ranks have a store of their own, which is empty each time they are started.
+        # The ranks need a new store, which is empty at every start.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
     with log_of(order.parent, ranks.first + number).open("ab") as log:
@@ -175,7 +175,7 @@ def _exit(code: int) -> str:
 
 
 def free_port() -> int:
-    """Return a port of this node on which nobody listens."""
+    """Return an unused port of this node."""
     with socket.socket() as holder:
         holder.bind(("", 0))
         return int(holder.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What this machine has for the self-test: devices, Megatron, Transformer Engine, fp8."""
+"""The resources of this machine for the self-test: devices, Megatron, Transformer Engine, fp8."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DISTRIBUTIONS = ("megatron-core", "transformer-engine", "apex", "nvidia-resilie
 
 
 def this_machine(ranks: int | None) -> Machine:
-    """Return what there is.
+    """Return the resources of this machine.
 
     Args:
         ranks: number of ranks; by default, one for each device.
@@ -38,10 +38,10 @@ def this_machine(ranks: int | None) -> Machine:
 
 
 def require_megatron() -> None:
-    """Refuse where the functions of Megatron that the self-test calls are not installed.
+    """Check that the functions of Megatron that the self-test calls are installed.
 
     Raises:
-        UsageError: there is no Megatron, or Megatron Core alone.
+        UsageError: Megatron is not installed, or only Megatron Core.
     """
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise UsageError("Megatron is not installed here", hint="pip install megatron-core (0.17 or later)")
@@ -59,7 +59,7 @@ def device_name() -> str:
 
 
 def versions() -> Mapping[str, str]:
-    """Return the versions of what takes part; what is not installed is left out."""
+    """Return the versions of installed packages and drivers that affect the test."""
     installed = {name: _version(name) for name in _DISTRIBUTIONS}
     own = {"mcore_ckpt_ext": mcore_ckpt_ext.__version__, "torch": torch.__version__}
     found = {**own, **installed, **driver_versions()}
@@ -74,7 +74,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _engine() -> tuple[str, str, str]:
-    """Return why there are no layers of Transformer Engine, and why nothing is computed in fp8, or in blockwise fp8."""
+    """Return why Transformer Engine's layers, fp8, and blockwise fp8 are unavailable; empty if they are available."""
     if find_spec("transformer_engine") is None:
         why = "fp8 needs Transformer Engine, which is not installed"
         return "Transformer Engine is not installed", why, why
@@ -84,7 +84,7 @@ def _engine() -> tuple[str, str, str]:
         # Since 2.3 (transformer_engine/pytorch/fp8.py; 2.9 moved it to quantization.py and imports it there).
         check_blocks = getattr(fp8, "check_fp8_block_scaling_support", lambda: (False, "needs Transformer Engine 2.3"))
         blocks_possible, no_blocks = check_blocks()
-    except Exception as error:  # noqa: BLE001 - whatever keeps a broken installation from being imported
+    except Exception as error:  # noqa: BLE001 - a broken installation may raise anything on import
         why = f"Transformer Engine cannot be imported: {type(error).__name__}: {error}"
         return why, why, why
     return "", "" if possible else str(why_not), "" if blocks_possible else str(no_blocks)

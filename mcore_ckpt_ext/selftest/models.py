@@ -18,11 +18,11 @@ class Model:
 
     Attributes:
         hidden: hidden size.
-        heads: number of attention heads, the most tensor-parallel ranks that there can be.
+        heads: number of attention heads, which is the largest possible number of tensor-parallel ranks.
         sequence: length of a sample.
         vocabulary: rows of the padded vocabulary.
         layers: number of layers; 0 means the machine's.
-        samples: global batch size; 0 means some for each rank, so many that every data-parallel size divides it.
+        samples: global batch size; 0 means a multiple of the number of ranks, which all data parallel sizes divide.
         at_once: micro batch size.
     """
 
@@ -38,10 +38,10 @@ class Model:
 MODELS = {
     "gpt": Model(),
     "gpt in fp8": Model(),
-    # Its matrices and its samples are made of whole blocks of 128 x 128.
+    # Its matrices and samples consist of whole blocks of 128 x 128.
     "gpt in blockwise fp8": Model(hidden=256, sequence=128),
     "experts": Model(),
-    # That of the checkpoint in this package; a resume under another batch size would need a decision of the user.
+    # The model of the checkpoint in this package; another batch size would require a decision by the user.
     "tiny gpt": Model(hidden=16, heads=2, sequence=16, vocabulary=64, layers=2, samples=16, at_once=1),
 }
 
@@ -50,7 +50,7 @@ def arguments(machine: Machine, model: str, layout: ParallelLayout) -> tuple[str
     """Return Megatron's command line for a model under a layout; the padded vocabulary is the same under each."""
     sizes = MODELS[model]
     words = [word for name, value in _named(machine, sizes, layout).items() for word in (f"--{name}", str(value))]
-    # Kernels that torch compiles take longer than the self-test; Apex, of which others are, need not be installed.
+    # Kernels compiled by torch take longer than the self-test; Apex, which has others, may not be installed.
     words += ["--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion"]
     words += ["--no-bias-dropout-fusion", "--no-bias-swiglu-fusion", "--no-rope-fusion"]
     words += ["--bf16", "--use-distributed-optimizer", "--mock-data"]
@@ -64,7 +64,7 @@ def arguments(machine: Machine, model: str, layout: ParallelLayout) -> tuple[str
         words += ["--expert-model-parallel-size", str(layout.expert), "--expert-tensor-parallel-size", "1"]
         words += ["--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear"]
         words += ["--untie-embeddings-and-output-weights", "--position-embedding-type", "rope"]
-        # Experts and tensor parallelism need it together (megatron/training/arguments.py, validate_args).
+        # Experts with tensor parallelism require it (megatron/training/arguments.py, validate_args).
         words += ["--sequence-parallel"] if layout.tensor > 1 else []
         words += [] if machine.no_engine else ["--moe-grouped-gemm"]
     return tuple(words)

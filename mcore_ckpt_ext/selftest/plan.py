@@ -1,4 +1,4 @@
-"""Which jobs the self-test runs on a machine: pure data, made from what the machine has."""
+"""The jobs of the self-test on a machine, as pure data derived from the machine's resources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DP_RESHARDABLE, FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"
 
 
 def plan(machine: Machine) -> tuple[Job, ...]:
-    """Return the jobs in the order in which they run; each follows the one whose checkpoint it resumes."""
+    """Return the jobs in the order in which they run; each follows the job whose checkpoint it resumes."""
     return (
         *_dense(machine),
         *_of_eight_ranks(machine),
@@ -29,7 +29,7 @@ def plan(machine: Machine) -> tuple[Job, ...]:
 
 
 def layouts(ranks: int, layers: int) -> list[ParallelLayout]:
-    """Return the layouts of so many ranks that the models allow, with the least tensor parallelism first."""
+    """Return the layouts for this number of ranks that the models allow, the least tensor parallelism first."""
     sizes = [1, 2, 4, 8]
     return [
         layout_of(ranks, tensor, pipeline)
@@ -40,12 +40,12 @@ def layouts(ranks: int, layers: int) -> list[ParallelLayout]:
 
 
 def _interleaved(machine: Machine) -> ParallelLayout | None:
-    """Return the layout with virtual stages, for which there have to be two ranks and four layers."""
+    """Return the layout with virtual stages; None without two ranks and four layers."""
     return layout_of(machine.ranks, pipeline=2, virtual=2) if machine.ranks % 2 == 0 and machine.layers >= 4 else None
 
 
 def _source(found: Sequence[ParallelLayout]) -> ParallelLayout:
-    """Return the layout that saves: cut in every dimension if there are ranks enough, else into stages."""
+    """Return the layout that saves: sharded in every dimension if there are enough ranks, else into stages."""
     return max(found, key=lambda one: (one.tensor <= 2 and one.pipeline <= 2, one.pipeline, one.tensor))
 
 
@@ -77,7 +77,7 @@ def saved_by_eight_ranks(machine: Machine) -> Job:
 
 
 def _without_engine(machine: Machine) -> Machine:
-    """The checkpoint has no layers of Transformer Engine, and a machine may have none."""
+    """Return the machine without Transformer Engine, which the checkpoint of this package does not use."""
     return replace(machine, no_engine="the checkpoint was saved without Transformer Engine")
 
 
@@ -113,10 +113,10 @@ def _experts(machine: Machine) -> Iterator[Job]:
 
 
 def _engine(machine: Machine) -> Iterator[Job]:
-    """Computing in fp8, by Transformer Engine: with a scale for each tensor, and with one for each block."""
+    """Yield the jobs in fp8, by Transformer Engine: with a scale for each tensor, and with one for each block."""
     found = layouts(machine.ranks, machine.layers)
     yield from _in_fp8(machine, "gpt in fp8", "delayed", found, machine.no_fp8)
-    # Tensor parallelism would cut through blocks.
+    # Tensor parallelism would divide blocks.
     uncut = [layout for layout in found if layout.tensor == 1]
     yield from _in_fp8(machine, "gpt in blockwise fp8", "blockwise", uncut, machine.no_blockwise)
 
@@ -126,7 +126,7 @@ def _in_fp8(machine: Machine, model: str, recipe: str, found: Sequence[ParallelL
     flags = ("--fp8-format", form, "--fp8-recipe", recipe)
     skipped = machine.no_engine or why_not
     save = _saving(machine, model, source, DP_RESHARDABLE, flags, check="save", skipped=skipped)
-    # Transformer Engine refuses its own pickled states without it (2.20: transformer_engine/pytorch/_extra_state.py).
+    # Otherwise Transformer Engine refuses its own pickled states (2.20: transformer_engine/pytorch/_extra_state.py).
     save = replace(save, environment={"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"})
     yield save
     target = max(found, key=lambda one: (one != source, one.data))

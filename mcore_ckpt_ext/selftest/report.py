@@ -11,27 +11,27 @@ from mcore_ckpt_ext.selftest.jobs import Job, JobResult
 Outcome = Literal["passed", "FAILED", "skipped"]
 
 _LOSS_TOLERANCE = 1e-2
-"""Relative: another layout adds in another order, in bf16 or fp8. What is compared bit by bit is the state."""
+"""Relative tolerance, because other layouts sum in another order, in bf16 or fp8. States are compared bit by bit."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One job of the self-test.
+    """The result of one job of the self-test.
 
     Attributes:
         model: name of the model.
-        layout: how it was spread over the ranks.
+        layout: its parallel layout.
         format: optimizer format of the checkpoint.
-        check: what the job shows.
+        check: what the job tests.
         outcome: how it ended.
-        bits_equal: weights, masters, moments and steps after the load are those at the save; null where nothing was
-            loaded.
+        bits_equal: whether weights, masters, moments and steps after the load equal those at the save; null if nothing
+            was loaded.
         elements: number of elements that were compared or saved.
         seconds: duration of the job.
-        setup_seconds: until model and optimizer were set up, and the checkpoint loaded.
-        losses: of the iterations after the checkpoint.
-        expected_losses: those of the uninterrupted run.
-        details: what differed, why it was skipped, or what the job reported.
+        setup_seconds: duration of setting up model and optimizer and loading the checkpoint.
+        losses: losses of the iterations after the checkpoint.
+        expected_losses: losses of the uninterrupted run.
+        details: differences, why it was skipped, or the messages of the job.
     """
 
     model: str
@@ -53,12 +53,12 @@ class Report:
     """The whole result.
 
     Attributes:
-        passed: nothing failed, and something was loaded.
+        passed: whether no job failed, and a checkpoint was loaded.
         ranks: number of ranks.
         device: name of the device of the first rank.
-        versions: of what took part.
+        versions: versions of packages and drivers that affect the test.
         rows: one for each job.
-        folder: what the ranks wrote, where it was kept.
+        folder: the folder with the output of the ranks, if it was kept.
     """
 
     passed: bool
@@ -70,13 +70,13 @@ class Report:
 
 
 def row(job: Job, result: JobResult | None, saved: JobResult | None, failure: str) -> Row:
-    """Judge one job.
+    """Evaluate the result of one job.
 
     Args:
-        job: what was run.
-        result: what came of it; None where it did not end.
+        job: the job.
+        result: its result; None if it did not finish.
         saved: the result of the job whose checkpoint it resumed.
-        failure: why it did not end.
+        failure: why it did not finish.
     """
     losses = tuple(result.losses.values()) if result else ()
     expected = tuple(saved.losses.values()) if saved else ()
@@ -101,7 +101,7 @@ def row(job: Job, result: JobResult | None, saved: JobResult | None, failure: st
 
 
 def passed(rows: Iterable[Row]) -> bool:
-    """Nothing failed, and at least one checkpoint was resumed."""
+    """Return whether no job failed, and at least one checkpoint was resumed."""
     found = list(rows)
     return all(one.outcome != "FAILED" for one in found) and any(one.bits_equal for one in found)
 
@@ -121,7 +121,7 @@ def _what_is_wrong(
 
 
 def _are_close(losses: tuple[float, ...], expected: tuple[float, ...]) -> bool:
-    """Compare losses; NaN is close to nothing."""
+    """Compare losses; NaN is not close to anything."""
     pairs = zip(losses, expected, strict=False)
     return len(losses) == len(expected) > 0 and all(
         abs(one - other) <= _LOSS_TOLERANCE * abs(other) for one, other in pairs

@@ -1,4 +1,4 @@
-"""Runs the jobs of the self-test: starts ranks, starts them again after a job that failed, and makes the report."""
+"""Runs the jobs of the self-test: starts ranks, restarts them after a failed job, and makes the report."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _MOST_LINES = 3
 
 
 def run(jobs: Sequence[Job], start: Start, parent: Path | None = None) -> tuple[tuple[Row, ...], Path | None]:
-    """Run jobs in a folder of their own.
+    """Run jobs in a new folder.
 
     Args:
-        jobs: each follows the one whose checkpoint it resumes.
+        jobs: each follows the job whose checkpoint it resumes.
         start: starts the ranks with an order, and waits for them.
-        parent: where the folder is made; by default, where temporary files belong.
+        parent: where the folder is created; by default, the folder for temporary files.
 
     Returns:
-        A row for each job, and the folder, which is kept where a job failed.
+        A row for each job, and the folder, which is kept if a job failed.
     """
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     kept = False
@@ -41,7 +41,7 @@ def run(jobs: Sequence[Job], start: Start, parent: Path | None = None) -> tuple[
 
 
 def _run_all(jobs: Sequence[Job], folder: Path, start: Start) -> dict[str, str]:
-    """Run jobs until each has ended or failed; returns the failures by the name of the job."""
+    """Run jobs until each has finished or failed, and return the failures by name of the job."""
     failures: dict[str, str] = {}
     if any(job.loads == EIGHT_RANKS for job in jobs):
         unpack(Order(folder, ()))
@@ -69,7 +69,7 @@ def _rows(jobs: Sequence[Job], folder: Path, failures: dict[str, str]) -> Iterat
 
 
 def _reason(order: Order, job: Job, ended: Ended) -> str:
-    """Return why a job failed: what a rank reports, or how the ranks ended and the last lines of the first one."""
+    """Return why a job failed: a rank's report, or how the ranks ended and the last log lines of the first one."""
     for path in sorted(order.failure(job.name, 0).parent.glob(f"{job.name}.*.txt")):
         return path.read_text(encoding="utf-8")
     log = log_of(order.folder, 0)

@@ -1,6 +1,6 @@
-"""The checkpoint of eight ranks that is part of this package, with the state that was alive when it was saved.
+"""The checkpoint of eight ranks in this package, with the live state at its save.
 
-`scripts/selftest_checkpoint.py` made it with genuine Megatron.
+`scripts/selftest_checkpoint.py` made it with real Megatron.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ ARCHIVE = Path(__file__).with_name("eight_ranks.tar.xz")
 
 
 def unpack(order: Order) -> None:
-    """Put the checkpoint, the state and the result of its job where those of a job that has run would be."""
+    """Extract the checkpoint, the state and the result to the paths of a finished job."""
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(order.folder, filter="data")
 
 
 def pack(order: Order, name: str) -> None:
-    """Make the archive of a job that has run; the sidecar is left out, as in a checkpoint from before the package."""
+    """Make the archive from a finished job, without the sidecar, as if saved without this package."""
     with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
         for path in (order.checkpoints(name), order.state(name), order.results):
             archive.add(path, path.relative_to(order.folder), filter=_neutral)

@@ -1,4 +1,4 @@
-"""The live state of a job's ranks as pieces of whole tensors, and the comparison of two such states bit by bit."""
+"""The live state of a job's ranks as pieces of whole tensors, and the bitwise comparison of two such states."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Piece:
         kind: `weight`, `param` (the fp32 master), `exp_avg`, ...
         key: name of the parameter, the same under each layout.
         shape: shape of the whole tensor.
-        offset: where the piece starts in the whole tensor.
-        prepended: number of leading dimensions that the piece itself lacks, such as that of stacked layers.
+        offset: position of the piece in the whole tensor.
+        prepended: number of leading dimensions that the piece itself lacks, for example that of stacked layers.
         values: the elements.
-        held: which of the elements this rank holds; without it, all.
+        held: a mask of the elements that this rank has; None for all.
     """
 
     kind: str
@@ -45,10 +45,10 @@ class Piece:
 
 @dataclass
 class State:
-    """All pieces that ranks hold, and what the optimizer keeps beside tensors.
+    """All pieces of the ranks, and the optimizer's state that is not a tensor.
 
     Attributes:
-        pieces: of tensors.
+        pieces: pieces of tensors.
         settings: by parameter, the options of its parameter group: step, learning rate, weight decay.
         progress: iteration, consumed samples, and the state of the learning rate scheduler.
     """
@@ -77,18 +77,18 @@ class State:
 
 @dataclass
 class _Whole:
-    """A tensor put together from pieces, and which of its elements are there."""
+    """A tensor assembled from pieces, and a mask of its known elements."""
 
     values: torch.Tensor
     held: torch.Tensor
 
     @classmethod
     def of(cls, piece: Piece) -> _Whole:
-        """An empty tensor of which a piece is a part."""
+        """Return an empty tensor with the shape and dtype of a piece's whole tensor."""
         return cls(torch.zeros(piece.shape, dtype=piece.values.dtype), torch.zeros(piece.shape, dtype=torch.bool))
 
     def agrees(self, piece: Piece, *, wants_all: bool) -> bool:
-        """Compare the elements of a piece: with those that are there, or with all, which then have to be there."""
+        """Compare a piece with the known elements; with `wants_all`, all of its elements must be known."""
         if self.values.shape != piece.shape or self.values.dtype != piece.values.dtype:
             return False
         held = piece.held if piece.held is not None else torch.ones_like(piece.values, dtype=torch.bool)
@@ -99,7 +99,7 @@ class _Whole:
         return bool((same | ~(held & there)).all())
 
     def add(self, piece: Piece) -> None:
-        """Take over the elements of a piece."""
+        """Copy the elements of a piece."""
         held = piece.held if piece.held is not None else torch.ones_like(piece.values, dtype=torch.bool)
         self.values[piece.place] = torch.where(held, piece.values, self.values[piece.place])
         self.held[piece.place] |= held
@@ -116,10 +116,10 @@ def number_of_elements(state: State) -> int:
 
 
 def merged(state: State) -> State:
-    """Put the pieces of each tensor together.
+    """Assemble the pieces of each tensor.
 
     Raises:
-        ValueError: replicas of a tensor differ, or elements of it are missing.
+        ValueError: replicas of a tensor differ, or elements are missing.
     """
     pieces = []
     for (kind, key), parts in _by_tensor(state.pieces).items():
@@ -131,10 +131,10 @@ def merged(state: State) -> State:
 
 
 def differences(saved: State, loaded: State) -> list[str]:
-    """Describe what of a state is not as it was at the save: some tensors by name, and how many more.
+    """Describe differences of a state from that at the save: some tensors by name, and the number of others.
 
-    Replicas of a tensor may differ at the save, where kernels add in no fixed order. Each loaded piece has to be that
-    of one of them, and all elements have to be loaded.
+    Replicas of a tensor may differ at the save, because kernels may sum in any order. Each loaded piece has to equal
+    one of them, and all elements have to be loaded.
     """
     expected, found = _by_tensor(saved.pieces), _by_tensor(loaded.pieces)
     replicas = {name: _replicas(pieces) for name, pieces in expected.items()}
@@ -161,7 +161,7 @@ def _by_tensor(pieces: Iterable[Piece]) -> dict[tuple[str, str], list[Piece]]:
 
 
 def _replicas(pieces: Iterable[Piece]) -> list[_Whole]:
-    """Put pieces together: to one tensor, or to several where replicas differ."""
+    """Assemble pieces into one tensor, or into several if replicas differ."""
     found: list[_Whole] = []
     for piece in pieces:
         whole = next((one for one in found if one.agrees(piece, wants_all=False)), None)
