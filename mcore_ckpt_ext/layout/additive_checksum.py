@@ -1,12 +1,12 @@
-"""A digest of one parameter's state that its parts add up to, so that each rank computes its own part where it lies.
+"""A digest of one parameter's state that is the sum of its parts' digests, so that each rank digests its own part.
 
-It tells which values lie at which elements: eight bytes at a time are a number, and a multiplier of its own for each
-place times that number is summed modulo 2**64. Parts may begin and end anywhere: what they lack of eight bytes counts
-as zero in each of them. One value that differs always shows. Two states that differ in many places, as those of two
-parameters do, have the same digest by chance once in 2**64 times. An exchange of two values alone may not show: where
-both are the last int16 of a word, and their difference is an odd number times 2**k, in one of 2**(15 - k) pairs of
-places, and more rarely elsewhere. It is no protection against someone who means to deceive. It costs less than copying
-the state.
+The digest depends on values and on their positions. Each eight bytes are an integer, which is multiplied by a factor of
+its position; the products are summed modulo 2**64. Parts may begin and end anywhere: a partial word is padded with
+zeros in each of its parts. A single different value always changes the digest. Two states that differ in many places,
+for example those of two parameters, have equal digests with probability 2**-64. The exchange of only two values may go
+unnoticed: if both are the last int16 of a word, and their difference is an odd number times 2**k, for one of
+2**(15 - k) pairs of positions, and less often elsewhere. The digest does not protect against deliberate forgery. It
+costs less than copying the state.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from mcore_ckpt_ext.lazy_torch import torch
 _WORD = 8
 _BLOCK = 1 << 20
 _MODULUS = 1 << 64
-# Every element counts, be it zero.
+# Added for every element, so that zeros count, too.
 _COUNTED = -7046029254386353131
 
 
 def digest_of(values: torch.Tensor, start: int = 0) -> int:
-    """The digest of a parameter's elements `[start, start + numel)`, 1-D, of any dtype; parts are added by `added`."""
+    """Return the digest of a parameter's elements `[start, start + numel)`, 1-D, of any dtype; `added` joins parts."""
     return int(running_digest(values, start)) % _MODULUS
 
 
 def running_digest(values: torch.Tensor, start: int = 0) -> torch.Tensor:
-    """The same as a 0-dimensional int64 on the device of the values, which nobody has waited for."""
+    """Return the digest as a 0-dimensional int64 on the device of the values, without synchronization."""
     bits = values.detach().reshape(-1).contiguous().view(bits_dtype(values.dtype.itemsize))
     each = _WORD // values.dtype.itemsize
     numel, missing = bits.numel(), -start % each
     head, tail = min(missing, numel), (numel - min(missing, numel)) % each
     whole = bits[head : numel - tail]
-    # A model has many small parameters, whose shards mostly begin and end with a word: what is not there costs nothing.
+    # Models have many small parameters, whose shards mostly begin and end at a word, so absent parts are not computed.
     parts: list[torch.Tensor] = []
     if head:
         parts += _products(_padded(bits[:head], start % each, each), start // each)
@@ -52,55 +52,55 @@ def running_digest(values: torch.Tensor, start: int = 0) -> torch.Tensor:
 
 
 def _padded(bits: torch.Tensor, before: int, each: int) -> torch.Tensor:
-    """Fewer than eight bytes as a number, the first of them after so many elements."""
+    """Return fewer than eight bytes as an integer, preceded by `before` elements of zero."""
     room = bits.new_zeros(each)
     room[before : before + bits.numel()] = bits
     return room.view(torch.int64)
 
 
 def _products(words: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
-    """For each block of words from place `start` on, their sum, each times its multiplier."""
+    """Yield the sum of each block of words from position `start` on, each word times its factor."""
     multipliers = _multipliers(str(words.device))
     for block in range(start // _BLOCK, -(-(start + words.numel()) // _BLOCK)):
         first, last = max(start, block * _BLOCK), min(start + words.numel(), (block + 1) * _BLOCK)
         own, beside = words[first - start : last - start], multipliers[first - block * _BLOCK : last - block * _BLOCK]
-        # A product that is kept nowhere is several times as fast; torch has it for whole numbers on processors only.
+        # `dot` stores no products, which is several times faster; torch has it for integers on CPUs only.
         yield (torch.dot(own, beside) if own.device.type == "cpu" else (own * beside).sum()) * _scale(block)
 
 
 def added(*parts: int) -> int:
-    """The digest of elements whose digests these are, each element in one of them."""
+    """Return the digest of all elements from the digests of disjoint parts."""
     return sum(parts) % _MODULUS
 
 
 def written(digest: int) -> str:
-    """As it stands in a sidecar: 16 hexadecimal digits."""
+    """Format a digest for a sidecar: 16 hexadecimal digits."""
     return f"{digest:016x}"
 
 
 def read(text: str) -> int:
-    """What stands in a sidecar.
+    """Parse a digest of a sidecar.
 
     Raises:
-        ValueError: that is no digest.
+        ValueError: the text is not a digest.
     """
     return int(text, 16) % _MODULUS
 
 
 @lru_cache(maxsize=4)
 def _multipliers(device: str) -> torch.Tensor:
-    """One for each word of a block."""
+    """Return a factor for each word of a block."""
     return _scrambled(torch.arange(_BLOCK, device=device))
 
 
 @lru_cache(maxsize=1 << 16)
 def _scale(block: int) -> int:
-    """The multiplier of all words of a block."""
+    """Return the common factor of all words of a block."""
     return int(_scrambled(torch.tensor(block)))
 
 
 def _scrambled(numbers: torch.Tensor) -> torch.Tensor:
-    """Odd numbers without a pattern, made of int64 as splitmix64 does; its shifts are of signed numbers here."""
+    """Return odd pseudorandom numbers from int64 as splitmix64 does, but with shifts of signed numbers."""
     mixed = (numbers.long() + 1) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
     mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685
@@ -108,5 +108,5 @@ def _scrambled(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _wrapped(number: int) -> int:
-    """A number as int64 has it."""
+    """Wrap an integer around to int64."""
     return (number + _MODULUS // 2) % _MODULUS - _MODULUS // 2

@@ -1,4 +1,4 @@
-"""The flat buffers of one optimizer group, as stored, and where its parameters lie in them."""
+"""The flat buffers of one optimizer group, as stored, and the positions of its parameters in them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class BucketKey:
 
 @dataclass(frozen=True, slots=True)
 class StoredBucket:
-    """One stored flat array, a bucket or a whole buffer.
+    """One stored flat array: a bucket or a whole buffer.
 
     Attributes:
         numel_unpadded: elements without the padding at bucket ends.
-        cuts: where stored chunks begin or end, ascending; None where the format stores it in one piece.
+        cuts: where stored chunks begin or end, ascending; None if the format stores the array in one piece.
     """
 
     numel_unpadded: int
@@ -42,10 +42,15 @@ class StoredBucket:
 class OptimizerGroup:
     """The buffers that the data-parallel ranks of one place in the model share.
 
-    `child` counts the chained optimizers, `index` is Megatron's `dp_group_idx`, `stages` are the model chunks
-    (virtual stages) that this optimizer serves. `joined`: the format stores a buffer as one array, its buckets one
-    after the other without the padding at their ends; all of it is filed under bucket 0. `alignment`: parameters
-    begin at multiples of it.
+    Attributes:
+        child: the number of the chained optimizer.
+        index: Megatron's `dp_group_idx`.
+        rank: the place in the model.
+        stages: the model chunks (virtual stages) of this optimizer.
+        buckets: the stored arrays.
+        joined: whether the format stores a buffer as one array of concatenated buckets without the padding at their
+            ends; it is then filed under bucket 0.
+        alignment: parameters begin at multiples of it.
     """
 
     child: int
@@ -78,23 +83,23 @@ Packing = Mapping[BucketKey, Sequence[Placement]]
 
 
 class Bytes(Protocol):
-    """Reads small pieces of a checkpoint, for the proof of a proposal and for discovery."""
+    """Reads small pieces of a checkpoint, to verify candidate packings and to search for one."""
 
     def proof(self, names: Iterable[str]) -> Proof:
-        """How the masters of parameters are proven."""
+        """Return the master check for the masters of parameters."""
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
-        """`count` fp32 masters from element `start` of a bucket."""
+        """Return `count` fp32 masters from element `start` of a bucket."""
 
     def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
-        """`count` elements from element `start` of the flattening of regions of a weight, in the stored dtype."""
+        """Return `count` elements from element `start` of the flattening of a weight's regions, in the stored dtype."""
 
 
 def mismatch_reason(packing: Packing, group: OptimizerGroup) -> str | None:
-    """Why a proposed packing cannot be that of a stored group, by sizes and chunk borders alone; None if it can.
+    """Return why a candidate packing contradicts a stored group's sizes and chunk borders; None if it does not.
 
-    Every border of a parameter inside a bucket is a border of stored chunks, because the saver writes one chunk per
-    parameter and rank (`sharded_param_state_dp_reshardable`, distrib_optimizer.py, core_v0.15.0 to 0.19.2).
+    Every border of a parameter within a bucket is a border of stored chunks, because the saver writes one chunk for
+    each parameter and rank (`sharded_param_state_dp_reshardable`, distrib_optimizer.py, core_v0.15.0 to 0.19.2).
     """
     if set(packing) != set(group.buckets):
         return f"buckets {_keys(packing)} proposed, {_keys(group.buckets)} stored"

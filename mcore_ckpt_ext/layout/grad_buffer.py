@@ -1,6 +1,6 @@
-"""Where each parameter lies in a gradient buffer: Megatron's packing rules, by version.
+"""The positions of parameters in a gradient buffer: Megatron's packing rules, by version.
 
-The rules are pure arithmetic over the parameters in registration order. They were read in
+The rules are pure arithmetic on the parameters in registration order. They were read in
 `megatron/core/distributed/param_and_grad_buffer.py` (core_v0.7.0 to 0.17.0) and, from 0.18 on, in
 `DistributedOptimizer._compute_per_buffer_param_layout` (megatron/core/optimizer/distrib_optimizer.py) with
 `pad_param_start` and `pad_bucket_end` (megatron/core/optimizer/param_layout.py).
@@ -21,12 +21,11 @@ HIGH_BANDWIDTH_ALIGNMENT = 1 << 16
 class PackingRule(Enum):
     """The padding before a parameter of the shared embedding, which gets its own bucket.
 
-    `UNTIL_0_7`: parameters are not aligned at all; the collected bucket is closed where the parameter starts.
-    `UNTIL_0_8`: parameters are aligned (commit 5467bef3); the rest as before.
-    `UNTIL_0_12`: the collected bucket is closed at a position that is padded to the bucket alignment when it is
-    no multiple of the data-parallel size, and the parameter starts there (core_v0.9.0 to 0.12.x).
-    `SINCE_0_13`: the bucket is closed at the parameter's aligned position, and the parameter starts at the padded
-    end of that bucket (commit afb755f5, core_v0.13.0 to 0.19.2).
+    `UNTIL_0_7`: parameters are not aligned; the open bucket is closed where the parameter starts. `UNTIL_0_8`:
+    parameters are aligned (commit 5467bef3); otherwise the same. `UNTIL_0_12`: the open bucket is closed at a position
+    that is padded to the bucket alignment if it is not a multiple of the data parallel size, and the parameter starts
+    there (core_v0.9.0 to 0.12.x). `SINCE_0_13`: the bucket is closed at the parameter's aligned position, and the
+    parameter starts at the padded end of that bucket (commit afb755f5, core_v0.13.0 to 0.19.2).
     """
 
     UNTIL_0_7 = "0.7"
@@ -37,7 +36,7 @@ class PackingRule(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BufferParameter:
-    """A parameter as the packing sees it; `shared_embedding` is Megatron's attribute of that name."""
+    """The properties of a parameter that packing depends on; `shared_embedding` is Megatron's attribute."""
 
     numel: int
     shared_embedding: bool = False
@@ -45,7 +44,7 @@ class BufferParameter:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A bucket: buffer positions `[start, stop)` with the padding at its end, and how much of it is not padding.
+    """A bucket: buffer positions `[start, stop)` including padding at the end, and its size without padding.
 
     `placements` lists (index of the parameter in registration order, first, last + 1), relative to the bucket.
     """
@@ -57,13 +56,13 @@ class Bucket:
 
 
 def bucket_alignment(data_parallel: int, high_bandwidth: bool) -> int:
-    """Bucket ends are padded to a multiple of this; `high_bandwidth` is `--ddp-pad-buckets-for-high-nccl-busbw`."""
+    """Return the divisor of bucket ends; `high_bandwidth` is `--ddp-pad-buckets-for-high-nccl-busbw`."""
     base = lcm(data_parallel, BUCKET_ALIGNMENT)
     return lcm(base, HIGH_BANDWIDTH_ALIGNMENT) if high_bandwidth else base
 
 
 def align(position: int, alignment: int) -> int:
-    """The next multiple of `alignment` that is not below `position`."""
+    """Return the smallest multiple of `alignment` that is not below `position`."""
     return -(-position // alignment) * alignment
 
 
@@ -75,7 +74,7 @@ class _Packer:
     collected: list[tuple[int, int, int]] = field(default_factory=list)
 
     def close(self, end: int) -> int:
-        """Close the collected bucket at `end`; returns where the next one starts."""
+        """Close the open bucket at `end`, and return the start of the next one."""
         stop = align(end, self.alignment)
         placements = tuple((index, low - self.start, high - self.start) for index, low, high in self.collected)
         self.buckets.append(Bucket(self.start, stop, end - self.start, placements))
@@ -94,11 +93,11 @@ def pack(
     """Lay out the parameters of one buffer.
 
     Args:
-        parameters: in registration order (`named_parameters()`); the buffer holds them in reverse.
-        bucket_size: elements after which a bucket is closed; None for a single bucket.
-        data_parallel: ranks that share the buffer (context-parallel ranks included).
-        rule: which version's rule.
-        high_bandwidth: as in `bucket_alignment`.
+        parameters: in registration order (`named_parameters()`); the buffer contains them in reverse.
+        bucket_size: number of elements after which a bucket is closed; None for a single bucket.
+        data_parallel: number of ranks that share the buffer (context-parallel ranks included).
+        rule: the rule of the version.
+        high_bandwidth: the same as in `bucket_alignment`.
     """
     packer = _Packer(bucket_alignment(data_parallel, high_bandwidth))
     cursor = end = 0

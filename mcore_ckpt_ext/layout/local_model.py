@@ -1,6 +1,6 @@
-"""The parameters of one rank of the job that wrote a checkpoint, and its part of each.
+"""The parameters of each rank of the job that wrote a checkpoint, and the rank's part of each.
 
-Everything follows from the stored weights, whose chunks are the tensor-parallel shards, and from the arguments.
+Both are derived from the stored weights, whose chunks are the tensor-parallel shards, and from the arguments.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ class StoredWeight:
 class ModelRank:
     """A rank's place in the model, as far as its parameters depend on it.
 
-    `expert` is None for everything but experts, and `tensor` the tensor-parallel rank; for the experts of one
-    expert-parallel rank, `tensor` is the expert-tensor-parallel rank. `shard`: which part it holds of weights that
-    generalized tensor parallelism cuts once more.
+    Attributes:
+        pipeline: the pipeline rank.
+        tensor: the tensor-parallel rank; for experts, the expert-tensor-parallel rank.
+        expert: the expert-parallel rank; None for parameters other than experts.
+        shard: the rank's part of weights that generalized tensor parallelism divides further.
     """
 
     pipeline: int
@@ -69,10 +71,16 @@ class LocalModels:
         has_expert_optimizer: bool,
         layers: list[list[range]] | None = None,
     ) -> None:
-        """`has_expert_optimizer`: experts have buffers and an optimizer of their own (several expert-parallel ranks).
+        """Keep the weights that gradient buffers can contain.
 
-        `layers`: global layers of the block that a pipeline divides, by `[pipeline rank][virtual stage]`; None to take
-        them from the arguments.
+        Args:
+            weights: the stored weights by name.
+            arguments: the job's arguments.
+            layout: the job's layout.
+            has_expert_optimizer: whether experts have separate buffers and an optimizer of their own (expert
+                parallelism).
+            layers: global layers of the block that a pipeline divides, by `[pipeline rank][virtual stage]`; None to
+                derive them from the arguments.
         """
         twice = second_names(weights)
         self.weights = {
@@ -83,12 +91,12 @@ class LocalModels:
         self.has_expert_optimizer = has_expert_optimizer
         self._layers = layers
         self._parts = split_parameters(self.weights)
-        # Split parameters go by their first part; these are the others.
+        # A split parameter has the name of its first part; these are the others.
         self._first_of = {name: first for first, names in self._parts.items() for name in names[1:]}
         self._expert_of = {name: expert for name in self.weights if (expert := parse(name).expert) is not None}
 
     def without(self, names: Collection[str]) -> LocalModels:
-        """The same ranks, as if they did not hold some parameters."""
+        """Return the same ranks without some parameters."""
         left = {name: weight for name, weight in self.weights.items() if name not in names}
         if len(left) == len(self.weights):
             return self
@@ -101,27 +109,27 @@ class LocalModels:
 
     @cached_property
     def layers_by_chunk(self) -> list[list[range]] | None:
-        """Global decoder layers by `[pipeline rank][virtual stage]`; None where the pipeline split is not known."""
+        """Global decoder layers by `[pipeline rank][virtual stage]`; None if the pipeline split is unknown."""
         return self._layers or layers_by_chunk(self.arguments, self.layout)
 
     @cached_property
     def predicts_more_tokens(self) -> bool:
-        """Whether there are layers of multi-token prediction."""
+        """Whether there are layers for multi-token prediction."""
         return any(is_of_prediction(name) for name in self._parameters())
 
     @cached_property
     def chunks(self) -> list[list[list[str]]] | None:
-        """Names by `[pipeline rank][virtual stage]`; None where the pipeline split is not known.
+        """Names by `[pipeline rank][virtual stage]`; None if the pipeline split is unknown.
 
-        The last chunk of a tied model lists the word embeddings, too (language_module.py,
-        `setup_embeddings_and_output_layer`), as does the one that predicts further tokens (gpt_model.py,
+        The word embeddings are also in the last chunk of a tied model (language_module.py,
+        `setup_embeddings_and_output_layer`), and in the chunk with multi-token prediction (gpt_model.py,
         `if self.pre_process or self.mtp_process`, core_v0.14.0 to 0.19.2).
         """
         layers = self.layers_by_chunk
         if layers is None or self._is_divided_otherwise or self._has_idle_output_layer:
             return None
         chunks: list[list[list[str]]] = [[[] for _ in spans] for spans in layers]
-        # The layers first, as their numbers are; what stands around them has its place in the order of registration.
+        # Layers first, sorted by number; the order of the other parameters is that of registration.
         parameters = [(split_layer(name)[0], name) for name in self._parameters()]
         inside = sorted(((layer.number, name) for layer, name in parameters if layer is not None), key=itemgetter(0))
         for name in [*(name for _, name in inside), *(name for layer, name in parameters if layer is None)]:
@@ -135,16 +143,17 @@ class LocalModels:
 
     @cached_property
     def _predicting_chunk(self) -> tuple[int, int] | None:
-        """The pipeline rank and virtual stage that predict further tokens; None where none does, or it is not known."""
+        """The pipeline rank and virtual stage with multi-token prediction; None if there is none, or it is unknown."""
         return prediction_chunk(self.arguments, self.layout) if self.predicts_more_tokens else None
 
     @property
     def _has_idle_output_layer(self) -> bool:
-        """Whether the place of prediction is not known, or a buffer holds an output layer that no checkpoint stores.
+        """Whether the chunk of multi-token prediction is unknown, or a buffer has an output layer that no checkpoint stores.
 
-        So it is in a tied model whose last stage predicts: its output layer has a weight of its own, which is not used,
-        for the copy of the embedding stands in for it (`shared_embedding_or_output_weight`, language_module.py, and
-        `skip_weight_param_allocation`, gpt_model.py, core_v0.14.0 to 0.19.2).
+        The latter is the case in a tied model with multi-token prediction on its last stage: the output layer has a
+        weight of its own, which is unused, because the copy of the embedding replaces it
+        (`shared_embedding_or_output_weight`, language_module.py, and `skip_weight_param_allocation`, gpt_model.py,
+        core_v0.14.0 to 0.19.2).
         """
         if not self.predicts_more_tokens:
             return False
@@ -152,10 +161,10 @@ class LocalModels:
         return self._predicting_chunk is None or (self.has_tied_copy and self._predicting_chunk == last)
 
     def chunk_of(self, name: str) -> tuple[int, int] | None:
-        """The pipeline rank and virtual stage that hold a tensor; None of a layer that no stage has.
+        """Return the pipeline rank and virtual stage of a tensor; None for a layer that no stage has.
 
-        The language model ends with its norm and output layer. Where it predicts further tokens, its norm follows its
-        last layer since 0.16 (`has_final_layernorm_in_this_stage`, transformer_block.py).
+        The language model ends with its norm and output layer. With multi-token prediction, its norm is on the stage of
+        its last layer since 0.16 (`has_final_layernorm_in_this_stage`, transformer_block.py).
         """
         layer, _ = split_layer(name)
         if layer is not None and layer.block == self._divided:
@@ -187,9 +196,9 @@ class LocalModels:
 
     @property
     def _is_divided_otherwise(self) -> bool:
-        """Whether stages hold the model in a way that is not known here: two stacks of layers, stages for a tower.
+        """Whether stages divide the model in an unsupported way: two stacks of layers, or stages for a tower.
 
-        T5 with several stages, and those of an encoder (`--encoder-pipeline-model-parallel-size`), are of
+        T5 with several stages, and stages of an encoder (`--encoder-pipeline-model-parallel-size`), exist in
         core_v0.7.0 to 0.12.
         """
         if self.layout.pipeline == 1:
@@ -198,25 +207,25 @@ class LocalModels:
 
     @cached_property
     def word_embeddings(self) -> str | None:
-        """The name of the word embeddings; None of a model without them."""
+        """The name of the word embeddings; None for a model without them."""
         return word_embeddings_in(self.weights)
 
     @property
     def has_tied_copy(self) -> bool:
-        """Whether the last pipeline stage holds a copy of the word embeddings of its own."""
+        """Whether the last pipeline stage has its own copy of the word embeddings."""
         return self.ties_embeddings and self.layout.pipeline > 1 and self.word_embeddings is not None
 
     def is_shared_embedding(self, name: str) -> bool:
-        """Whether a parameter is one of several copies of the word embeddings, which get buckets of their own.
+        """Return whether a parameter is one of several copies of the word embeddings, which get separate buckets.
 
-        `shared_embedding` marks them on the first stage and on those with a copy (language_module.py,
+        `shared_embedding` marks them on the first stage and on stages with a copy (language_module.py,
         `setup_embeddings_and_output_layer`, core_v0.7.0 to 0.19.2).
         """
         copied = self.has_tied_copy or (self.predicts_more_tokens and self.layout.pipeline > 1)
         return copied and name == self.word_embeddings
 
     def names(self, rank: ModelRank) -> list[list[str]] | None:
-        """Names that a rank holds, by virtual stage; None where the pipeline split is not known."""
+        """Return the names of a rank's parameters by virtual stage; None if the pipeline split is unknown."""
         if self.chunks is None:
             return None
         return [
@@ -228,7 +237,7 @@ class LocalModels:
         return [name for name in self.weights if name not in self._first_of]
 
     def ranks_of(self, name: str) -> list[ModelRank]:
-        """The ranks that can hold a parameter, the preferred one first; replicas are left out."""
+        """Return the ranks that can have a parameter, without replicas, the preferred one first."""
         expert = self._expert_ranks.get(name)
         whole = all(len(offsets) == 1 for offsets in self.weights[name].grid)
         tensor_ranks = range(1 if whole else self._tensor_size(name))
@@ -242,11 +251,11 @@ class LocalModels:
 
     @cached_property
     def weight_shards(self) -> int:
-        """Into how many parts generalized tensor parallelism cuts what a tensor-parallel rank holds of a weight."""
+        """The number of parts into which generalized tensor parallelism divides a tensor-parallel rank's weight."""
         return weight_shards(self.arguments)
 
     def _is_sharded(self, name: str) -> bool:
-        """Whether generalized tensor parallelism cuts a parameter: a matrix, along its rows (`weight_shards.py`)."""
+        """Return whether generalized tensor parallelism divides a parameter: a matrix, by rows (`weight_shards.py`)."""
         weight = self.weights[name]
         is_cut = len(weight.tensor.shape) > 1 and len(weight.grid[0]) > 1
         return self.weight_shards > 1 and is_cut and name not in self._expert_of
@@ -266,7 +275,7 @@ class LocalModels:
 
     @cached_property
     def _expert_ranks(self) -> dict[str, int]:
-        """The expert-parallel rank of each expert's parameter: consecutive experts lie together (moe/experts.py)."""
+        """The expert-parallel rank of each expert's parameter; a rank has consecutive experts (moe/experts.py)."""
         if not self.has_expert_optimizer or not self._expert_of:
             return {}
         ranks, experts = self.layout.expert, self.arguments.whole("num_experts")
@@ -276,13 +285,13 @@ class LocalModels:
         return self.layout.expert_tensor if name in self._expert_of else self.layout.tensor
 
     def regions(self, name: str, tensor_rank: int, shard: int = 0) -> tuple[Region, ...] | None:
-        """The part of one tensor-parallel rank (expert-tensor-parallel for experts), in the order of its memory.
+        """Return one tensor-parallel rank's part (expert-tensor-parallel for experts), in the order of its memory.
 
-        These are all parts, where a parameter is stored in parts and `name` is that of the first one. `shard`: as in
-        `ModelRank`.
+        If a parameter is stored in parts, `name` is that of the first part, and the result includes all parts. `shard`:
+        the same as in `ModelRank`.
 
         Returns:
-            None where the stored chunks follow another pattern.
+            None if the stored chunks have an unknown pattern.
         """
         parts = [
             self._regions_of_shard(part, tensor_rank, shard)
@@ -299,14 +308,14 @@ class LocalModels:
         return part.regions(name, weight.tensor.shape, weight.grid)
 
     def _part_regions(self, name: str, tensor_rank: int) -> tuple[Region, ...] | None:
-        """The regions of one stored array.
+        """Return the regions of one stored array.
 
         One chunk per rank is a plain shard. Two chunks per rank, on the first axis, are a gated `linear_fc1`: the rank
-        holds its rows of the gate, then its rows of the up projection (`apply_swiglu_sharded_factory`,
+        has its rows of the gate, then its rows of the up projection (`apply_swiglu_sharded_factory`,
         megatron/core/transformer/mlp.py, core_v0.7.0 to 0.19.2).
 
         Returns:
-            None where the stored chunks follow another pattern.
+            None if the stored chunks have another pattern.
         """
         weight = self.weights[name]
         shape = weight.tensor.shape
@@ -323,7 +332,7 @@ class LocalModels:
         return tuple(band(name, shape, axis, offsets[index], ends[index]) for index in chosen)
 
     def candidates(self, rank: ModelRank) -> Iterable[tuple[str, tuple[Region, ...]]]:
-        """All parameters that a rank can hold, with the rank's regions of each."""
+        """Yield all parameters that a rank can have, with the rank's regions of each."""
         for name in self._parameters():
             if self._expert_ranks.get(name) == rank.expert and rank.pipeline in self._pipeline_ranks(name):
                 regions = self.regions(name, rank.tensor, rank.shard)

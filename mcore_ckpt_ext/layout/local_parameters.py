@@ -1,9 +1,9 @@
 """Maps a rank's parameters to model space: their names, and their part of the whole tensor.
 
-A legacy checkpoint stores each rank's `state_dict` under the rank's own names and says neither. Sources, core_v0.7.0
-to 0.19.2: `megatron/core/tensor_parallel/layers.py` (ColumnParallelLinear cuts the output features, axis 0, and its
-bias; RowParallelLinear the input features, axis 1, and keeps its bias whole; VocabParallelEmbedding the rows),
-`megatron/core/models/gpt/gpt_layer_specs.py` and `gpt_model.py` (which module has which class),
+A legacy checkpoint stores each rank's `state_dict` under the rank's own names and records neither. Sources, core_v0.7.0
+to 0.19.2: `megatron/core/tensor_parallel/layers.py` (ColumnParallelLinear divides the output features, axis 0, and its
+bias; RowParallelLinear the input features, axis 1, and replicates its bias; VocabParallelEmbedding the rows),
+`megatron/core/models/gpt/gpt_layer_specs.py` and `gpt_model.py` (the class of each module),
 `megatron/core/transformer/moe/experts.py` (names and numbers of experts).
 """
 
@@ -56,13 +56,14 @@ _REPLICATED = {
     "fc1_latent_proj", "fc2_latent_proj",  # moe_layer.py: the same
 }  # fmt: skip
 _REPLICATED_HEADS = ("lm_head.dense.", "lm_head.layer_norm.", "pooler.dense.")  # bert_lm_head.py, pooler.py
-# Parameters of fused norms (extensions/transformer_engine.py) of the shared expert's gate (shared_experts.py), of a
+# Parameters of fused norms (extensions/transformer_engine.py), of the shared expert's gate (shared_experts.py), of a
 # tower (clip_vit_model.py).
 _REPLICATED_LEAVES = {"layer_norm_weight", "layer_norm_bias", "gate_weight", "class_token"}
-# Of a Mamba mixer and of a gated delta net: one for each head, or a few for each (mamba_mixer.py, gated_delta_net.py).
+# Parameters of a Mamba mixer and of a gated delta net with one or a few elements for each head (mamba_mixer.py,
+# gated_delta_net.py).
 _BY_HEADS = {"A_log", "D", "dt_bias"}
 _NORM_OF_MIXER = ".mixer.norm.weight"
-# Cut in some versions and whole in others (multi_latent_attention.py): the sizes that a whole one has tell.
+# Sharded in some versions and replicated in others (multi_latent_attention.py), with the arguments of the whole size.
 _DOWN_PROJECTIONS = {
     "linear_q_down_proj": ("q_lora_rank",),
     "linear_kv_down_proj": ("kv_lora_rank", "qk_pos_emb_head_dim"),
@@ -73,7 +74,7 @@ _DOWN_PROJECTIONS = {
 class TensorPart:
     """The place among the ranks that share a tensor: number `rank` of `ranks`.
 
-    `gated`: whether a first linear holds a gate, too; None where the arguments of the job tell.
+    `gated`: whether a first linear includes a gate; None to decide by the job's arguments.
     """
 
     rank: int
@@ -82,7 +83,7 @@ class TensorPart:
 
 
 def model_space_name(local: str, first_layer: int, first_expert: int, arguments: JobArguments) -> str:
-    """The model-space name of a parameter.
+    """Return the model-space name of a parameter.
 
     Args:
         local: its name in the rank's own `state_dict`.
@@ -91,7 +92,7 @@ def model_space_name(local: str, first_layer: int, first_expert: int, arguments:
         arguments: Megatron's arguments of the job that wrote it.
 
     Raises:
-        UnsupportedCheckpointError: its elements lie in an order that nothing else has.
+        UnsupportedCheckpointError: the order of its elements is not supported.
     """
     if is_output_layer(unwrapped(local)) and not arguments.untie_embeddings_and_output_weights:
         return word_embeddings_of(unwrapped(local))
@@ -105,22 +106,22 @@ def model_space_name(local: str, first_layer: int, first_expert: int, arguments:
 
 
 def _is_local(arguments: JobArguments) -> bool:
-    """Whether the layers are those of the local spec, which was the default of versions that do not name it."""
+    """Return whether the layers have the local spec, the default of versions that do not record one."""
     return (arguments.transformer_impl or "local") == "local"
 
 
 def _layer_spec(arguments: JobArguments) -> LayerSpec:
-    """Hybrid models have one specification, whatever the arguments say, which maps no keys (hybrid_layer_specs.py)."""
+    """Return the layer spec; hybrid models have only one, without a map of keys (hybrid_layer_specs.py)."""
     if not _is_local(arguments) or is_hybrid(arguments):
         return LayerSpec.TRANSFORMER_ENGINE
     return LayerSpec.LOCAL_LATENT if arguments.multi_latent_attention else LayerSpec.LOCAL
 
 
 class LocalNames:
-    """The way back: from model space to names in the `state_dict` of a job with given arguments."""
+    """Names in the `state_dict` of a job with given arguments; the inverse of `model_space_name`."""
 
     def __init__(self, arguments: JobArguments, version: tuple[int, int]) -> None:
-        """`version`: of Megatron."""
+        """`version`: Megatron's version."""
         self._spec = _layer_spec(arguments)
         self._version = version
         self._grouped = bool(arguments.moe_grouped_gemm)
@@ -132,9 +133,9 @@ class LocalNames:
             )
 
     def local(self, name: str, first_layer: int, first_expert: int, tied_copy: bool) -> str:
-        """The name of a tensor in the chunk that begins with these layer and expert numbers.
+        """Return the name of a tensor in the chunk that begins with these layer and expert numbers.
 
-        `tied_copy`: the chunk holds the word embeddings as its output layer.
+        `tied_copy`: whether the chunk has the word embeddings as its output layer.
         """
         if is_word_embeddings(name) and tied_copy:
             return output_layer_of(name)
@@ -142,13 +143,13 @@ class LocalNames:
 
 
 def gated_in_towers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
-    """For each first linear layer outside the language model, by name, whether it is gated.
+    """Return whether each first linear layer outside the language model is gated, by name.
 
-    The arguments speak of the language model alone; but a gated linear has twice the rows that the next one has columns
+    The arguments describe only the language model. A gated linear has twice as many rows as the next one has columns
     (megatron/core/transformer/mlp.py, core_v0.7.0 to 0.19.2).
 
     Args:
-        shapes: of a model's weights, or of a rank's parts of them, by model-space name.
+        shapes: shapes of a model's weights, or of a rank's parts of them, by model-space name.
     """
     found = {}
     for name, shape in shapes.items():
@@ -164,7 +165,7 @@ def _is_of_language_layer(name: str) -> bool:
 
 
 def layers_of(local_names: Mapping[str, object]) -> int:
-    """How many layers that a pipeline divides a rank's model chunk has, by the names of its `state_dict`."""
+    """Return the number of layers of the divided block in a rank's model chunk, by the names of its `state_dict`."""
     names = [unwrapped(name) for name in local_names]
     block = pipelined_block(names)
     layers = (split_layer(name)[0] for name in names)
@@ -173,9 +174,9 @@ def layers_of(local_names: Mapping[str, object]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How tensor parallelism cuts a tensor: along `axis`, in `bands`, each of which is cut on its own.
+    """How tensor parallelism shards a tensor: along `axis`, in `bands`, each of which is sharded separately.
 
-    A gated `linear_fc1` has two: a rank holds its rows of the gate, then its rows of the up projection
+    A gated `linear_fc1` has two bands: a rank has its rows of the gate, then its rows of the up projection
     (megatron/core/transformer/mlp.py, `apply_swiglu_sharded_factory`).
     """
 
@@ -186,19 +187,19 @@ class Cut:
 def regions_of(
     name: str, shape: tuple[int, ...], part: TensorPart, arguments: JobArguments
 ) -> tuple[tuple[int, ...], tuple[Region, ...]]:
-    """Where a rank's part of a tensor lies in the whole.
+    """Return the position of a rank's part in the whole tensor.
 
     Args:
         name: model-space name.
-        shape: of the rank's part.
-        part: the rank's place among those that share the tensor.
-        arguments: of the job that wrote it.
+        shape: the shape of the rank's part.
+        part: the rank's place among the ranks that share the tensor.
+        arguments: the arguments of the job that wrote it.
 
     Returns:
         The shape of the whole tensor, and the part's regions in the order of the rank's memory.
 
     Raises:
-        UnsupportedCheckpointError: no rule says how tensor parallelism cuts it.
+        UnsupportedCheckpointError: the tensor-parallel split is unknown.
     """
     cut = _cut(name, shape, part, arguments)
     if cut is None:
@@ -219,18 +220,18 @@ def shard_grid(
     version: tuple[int, int],
     gated: bool | None = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """Where the shards of a tensor begin, axis by axis, when `ranks` tensor-parallel ranks share it.
+    """Return the offsets of a tensor's shards on each axis, with `ranks` tensor-parallel ranks.
 
     Args:
         name: model-space name.
-        shape: of the whole tensor.
-        ranks: that share it.
-        arguments: of the job that will read it.
-        version: of Megatron that will.
-        gated: whether a first linear holds a gate, too; None where the arguments tell.
+        shape: the shape of the whole tensor.
+        ranks: the number of ranks that share it.
+        arguments: the arguments of the job that will read it.
+        version: the version of Megatron that will read it.
+        gated: whether a first linear includes a gate; None to decide by the arguments.
 
     Raises:
-        UnsupportedCheckpointError: no rule says how it is cut, or it cannot be divided.
+        UnsupportedCheckpointError: the tensor-parallel split is unknown, or the tensor is not divisible.
     """
     cut = _cut(name, shape, TensorPart(0, ranks, gated), arguments, version)
     if cut is None:
@@ -249,10 +250,10 @@ def shard_grid(
 
 
 def whole_cut(name: str, shape: tuple[int, ...], arguments: JobArguments) -> Cut | None:
-    """How tensor-parallel ranks share a tensor of that shape, in a version of today; None where each has the whole.
+    """Return how the newest version shards a tensor of that shape; None if it is replicated.
 
     Raises:
-        UnsupportedCheckpointError: no rule says how it is cut.
+        UnsupportedCheckpointError: the tensor-parallel split is unknown.
     """
     return _cut(name, shape, TensorPart(0, 2), arguments, NEWEST)
 
@@ -260,19 +261,19 @@ def whole_cut(name: str, shape: tuple[int, ...], arguments: JobArguments) -> Cut
 def _cut(
     name: str, shape: tuple[int, ...], part: TensorPart, arguments: JobArguments, version: tuple[int, int] | None = None
 ) -> Cut | None:
-    """How tensor-parallel ranks share a tensor; None where every rank has the whole.
+    """Return how a tensor is sharded; None if it is replicated.
 
-    The down projections of latent attention are cut up to 0.13 and by the local layer spec, and whole on every rank of
-    Transformer Engine's since 0.14 (gpt_layer_specs.py, `linear()`). Where no `version` says so, the sizes tell.
+    The down projections of latent attention are sharded up to 0.13 and in the local layer spec, and replicated in
+    Transformer Engine's spec since 0.14 (gpt_layer_specs.py, `linear()`). Without a `version`, the sizes decide.
     """
     module, leaf = module_and_leaf(name)
     is_whole = leaf in _REPLICATED_LEAVES or module in _REPLICATED or name.startswith(_REPLICATED_HEADS)
     if part.ranks == 1 or is_whole:
         return None
-    # `softmax_offset`: one for each head (dot_product_attention.py).
+    # `softmax_offset`: one element for each head (dot_product_attention.py).
     if leaf == "softmax_offset" or leaf in _BY_HEADS or is_part(name) or name.endswith(_NORM_OF_MIXER):
         return Cut(0)
-    if module == "norm":  # before a mixer, of a layer specification that does not fuse it
+    if module == "norm":  # the norm before a mixer, in a layer spec that does not fuse it
         return None
     if leaf in ("weight", "bias"):
         if is_first_linear(name):

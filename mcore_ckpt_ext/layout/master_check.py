@@ -1,38 +1,44 @@
-"""The proof: every fp32 master, rounded to the dtype of the weight beside it, equals that weight bit for bit.
+"""The master check: every fp32 master, rounded to the dtype of its weight, equals that weight bit for bit.
 
-It holds because `DistributedOptimizer.step` writes the weights by a plain cast of the masters
+This holds because `DistributedOptimizer.step` writes the weights by a plain cast of the masters
 (`_copy_main_params_to_model_params`, megatron/core/optimizer/distrib_optimizer.py, core_v0.7.0 to 0.19.2).
-Where weights are fp32, weight and master are one and the same.
+If weights are fp32, weight and master are the same.
 
-Transformer Engine's kernel for a precision-aware optimizer cuts bf16 weights out of its masters: rounded to nearest,
-too, but ties go away from zero and not to the even neighbour (`AdamFunctorMasterParamRemainder`,
-transformer_engine/common/multi_tensor/adam.cu, 2.1 to 2.20). For such jobs both roundings of a tie are right.
+Transformer Engine's kernel for a precision-aware optimizer derives bf16 weights from its masters by rounding to
+nearest, but with ties away from zero instead of to even (`AdamFunctorMasterParamRemainder`,
+transformer_engine/common/multi_tensor/adam.cu, 2.1 to 2.20). For such jobs both roundings of a tie are accepted.
 
-Masters that a job keeps in fp16 (`--main-params-dtype fp16`) are not those that its weights were cast from: the kernel
-rounds one fp32 number to both, and the fp16 one is scaled by the largest of its tensor (`_apply_scale`,
-transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20). There the proof is nearness: each master lies within
-half a step of bf16 and a step of fp16 of its weight, for it is rounded once more where it is resumed under another
-layout, whose shards have other scales. That shows a misplaced parameter, not every flipped bit.
+Masters in fp16 (`--main-params-dtype fp16`) are not the numbers that the weights were cast from: the kernel rounds one
+fp32 number to both, and the fp16 one is scaled by the largest number of its tensor (`_apply_scale`,
+transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20). For such jobs the check requires only that each
+master is within half a step of bf16 plus a step of fp16 of its weight. The second half step of fp16 is needed because a
+resume under another layout, whose shards have other scales, rounds masters once more. This detects a misplaced
+parameter, but not every flipped bit.
 
-Weights that a job keeps in fp8 or fp4 (`--fp8-param-gather`, `--fp4-param-gather`) are quantised from fp32 masters
+Weights in fp8 or fp4 (`--fp8-param-gather`, `--fp4-param-gather`) are quantized from fp32 masters
 (`quantize_param_shard`, megatron/core/fp8_utils.py, core_v0.12.1 to 0.19.2; `quantize_nvfp4_param_shard`, fp4_utils.py,
-core_v0.19.0), and dequantised for a checkpoint (`_clone_or_dequantize_if_needed`, filesystem_async.py in
-megatron/core/dist_checkpointing/strategies, 0.19). There, too, the proof is nearness: each master lies within half a
-step of its dequantised weight. Quantising is a product with the scale of a block, rounded to nearest and held below the
-largest number (`CurrentScalingQuantizerRef._quantize`, `NVFP4QuantizerRef._quantize_blockwise_reference`, in
-transformer_engine/pytorch/custom_recipes/reference_*.py, 2.20.2); half a step is a sixteenth of the weight in E4M3, a
-quarter in E2M1. What is near enough to a weight of zero, where steps are as wide as the scale, follows from the scale
-where that is stored, or live; and from the weights at hand, for not all scales are: from the largest, of which a scale
-that fits makes the largest of its numbers; and from the smallest that is not zero, which is a step or more, however
-badly a scale fits (one of delayed scaling is 1 until a number was seen). The largest also tells which weights may stand
-for a larger master, as those may that a delayed scale has cut off. Of two unrelated values about one in 25 lies as near
-in fp8, and one in 3 in fp4: a misplaced parameter shows in a handful of elements, a flipped bit only where it moves a
-master by a step or more.
-Where each block has a scale of its own (128 x 128 or 1 x 128 elements in fp8, 32 in a row in MXFP8, 16 x 16 or 16 in a
-row in NVFP4), a flattened part of a weight does not show where its blocks begin, so that the largest weight stands for
-the largest of each block: beside a weight of zero in a block of small ones, a master is held to be near that is many of
-that block's steps away: up to 2**-12 of the largest weight in fp8, 2**-4 in fp4.
-What was not quantised in such a job, as norms and embeddings, is equal when rounded; the proof does not insist on it.
+core_v0.19.0), and dequantized for a checkpoint (`_clone_or_dequantize_if_needed`, filesystem_async.py in
+megatron/core/dist_checkpointing/strategies, 0.19). For them, too, the check requires nearness: each master is within
+half a step of its dequantized weight. Quantization multiplies by the scale of a block, rounds to nearest, and limits
+the result to the largest number (`CurrentScalingQuantizerRef._quantize`,
+`NVFP4QuantizerRef._quantize_blockwise_reference`, in transformer_engine/pytorch/custom_recipes/reference_*.py, 2.20.2).
+Half a step is a sixteenth of the weight in E4M3, a quarter in E2M1.
+
+Near a weight of zero, steps are as wide as the scale. The tolerance there follows from the scale if it is stored or
+live. Otherwise it follows from two of the weights at hand: the largest, which a fitting scale maps to the largest
+number; and the smallest that is not zero, which is at least a step, even with a badly fitting scale (a delayed scale is
+1 until a number was seen). The largest weight may also represent a larger master, which a delayed scale has truncated.
+
+Of two unrelated values about one in 25 is as near in fp8, and one in 3 in fp4. A misplaced parameter is detected by a
+handful of elements, a flipped bit only if it moves a master by a step or more.
+
+If each block has its own scale (128 x 128 or 1 x 128 elements in fp8, 32 in a row in MXFP8, 16 x 16 or 16 in a row in
+NVFP4), a flattened part of a weight does not show where its blocks begin. So the largest weight at hand is used in
+place of the largest of each block. Near a weight of zero in a block of small weights, a master may then be off by many
+of that block's steps: up to 2**-12 of the largest weight in fp8, 2**-4 in fp4.
+
+In such a job, parameters that are not quantized, for example norms and embeddings, are equal when rounded, but the
+check does not require it.
 """
 
 from __future__ import annotations
@@ -44,12 +50,12 @@ from mcore_ckpt_ext.errors import ProofError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.lazy_torch import torch
 
-_AT_ONCE = 1 << 15  # elements; from here on torch gives a part to every processor
+_AT_ONCE = 1 << 15  # number of elements above which torch uses all processors
 _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 def bits_dtype(itemsize: int) -> torch.dtype:
-    """Whole numbers of a width in bytes, as which bits are compared."""
+    """Return the integer dtype of a width in bytes, in which bits are compared."""
     found: torch.dtype = getattr(torch, _BITS[itemsize])
     return found
 
@@ -69,14 +75,14 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Proof:
-    """A way of proving masters.
+    """A way of verifying masters.
 
     Attributes:
-        words: how they are proven.
+        words: a description of the verified relation.
         compare: finds the first mismatch of masters and weights of the same shape.
-        weakness: the larger, the less it shows.
-        fault: what a mismatch is.
-        quantised: the numbers that weights of few bits are kept in.
+        weakness: a rank; checks with larger values detect less.
+        fault: a description of a mismatch.
+        quantised: the numbers of quantized weights; None for others.
     """
 
     words: str
@@ -86,11 +92,11 @@ class Proof:
     quantised: _Quantised | None = None
 
     def first_mismatch(self, masters: torch.Tensor, weights: torch.Tensor) -> Mismatch | None:
-        """Compare masters with weights of the same shape; None when all are as they should be."""
+        """Return the first mismatch of masters and weights of the same shape; None if there is none."""
         return self.compare(masters, weights)
 
     def at_step(self, step: float) -> Proof:
-        """The same beside weights of few bits whose smallest two numbers are as far apart as that."""
+        """Return the check for quantized weights whose two smallest numbers differ by `step`."""
         if self.quantised is None or step <= self.quantised.step:
             return self
         quantised = replace(self.quantised, step=step)
@@ -98,19 +104,19 @@ class Proof:
 
     @property
     def is_near(self) -> bool:
-        """Whether the proof shows only that masters are near their weights."""
+        """Whether the check shows only that masters are near their weights."""
         return self.weakness > BY_EITHER_ROUNDING.weakness
 
     def check(
         self, masters: torch.Tensor, weights: torch.Tensor, where: Callable[[int], str], instead: str = ""
     ) -> None:
-        """Refuse masters that are not those of their weights.
+        """Refuse masters that do not match their weights.
 
         Args:
-            masters: fp32, or what the optimizer keeps instead.
-            weights: of the same shape, as stored or live.
-            where: names the element at a position of the compared order.
-            instead: what the user can do, where it is known.
+            masters: fp32 masters, or the values that the optimizer keeps in place of them.
+            weights: weights of the same shape, stored or live.
+            where: describes the element at a position of the compared order.
+            instead: an additional hint for the user, if there is one.
 
         Raises:
             ProofError: a master does not round to its weight.
@@ -130,7 +136,7 @@ def first_mismatch(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | Non
     """Compare fp32 masters with weights of the same shape, bit for bit after the cast.
 
     Returns:
-        None when all are equal.
+        None if all are equal.
     """
     if master.device.type == weight.device.type == "cpu" and _all_round(master.detach(), weight.detach()):
         return None
@@ -143,7 +149,7 @@ def first_mismatch(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | Non
 
 
 def _all_round(master: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether all are equal: part by part, each small enough for a processor's cache, and not worth several threads."""
+    """Return whether all are equal, comparing parts that fit into a processor's cache, without several threads."""
     values, stored = master.reshape(-1), weight.reshape(-1)
     size, count = weight.dtype.itemsize, stored.numel()
     in_words = not (stored.storage_offset() * size % 8 or count * size % 8)
@@ -154,7 +160,7 @@ def _all_round(master: torch.Tensor, weight: torch.Tensor) -> bool:
     rounded = room.view(bits)
     own_parts = torch.split(stored.view(bits), max(1, _AT_ONCE * size // bits.itemsize))
     for part, own in zip(torch.split(values, _AT_ONCE), own_parts, strict=True):
-        if part.numel() < room.numel():  # the last one
+        if part.numel() < room.numel():  # the last part
             room = room[: part.numel()]
             rounded = room.view(bits)
         room.copy_(part)
@@ -164,15 +170,15 @@ def _all_round(master: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def first_neither(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
-    """As `first_mismatch`, but ties may also be rounded away from zero.
+    """Compare like `first_mismatch`, but also accept ties that are rounded away from zero.
 
     Returns:
-        None when all are equal.
+        None if all are equal.
     """
     found = first_mismatch(master, weight)
     if found is None or weight.dtype != torch.bfloat16 or master.dtype != torch.float32:
         return found
-    # Of all fp32 numbers only ties differ in the two roundings; the int16 sum wraps around as the kernel's does.
+    # Of all fp32 numbers, the two roundings differ only for ties; the int16 sum wraps around as in the kernel.
     away = ((master.detach().contiguous().view(torch.int32) + 0x8000) >> 16).to(torch.int16)
     bits = weight.detach().contiguous().view(torch.int16)
     even = master.detach().to(torch.bfloat16).contiguous().view(torch.int16)
@@ -181,14 +187,14 @@ def first_neither(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None
 
 
 def first_far(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
-    """Compare masters that went through fp16 with weights: see the module's text.
+    """Compare masters that were rounded to fp16 with weights: see the module's docstring.
 
     Returns:
-        None when all are near; a NaN is near nothing.
+        None if all are near; NaN is not near any number.
     """
     numbers, near = master.detach().double().reshape(-1), weight.detach().double().reshape(-1)
-    # Below the smallest normal number fp16 has steps of 2**-24, times a scale of the largest number / 65504; where
-    # only a part of the tensor is at hand, its largest number may be smaller: 2**-30 leaves room for that.
+    # Below the smallest normal number, fp16 has steps of 2**-24, times a scale of the largest number / 65504. If only a
+    # part of the tensor is at hand, its largest number may be smaller, which 2**-30 allows for.
     floor = float(near.abs().max()) * 2**-30 if near.numel() else 0.0
     half_steps = torch.finfo(weight.dtype).eps / 2 + torch.finfo(torch.float16).eps
     different = ~((numbers - near).abs() <= near.abs() * half_steps * (1 + half_steps) + floor)
@@ -210,12 +216,13 @@ class _Quantised:
     """Numbers of few bits times a scale.
 
     Attributes:
-        half_step: half the distance of two neighbours, as a share of the larger one.
-        nothing: below which share of the largest weight at hand a master may have become zero. Half of the smallest
-            step is 2**-10 of 448 in E4M3, twice that where scales are powers of two; the largest weight at hand may be
-            smaller than that of the block, or the one that a delayed scale remembers. In E2M1 it is 1/4 of 6.
-        between: the same as a share of the smallest weight at hand that is not zero, and of the step.
-        step: the distance of the two smallest numbers, times the scale; 0 where no scale is known.
+        half_step: half the distance of two neighbors, relative to the larger one.
+        nothing: the fraction of the largest weight at hand below which a master may have become zero. Half of the
+            smallest step is 2**-10 of 448 in E4M3, twice that if scales are powers of two; the largest weight at hand
+            may be smaller than that of the block, or than the one that a delayed scale is based on. In E2M1 it is 1/4
+            of 6.
+        between: the same fraction of the smallest weight at hand that is not zero, and of the step.
+        step: the distance of the two smallest numbers, times the scale; 0 if no scale is known.
     """
 
     half_step: float
@@ -224,13 +231,13 @@ class _Quantised:
     step: float = 0.0
 
     def first_far(self, master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
-        """The first master that is not within half a step of its weight; a NaN is near nothing."""
+        """Return the first master that is not within half a step of its weight; NaN is not near any number."""
         if first_mismatch(master, weight) is None:
             return None
         numbers, near = master.detach().double().reshape(-1), weight.detach().double().reshape(-1)
         sizes = near.abs()
         largest, smallest = float(sizes.max()), float(sizes.where(sizes > 0, torch.inf).min())
-        # Both sides may have been rounded to the weights' dtype on their way.
+        # Both masters and weights may have been rounded to the weights' dtype on the way.
         rounding = 2 * torch.finfo(weight.dtype).eps
         share = self.half_step * (1 + self.half_step) + rounding
         step = max(self.step, smallest if largest else 0.0)
@@ -253,14 +260,14 @@ WITHIN_HALF_PRECISION = Proof(
 )
 WITHIN_FP8 = _nearness("fp8", _Quantised(2**-4, 2**-12, 1 / 2), 3)
 WITHIN_FP4 = _nearness("fp4", _Quantised(2**-2, 2**-4, 1 / 2), 4)
-# Stored weights of few bits that a live job quantises anew, at the scale of other parts: both roundings add up.
+# Stored quantized weights that a live job quantizes again, with the scale of other parts: both roundings add up.
 WITHIN_FP8_TWICE = _nearness("fp8 (twice)", _Quantised(2**-3, 2**-11, 1.0), 5)
 WITHIN_FP4_TWICE = _nearness("fp4 (twice)", _Quantised(2**-1, 2**-3, 1.0), 6)
 _HALF_PRECISION = ("fp16", "torch.float16")
 
 
 def weaker_of(one: Proof, other: Proof | None) -> Proof:
-    """The weaker of two proofs; None requires nothing. If both sides are quantized, both apply."""
+    """Return the weaker of two checks; None requires nothing. If both sides are quantized, both roundings apply."""
     if other is None:
         return one
     weaker = max(one, other, key=lambda proof: proof.weakness)
@@ -273,13 +280,13 @@ def weaker_of(one: Proof, other: Proof | None) -> Proof:
 
 
 def smallest_step(dtype: torch.dtype, scale: float) -> float:
-    """The distance of the two smallest numbers of a floating-point dtype, times a scale."""
+    """Return the distance of the two smallest numbers of a floating-point dtype, times a scale."""
     numbers = torch.finfo(dtype)
     return abs(scale) * numbers.smallest_normal * numbers.eps
 
 
 def proof_of(arguments: JobArguments) -> Proof:
-    """How the masters of a job with these arguments are proven."""
+    """Return the master check for a job with these arguments."""
     if arguments.fp4_param_gather:
         return WITHIN_FP4
     if arguments.fp8_param_gather:
@@ -290,5 +297,5 @@ def proof_of(arguments: JobArguments) -> Proof:
 
 
 def half_precision(arguments: JobArguments) -> bool:
-    """Whether a precision-aware optimizer keeps masters in fp16."""
+    """Return whether a precision-aware optimizer keeps masters in fp16."""
     return bool(arguments.use_precision_aware_optimizer) and str(arguments.main_params_dtype) in _HALF_PRECISION

@@ -1,4 +1,4 @@
-"""Proposals of where parameters lie in gradient buffers: by the packing rules and an order, or by the sidecar."""
+"""Candidate packings of gradient buffers: by the packing rules and a parameter order, or by the sidecar."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 @dataclass(frozen=True)
 class Proposal:
-    """The place of each parameter of a group by one source of the order; None if the source lacks some parameter.
+    """A candidate packing for each group, from one source of the order; None if the source lacks some parameter.
 
     Attributes:
-        is_witnessed: it was recorded, or seen in a model; otherwise it is the order that a known layer spec has.
-        is_recorded: it was recorded, by the sidecar.
+        label: the name of the source in messages.
+        packing_of: returns the packing of a group.
+        is_witnessed: whether it was recorded, or observed in a model; otherwise it is the order of a known layer spec.
+        is_recorded: whether the sidecar recorded it.
     """
 
     label: str
@@ -31,13 +33,13 @@ class Proposal:
 
 
 def by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule = PackingRule.SINCE_0_13) -> Proposal:
-    """The packing that a rule gives for one parameter order."""
+    """Return the packing that a rule derives from one parameter order."""
     witnessed = isinstance(order, ObservedOrder)
     return Proposal(order.label, lambda group: _packed(models, order, rule, group), witnessed)
 
 
 def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
-    """The packing that was recorded when the checkpoint was written."""
+    """Return the packing that was recorded when the checkpoint was written."""
     buckets = {(group.child, index): group.buckets for group in sidecar.groups for index in group.indices}
 
     def packing_of(group: OptimizerGroup) -> Packing | None:
@@ -69,18 +71,18 @@ class PackedBuffer:
     buckets: Sequence[Bucket]
 
     def placement(self, index: int, start: int) -> Placement:
-        """The parameter with that index in registration order, at `start`."""
+        """Return the placement at `start` of the parameter with that index in registration order."""
         return Placement(self.names[index], self.regions[index], start)
 
     def joined_origins(self) -> list[int]:
-        """Where each bucket begins when they follow each other without the padding at their ends."""
+        """Return the start of each bucket if they are concatenated without the padding at their ends."""
         return [0, *accumulate(bucket.numel_unpadded for bucket in self.buckets)][:-1]
 
 
 def packed_buffers(
     models: LocalModels, order: ParameterOrder, rule: PackingRule, rank: ModelRank, stages: Sequence[int]
 ) -> list[PackedBuffer] | None:
-    """The gradient buffers of one optimizer of a rank; None where the order or the model's split is not known."""
+    """Return the gradient buffers of one optimizer of a rank; None if the order or the model's split is unknown."""
     names = models.names(rank)
     if names is None:
         return None
@@ -138,7 +140,7 @@ def _pack_buffer(
 
 
 def _buffer_dtype(models: LocalModels, name: str) -> str:
-    """The dtype of a parameter as its buffer has it; a checkpoint has quantised ones dequantised."""
+    """Return the dtype of a parameter in its buffer; a checkpoint stores quantized parameters dequantized."""
     return QUANTISED if is_quantised(name, models.arguments) else models.weights[name].tensor.dtype
 
 
@@ -147,10 +149,10 @@ def _gradient_dtype(models: LocalModels, dtype: str) -> str:
 
 
 def buffer_ranks(models: LocalModels, rank: ModelRank) -> int:
-    """Ranks that share a buffer, within one distributed-optimizer instance.
+    """Return the number of ranks that share a buffer, within one distributed-optimizer instance.
 
-    For the dense buffers data times context parallel; for experts what expert parallelism leaves of the world
-    (megatron/core/parallel_state.py, expert data parallel).
+    Dense buffers are shared by data times context parallel ranks; buffers of experts by the expert data parallel ranks
+    (megatron/core/parallel_state.py).
     """
     instances = models.arguments.num_distributed_optimizer_instances or 1
     layout = models.layout
@@ -161,10 +163,11 @@ def buffer_ranks(models: LocalModels, rank: ModelRank) -> int:
 
 
 def _bucket_size(models: LocalModels, rank: ModelRank, stage: int) -> int | None:
-    """Elements after which a bucket is closed; None for one bucket (distributed_data_parallel.py, core_v0.12 to 0.19).
+    """Return the number of elements after which a bucket is closed, or None for a single bucket.
 
-    Only the first chunk of the first stage is cut, and only when gradients are reduced during the backward pass.
-    The default and `--ddp-num-buckets`: megatron/training/training.py, `get_model`.
+    Only the first chunk of the first stage is divided, and only if gradients are reduced during the backward pass
+    (distributed_data_parallel.py, core_v0.12 to 0.19). The default and `--ddp-num-buckets` are in
+    megatron/training/training.py, `get_model`.
     """
     arguments = models.arguments
     if (

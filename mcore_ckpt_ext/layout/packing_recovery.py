@@ -18,19 +18,23 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import numel_of
 
-# Elements of a parameter; and parameters that are compared together.
+# Number of elements of a parameter that are compared, and number of parameters that are compared together.
 _SAMPLE, _AT_ONCE = 64, 32
 
 
 class UncertainPackingError(PackingError, UnsupportedCheckpointError):
-    """The checkpoint is intact as far as is seen, and nothing in it shows which parameter lies where."""
+    """The checkpoint appears intact, but nothing in it determines the positions of parameters."""
 
 
 @dataclass(frozen=True)
 class RecoveredPacking:
-    """A packing that sizes, chunk borders and samples of the content confirm, and the source of its parameter order.
+    """A packing confirmed by sizes, chunk borders and samples of the content, and the source of its parameter order.
 
-    `disbelieved`: why it is not the one that the sidecar records; None where it is, or where there is none.
+    Attributes:
+        order_source: the label of the source.
+        packing: the positions of parameters.
+        discovered: whether it was found by content alone.
+        disbelieved: why the sidecar's packing was rejected; None if it was not, or there is none.
     """
 
     order_source: str
@@ -45,13 +49,14 @@ def recover(
     proposals: Sequence[Proposal],
     read: Bytes,
 ) -> RecoveredPacking:
-    """Find how one optimizer group is packed.
+    """Find the packing of one optimizer group.
 
-    Samples of every parameter confirm the choice here; the proof over all elements is made where they are moved. What
-    the sidecar exchanges against a known layer spec, no proof would see: their weights are equal.
+    Samples of every parameter confirm the choice here; the master check of all elements follows when they are read. It
+    cannot detect that a sidecar swaps parameters with equal weights, so a known layer spec that fits overrules the
+    sidecar.
 
     Raises:
-        PackingError: no proposal holds, and discovery does not find one either.
+        PackingError: no candidate passes, and the search by content fails.
     """
     tried: list[str] = []
     disbelieved: str | None = None
@@ -75,7 +80,7 @@ def recover(
 
 
 def _tried(group: OptimizerGroup, proposal: Proposal, read: Bytes) -> tuple[Packing | None, str | None]:
-    """A proposed packing, and what keeps it from being the group's: sizes, chunk borders, samples of the content."""
+    """Return a candidate packing, and why it cannot be the group's: sizes, chunk borders, samples of the content."""
     packing = proposal.packing_of(group)
     problem = "it does not cover every parameter" if packing is None else mismatch_reason(packing, group)
     if packing is not None and problem is None:
@@ -90,9 +95,9 @@ def _contradiction(
     others: Sequence[Proposal],
     read: Bytes,
 ) -> str | None:
-    """The known layer spec that fits by itself, and places parameters otherwise than the sidecar; None without one.
+    """Return which known layer spec also fits and contradicts the sidecar's packing; None without one.
 
-    A model that was seen, or any known spec, may bear the sidecar out. Of modules of the user's own no spec knows more.
+    A model's observed order, or any known spec, may confirm the sidecar. No known spec covers a user's own modules.
     """
     placed = _placed(recorded)
     if models.arguments.spec or any(_places(group, other) == placed for other in others):
@@ -118,22 +123,22 @@ def recover_unproven(
     *,
     is_recorded: bool = False,
 ) -> RecoveredPacking:
-    """Find the packing of a group whose content proves nothing, for any weight goes with any remainder.
+    """Find the packing of a group whose content cannot verify it, because any weight matches any remainder.
 
-    It must be certain otherwise: shown by recorded digests; recorded or seen in a model, and within the borders of the
-    stored chunks; or else the only one of all that are known which those borders allow, for a model that Megatron
-    itself puts together.
+    The packing must be certain for another reason. Recorded digests confirm it; or it was recorded or observed in a
+    model, and fits the borders of the stored chunks; or it is the only known one that fits these borders, for a model
+    that Megatron itself builds.
 
     Args:
-        group: whose packing it is.
-        models: the parameters that may lie in it.
-        proposals: of its packing, the one to believe first at the front.
-        contradiction: why a packing is not that of digests that were recorded at the save; None where it may be.
+        group: the group.
+        models: the parameters that may be in it.
+        proposals: candidate packings, the most reliable first.
+        contradiction: returns why a packing contradicts digests recorded at the save; None if it does not.
         is_recorded: whether there are such digests.
 
     Raises:
-        PackingError: the recorded digests fit no packing.
-        UncertainPackingError: it is not certain.
+        PackingError: the recorded digests match no packing.
+        UncertainPackingError: the packing is not certain.
     """
     fitting: list[tuple[Proposal, Packing]] = []
     tried: list[str] = []
@@ -147,7 +152,7 @@ def recover_unproven(
                 return RecoveredPacking(proposal.label, packing)
             fitting.append((proposal, packing))
         tried.append(f"{proposal.label}: {problem or 'it fits'}")
-    own_spec = bool(models.arguments.spec)  # `--spec`: modules of the user's own
+    own_spec = bool(models.arguments.spec)  # `--spec`: the user's own modules
     bordered = all(stored.cuts is not None for stored in group.buckets.values()) and not own_spec
     alike = all(_placed(packing) == _placed(fitting[0][1]) for _, packing in fitting)
     if fitting and bordered and alike:
@@ -170,7 +175,7 @@ def _placed(packing: Packing) -> dict[BucketKey, list[tuple[str, int]]]:
 
 
 def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredPacking | None:
-    """The first proposal that the sizes and chunk borders of a group allow; not confirmed by its content."""
+    """Return the first candidate that fits a group's sizes and chunk borders, not confirmed by its content."""
     for proposal in proposals:
         packing = proposal.packing_of(group)
         if packing is not None and mismatch_reason(packing, group) is None:
@@ -179,9 +184,9 @@ def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredPa
 
 
 def _sample(group: OptimizerGroup, packing: Packing, read: Bytes) -> str | None:
-    """Compare the first elements of every parameter with its weight; what differs, in words."""
+    """Compare the first elements of every parameter with its weight, and describe the first difference."""
     placed = [(key, placement) for key, placements in packing.items() for placement in placements]
-    # The first one alone: it shows most of what is wrong, before more is read.
+    # The first parameter is compared alone, because it reveals most errors before more is read.
     for begin, end in pairwise((0, *range(1, len(placed), _AT_ONCE), len(placed))):
         samples = [_Sample.of(group, key, placement, read) for key, placement in placed[begin:end]]
         if samples and not _all_round(samples):
@@ -192,7 +197,7 @@ def _sample(group: OptimizerGroup, packing: Packing, read: Bytes) -> str | None:
 
 
 class _Sample(NamedTuple):
-    """The first masters of a parameter, as a packing places it, and its first weights."""
+    """The first masters of a parameter at the position in a packing, and its first weights."""
 
     name: str
     proof: Proof
@@ -208,7 +213,7 @@ class _Sample(NamedTuple):
 
 
 def _all_round(samples: Sequence[_Sample]) -> bool:
-    """Whether all masters round to their weights; together, because one comparison costs more than its elements."""
+    """Return whether all masters round to their weights; compared together to save the overhead of comparisons."""
     _, _, masters, weights = zip(*samples, strict=True)
     if len({weight.dtype for weight in weights}) > 1:
         return False
@@ -216,7 +221,7 @@ def _all_round(samples: Sequence[_Sample]) -> bool:
 
 
 def _data_parallel_borders(group: OptimizerGroup, models: LocalModels) -> dict[BucketKey, frozenset[int]]:
-    """The cuts of each bucket that its even division between the data-parallel ranks makes."""
+    """Return the borders of each bucket that result from its even division between the data-parallel ranks."""
     ranks = buffer_ranks(models, group.rank)
     high_bandwidth = bool(models.arguments.ddp_pad_buckets_for_high_nccl_busbw)
     alignment = bucket_alignment(ranks, high_bandwidth)

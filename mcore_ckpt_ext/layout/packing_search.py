@@ -1,9 +1,9 @@
-"""Discovery by content: find the packing of a model that no rule knows, from its own bytes.
+"""Search by content: finds the packing of a model that follows no known rule, from the stored bytes.
 
-Chunk borders say where parameters can begin and how long they can be; the weights say which one it is. Equal
-constants (norm weights that are still all ones) are told apart by their layer and by the order that other layers
-show; where that does not decide, nothing is guessed. And because masters that were exchanged would otherwise pass
-for an unknown order, with the moments left behind, only a regular packing is believed: see `irregularity`.
+Chunk borders limit where parameters can begin and how long they can be; the weights identify the parameter. Equal
+constants (norm weights that are still all ones) are distinguished by layer and by the order in other layers. If that
+does not decide, the search fails. Swapped masters would look like an unknown order, but the moments would then be
+assigned wrongly. Therefore only a regular packing is accepted: see `irregularity`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SAMPLE = 64
 
 @dataclass(frozen=True)
 class _Spot:
-    """A place in a bucket that holds a parameter, and the parameters whose weights fit there."""
+    """A position in a bucket where a parameter begins, and the parameters whose weights match there."""
 
     key: BucketKey
     start: int
@@ -41,12 +41,12 @@ def discover(
 
     Args:
         group: the stored buffers.
-        candidates: all parameters that this tensor-parallel rank can hold.
-        borders: cuts that data-parallel sharding alone explains, by bucket.
+        candidates: all parameters that this tensor-parallel rank can have.
+        borders: cuts that are explained by data-parallel sharding alone, by bucket.
         read: reads samples.
 
     Raises:
-        PackingError: some place fits no parameter, or more than one.
+        PackingError: no parameter, or more than one, matches at some position.
     """
     by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]] = {}
     for name, regions in candidates:
@@ -100,7 +100,7 @@ def _scan(
     by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]],
     read: Bytes,
 ) -> Iterable[_Spot]:
-    """Like `_walk`, for an array without chunk borders: what fits by content alone, and at one length only."""
+    """Yield spots like `_walk`, for an array without chunk borders: by content alone, if only one length matches."""
     start = 0
     while start < numel:
         if start % group.alignment:
@@ -137,7 +137,7 @@ def _fitting(
     by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]],
     read: Bytes,
 ) -> tuple[_Spot, int]:
-    """The parameters that fit at one cut, with the only length that leaves no unexplained cut inside."""
+    """Return the parameters that match at one cut, with the only length that leaves no unexplained cut inside."""
     start = cuts[position]
     for after in range(position + 1, len(cuts)):
         numel = cuts[after] - start
@@ -153,10 +153,10 @@ def _fitting(
 
 
 def irregularity(packings: Iterable[Packing]) -> str | None:
-    """Why a set of packings, one per group, is not one that Megatron's modules can have registered; None if it is.
+    """Return why Megatron's modules cannot have registered a set of packings, one per group; None if they can.
 
     A chunk registers its layers one after the other, and layers with equal parts register them in the same order. A
-    buffer holds them in reverse.
+    buffer has the reverse order.
     """
     orders: dict[frozenset[str], tuple[str, ...]] = {}
     for packing in packings:
@@ -183,7 +183,7 @@ def irregularity(packings: Iterable[Packing]) -> str | None:
 
 
 class _Assignment:
-    """Gives each spot its parameter: first where only one fits, then by layer, then by the order of other layers."""
+    """Assigns a parameter to each spot: first if only one matches, then by layer, then by the order of other layers."""
 
     def __init__(self, group: OptimizerGroup, spots: Sequence[_Spot]) -> None:
         self._group = group
@@ -218,7 +218,7 @@ class _Assignment:
         return any(narrowed)
 
     def _keep_layer(self) -> bool:
-        """Buffers hold whole layers, one after the other: between two places of a layer lies only that layer."""
+        """Narrow by layer: buffers contain whole layers, so only one layer lies between two places of that layer."""
         changed = False
         for index, names in enumerate(self._open):
             if len(names) > 1:
@@ -238,7 +238,7 @@ class _Assignment:
         return None
 
     def _follow_pattern(self) -> bool:
-        """What follows a parameter in layers that are settled follows it in the others, too."""
+        """Narrow by order: successors of a parameter in layers that are already assigned apply to the other layers."""
         follows: dict[str, set[str]] = {}
         for first, second in zip(self._open, self._open[1:], strict=False):
             if len(first) == len(second) == 1:

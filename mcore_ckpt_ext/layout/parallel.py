@@ -1,4 +1,4 @@
-"""Parallel layouts, and which decoder layers a pipeline stage holds."""
+"""Parallel layouts, and the decoder layers of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 
-# Many times the largest job there has been. Arguments that say more are damaged, and would be walked rank by rank.
+# Many times the largest known job. Larger sizes come from damaged arguments, and would be iterated rank by rank.
 _MOST_OF_A_MODEL = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions of a job; `virtual_pipeline` counts model chunks per pipeline rank.
+    """Sizes of the parallel dimensions of a job; `virtual_pipeline` is the number of model chunks per pipeline rank.
 
-    `unknown` names the dimensions that nothing tells. They count as 1 where something has to be tried, which the proof
-    then judges; they are never shown as 1.
+    `unknown`: names of dimensions whose size is unknown. They count as 1 if a size has to be tried, which the master
+    check then verifies; they are never displayed as 1.
     """
 
     tensor: int
@@ -38,10 +38,10 @@ class ParallelLayout:
     def from_arguments(cls, arguments: JobArguments) -> ParallelLayout:
         """Read Megatron's parsed arguments (`megatron/training/arguments.py`, `validate_args`, 0.7 to 0.19).
 
-        `data_parallel_size` there does not count the context-parallel ranks.
+        Megatron's `data_parallel_size` does not include the context-parallel ranks.
 
         Raises:
-            UnreadableCheckpointError: they describe no job that can have run.
+            UnreadableCheckpointError: no job can have these sizes.
         """
         tensor, pipeline = arguments.tensor_model_parallel_size or 1, arguments.pipeline_model_parallel_size or 1
         context, data = arguments.context_parallel_size or 1, arguments.data_parallel_size or 1
@@ -64,7 +64,7 @@ class ParallelLayout:
 
     @property
     def expert_data(self) -> int:
-        """The number of data-parallel ranks of experts: the world is ETP x EP x PP x this.
+        """The number of data-parallel ranks of experts, with world size = ETP x EP x PP x this number.
 
         Source: the expert rank generator of `initialize_model_parallel` (megatron/core/parallel_state.py, core_v0.12.0
         to 0.19.2).
@@ -72,11 +72,11 @@ class ParallelLayout:
         return self.world // (self.expert_tensor * self.expert * self.pipeline)
 
     def sizes(self) -> dict[str, int]:
-        """The size of each dimension, by its name; 1 of those that are not known."""
+        """Return the size of each dimension by name; 1 for unknown ones."""
         return {name: size for name, size in asdict(self).items() if name != "unknown"}
 
     def known_sizes(self) -> dict[str, int | None]:
-        """The size of each dimension, by its name; None of those that are not known."""
+        """Return the size of each dimension by name; None for unknown ones."""
         return {name: None if name in self.unknown else size for name, size in self.sizes().items()}
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ _LABELS = {
 
 
 def _unknown(arguments: JobArguments) -> frozenset[str]:
-    """The dimensions that arguments leave open: none of Megatron's own, where an argument that is not there is 1."""
+    """Return the dimensions that arguments leave open: none for Megatron's own, in which a missing size means 1."""
     if arguments.is_complete:
         return frozenset()
     stated = {
@@ -122,14 +122,14 @@ def _has_no_experts(arguments: JobArguments) -> bool:
 
 
 def layers_by_chunk(arguments: JobArguments, layout: ParallelLayout) -> list[list[range]] | None:
-    """Global decoder layers of every model chunk: `result[pipeline rank][virtual stage]`.
+    """Return global decoder layers of every model chunk by `[pipeline rank][virtual stage]`.
 
     Rules: `get_transformer_layer_offset` (megatron/core/transformer/transformer_layer.py) and
-    `get_num_layers_to_build` (transformer_block.py), the same in core_v0.8.0 to 0.19.2, but for
-    `--pipeline-model-parallel-layout` (`stage_layout`), which takes the place of every other rule since 0.13.
+    `get_num_layers_to_build` (transformer_block.py), the same in core_v0.8.0 to 0.19.2, except for
+    `--pipeline-model-parallel-layout` (`stage_layout`), which replaces all other rules since 0.13.
 
     Returns:
-        None for layouts that these rules do not describe.
+        None for layouts outside these rules.
     """
     virtual = layout.virtual_pipeline
     if arguments.pipeline_model_parallel_layout:
@@ -160,17 +160,21 @@ def layers_by_chunk(arguments: JobArguments, layout: ParallelLayout) -> list[lis
 
 
 def _hybrid_segments(arguments: JobArguments) -> list[int]:
-    """Layers of each pipeline segment of a hybrid model whose pattern names the segments: `M*M-|M*M-`; else empty.
+    """Return the layers of each pipeline segment in a hybrid model's pattern, for example `M*M-|M*M-`.
 
-    Source: megatron/core/models/hybrid/hybrid_layer_allocation.py (core_v0.17.0 to 0.19.2); what follows a slash
-    belongs to multi-token prediction.
+    Source: megatron/core/models/hybrid/hybrid_layer_allocation.py (core_v0.17.0 to 0.19.2); the part after a slash
+        belongs
+    to multi-token prediction.
+
+    Returns:
+        Empty if the pattern has no segments.
     """
     segments = (arguments.hybrid_layer_pattern or "").partition("/")[0].split("|")
     return [len(segment) for segment in segments] if len(segments) > 1 else []
 
 
 def _layers_per_stage(arguments: JobArguments, pipeline: int) -> list[int] | None:
-    """Layers of each pipeline rank over all its chunks, with embedding and loss counted where they count as layers."""
+    """Return the layers of each pipeline rank over all its chunks, including embedding and loss if they count."""
     total = arguments.num_layers
     if total is None:
         return None
@@ -190,10 +194,10 @@ def _layers_per_stage(arguments: JobArguments, pipeline: int) -> list[int] | Non
 
 
 def prediction_chunk(arguments: JobArguments, layout: ParallelLayout) -> tuple[int, int] | None:
-    """The pipeline rank and virtual stage of all layers of multi-token prediction; None where it is not known.
+    """Return the pipeline rank and virtual stage of all layers for multi-token prediction; None if unknown.
 
     Rules: `get_mtp_num_layers_to_build` and `mtp_on_this_rank` (megatron/core/transformer/multi_token_prediction.py,
-    core_v0.14.0 to 0.19.2): the last stage, or the one that a layout of stages names.
+    core_v0.14.0 to 0.19.2): the last stage, or the stage named in the layout of stages.
     """
     if not arguments.pipeline_model_parallel_layout:
         return layout.pipeline - 1, layout.virtual_pipeline - 1
@@ -201,8 +205,8 @@ def prediction_chunk(arguments: JobArguments, layout: ParallelLayout) -> tuple[i
     return None if stated is None else stated.prediction_chunk(layout.pipeline)
 
 
-# The arguments that decide which parameter lies where in the gradient buffers of a rank: the parallel layout, the
-# cutting into buckets (distributed_data_parallel.py), and the order in which modules register their parameters.
+# The arguments that determine the positions of parameters in the gradient buffers of a rank: the parallel layout, the
+# division into buckets (distributed_data_parallel.py), and the order in which modules register their parameters.
 _PLACING_ARGUMENTS = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size",
@@ -215,13 +219,13 @@ _PLACING_ARGUMENTS = (
     "moe_use_legacy_grouped_gemm", "spec",
 )  # fmt: skip
 SWITCHES = ("mla_down_proj_fusion", "moe_single_grouped_weight", "moe_single_grouped_bias")
-"""Of the model's configuration, likewise; off where a version, or a source, does not know them."""
+"""Model settings with the same effect; off if a version, or a source, does not have them."""
 
 
 def placement_changes(written: JobArguments, running: JobArguments) -> list[str]:
-    """The arguments that make two jobs' gradient buffers differ; empty where the buffers are alike.
+    """Return the arguments that make two jobs' gradient buffers differ; empty if the buffers are equal.
 
-    An argument that one of the versions does not know yet counts as unchanged.
+    An argument that does not exist in one of the versions counts as unchanged.
     """
     changes = [
         name
@@ -239,7 +243,7 @@ def placement_changes(written: JobArguments, running: JobArguments) -> list[str]
         changes += ["hybrid_layer_pattern"] if stages[0] != stages[1] else []
         ages = {FILTERS_ARE_FIRST.is_shown_by(job) for job in jobs}
         changes += ["the order of a Mamba mixer's parameters"] if len(ages) > 1 else []
-    # The default bucket size follows the number of data-parallel ranks.
+    # The default bucket size depends on the number of data-parallel ranks.
     if running.overlap_grad_reduce and not (running.ddp_bucket_size or running.ddp_num_buckets):
         sizes = [max(40, layout.data * layout.context) for layout in ranks]
         changes += ["data_parallel_size"] if sizes[0] != sizes[1] else []

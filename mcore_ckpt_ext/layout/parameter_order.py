@@ -1,9 +1,9 @@
-"""The order in which a model chunk registers its parameters: the known specs, and what a live model shows.
+"""The order in which a model chunk registers its parameters: known layer specs, and observation of a live model.
 
-The order decides where each parameter lies in the gradient buffer, and no checkpoint records it. Sources:
+The order determines the position of each parameter in the gradient buffer, and no checkpoint records it. Sources:
 `megatron/core/models/gpt/gpt_model.py` (embedding, decoder, output layer), `gpt_layer_specs.py` and
-`transformer_layer.py` (submodules of a layer), `extensions/transformer_engine.py` (fused norm before the weight
-of its linear); core_v0.7.0 to 0.19.2.
+`transformer_layer.py` (submodules of a layer), `extensions/transformer_engine.py` (fused norm before the weight of its
+linear); core_v0.7.0 to 0.19.2.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def _norm(module: str) -> tuple[str, ...]:
 
 _QKV, _PROJ, _FC1, _FC2 = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
 _QK_NORMS = _both(*(f"self_attention.{name}" for name in ("q_layernorm", "k_layernorm", "kv_layernorm")))
-# Of latent attention (multi_latent_attention.py): queries are compressed, or not.
+# Latent attention (multi_latent_attention.py), with compressed or plain queries.
 _LATENT = [
     f"self_attention.{name}"
     for name in ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
 ]
-# What attention computes with comes first: sinks (dot_product_attention.py), and an indexer, which stands with the
-# Transformer Engine spec alone (experimental_attention_variant/dsa.py, core_v0.16 to 0.19.2).
+# Parameters of the core attention come first: sinks (dot_product_attention.py), and an indexer, which only the
+# Transformer Engine spec has (experimental_attention_variant/dsa.py, core_v0.16 to 0.19.2).
 _CORE_ATTENTION = tuple(
     f"self_attention.core_attention.{name}"
     for name in ("softmax_offset", "indexer.linear_wq_b.weight", "indexer.linear_wk.weight",
@@ -53,8 +53,8 @@ _CROSS = _both(
     "pre_cross_attn_layernorm", *(f"cross_attention.{name}" for name in ("linear_proj", "linear_q", "linear_kv"))
 )
 _EXPERTS = ("experts",)
-# Of a gated delta net (gated_delta_net/common.py) and of a Mamba mixer (mamba_mixer.py), whose filters are modules of
-# their own up to 0.18, and its own parameters since 0.19; what has parts goes by the first.
+# A gated delta net (gated_delta_net/common.py) and a Mamba mixer (mamba_mixer.py), whose filters are separate modules
+# up to 0.18, and its own parameters since 0.19; a split parameter has the name of its first part.
 _NET = (
     *(f"self_attention.{name}" for name in ("dt_bias", "A_log")), *_norm("self_attention.in_proj"),
     *(f"self_attention.{name}" for name in (
@@ -73,8 +73,8 @@ def _mixer(filters_first: bool) -> tuple[str, ...]:
 
 _SHARED = _both("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2") + ("mlp.shared_experts.gate_weight",)
 
-# Parameters of one decoder layer in registration order, by their sharded-key suffix. "experts" stands for all
-# parameters of all experts. The local spec stores its separate norms under the fused keys of the other one.
+# Parameters of one decoder layer in registration order, by their sharded-key suffix. "experts" represents all
+# parameters of all experts. The local spec stores its separate norms under the fused keys of the other spec.
 _LOCAL = (
     *_norm(_QKV), *_both("input_layernorm"), *_CORE_ATTENTION, *_both(_PROJ, _QKV, *_LATENT), *_QK_NORMS,
     *_CROSS, *_norm(_FC1), *_both("pre_mlp_layernorm", _FC1, _FC2, "mlp.router"), *_EXPERTS, *_SHARED,
@@ -85,9 +85,9 @@ _TRANSFORMER_ENGINE = (
     *_CROSS, *_both("pre_mlp_layernorm"), *_norm(_FC1), *_both(_FC1, _FC2, "mlp.router"), *_EXPERTS, *_SHARED,
 )  # fmt: skip
 
-# What stands around the layers, and the blocks that hold these, in registration order: of a language model (GPT,
-# hybrid, BERT, T5), of a tower, and of what projects its answer (gpt_model.py, bert_model.py, t5_model.py,
-# clip_vit_model.py, multimodal_projector.py; llava_model.py registers them in this order).
+# Parameters outside the layers, and blocks of layers, in registration order: of a language model (GPT, hybrid, BERT,
+# T5), of a tower, and of a projector (gpt_model.py, bert_model.py, t5_model.py, clip_vit_model.py,
+# multimodal_projector.py; llava_model.py registers them in this order).
 _LANGUAGE_MODEL = (
     WORD_EMBEDDINGS, "embedding.position_embeddings.weight", "position_embeddings.weight",
     "embedding.tokentype_embeddings.weight",
@@ -110,16 +110,16 @@ _FRAME = {
     ))
 }  # fmt: skip
 
-# MIMO registers its towers and what projects their answers before the language model (mimo/model/base.py,
-# mimo/submodules/base.py, core_v0.14.0 to 0.19.2), under names that a user gives.
+# MIMO registers towers and projectors before the language model (mimo/model/base.py, mimo/submodules/base.py,
+# core_v0.14.0 to 0.19.2), under names that the user chooses.
 _OF_MIMO = (
     (re.compile(r"^modality_submodules\.\w+\.encoders\.\w+\."), "vision_model."),
     (re.compile(r"^modality_submodules\.\w+\.input_projections\.\d+\."), "vision_projection."),
 )
 
 
-# A layer of multi-token prediction (`MultiTokenPredictionLayer`, transformer/multi_token_prediction.py, core_v0.12.0 to
-# 0.19.2): what stands around its decoder layer, in registration order.
+# The parts of a layer for multi-token prediction around its decoder layer, in registration order
+# (`MultiTokenPredictionLayer`, transformer/multi_token_prediction.py, core_v0.12.0 to 0.19.2).
 _PREDICTION = re.compile(r"^mtp\.layers\.(\d+)\.(.+)$")
 _INNER = "transformer_layer"
 _AROUND = {item: number for number, item in enumerate((*_both("enorm", "hnorm", "eh_proj"), _INNER,
@@ -127,7 +127,7 @@ _AROUND = {item: number for number, item in enumerate((*_both("enorm", "hnorm", 
 
 
 def _rank_in_frame(item: str, prefix: str) -> int | None:
-    """Where an item stands among all that are known; `prefix`: of the language model."""
+    """Return the position of an item among all known ones; `prefix`: the prefix of the language model's names."""
     for expression, part in _OF_MIMO:
         if match := expression.match(item):
             rank = _FRAME.get(part + item[match.end() :])
@@ -140,40 +140,40 @@ class ParameterOrder(Protocol):
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """The name of the order in messages."""
 
     def frame(self, items: Sequence[str]) -> list[str] | None:
-        """Parameters outside the layers, and blocks, in registration order; None if it does not know them all."""
+        """Return parameters outside the layers, and blocks, in registration order; None if one is unknown."""
 
     def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
-        """The suffixes of one layer in registration order; None if this source lacks some of them."""
+        """Return the suffixes of one layer in registration order; None if one is unknown."""
 
 
 class KnownOrder:
-    """The order of one of Megatron's own layer specs, of a GPT or of a hybrid model."""
+    """The order of one of Megatron's own layer specs, of a GPT or a hybrid model."""
 
     def __init__(
         self, label: str, template: Sequence[str], experts_by_matrix: bool, filters_first: bool = True
     ) -> None:
-        """`filters_first`: as mixers have them since 0.19."""
+        """`filters_first`: whether mixers register their filters first, as since 0.19."""
         self.label = label
         self._template = template
         self._rank = {suffix: number for number, suffix in enumerate((*_mixer(filters_first), *_NET, *template))}
         self._experts_by_matrix = experts_by_matrix
 
     def of_version(self, version: tuple[int, int]) -> KnownOrder:
-        """The same spec in a version of Megatron."""
+        """Return the order of the same spec in a version of Megatron."""
         return KnownOrder(self.label, self._template, self._experts_by_matrix, FILTERS_ARE_FIRST.is_of(version))
 
     def frame(self, items: Sequence[str]) -> list[str] | None:
-        """Parameters outside the layers, and blocks, in registration order; None if it does not know them all."""
+        """Return parameters outside the layers, and blocks, in registration order; None if one is unknown."""
         prefix = max(map(language_prefix, items), default="")
         ranks = {rank: item for item in items if (rank := self._rank_outside(item, prefix)) is not None}
-        # Of two towers with parts of the same name, none says which was registered first.
+        # For two towers with parts of the same name, the order of registration is unknown.
         return [item for _, item in sorted(ranks.items())] if len(ranks) == len(items) else None
 
     def _rank_outside(self, item: str, prefix: str) -> tuple[int, ...] | None:
-        """Where something outside the layers stands; the decoder layer in one of prediction is as any other."""
+        """Return the sort key of an item outside the layers, including decoder layers for multi-token prediction."""
         match = _PREDICTION.match(item.removeprefix(prefix))
         if match is None:
             rank = _rank_in_frame(item, prefix)
@@ -185,7 +185,7 @@ class KnownOrder:
         return None if inner is None else (_FRAME["mtp"], number, _AROUND[_INNER], *inner)
 
     def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
-        """The suffixes of one layer in registration order; None if this source lacks some of them."""
+        """Return the suffixes of one layer in registration order; None if one is unknown."""
         keys = [self._key(suffix) for suffix in suffixes]
         known = [(key, suffix) for key, suffix in zip(keys, suffixes, strict=True) if key is not None]
         return [suffix for _, suffix in sorted(known)] if len(known) == len(suffixes) else None
@@ -199,8 +199,8 @@ class KnownOrder:
         if name.rest not in matrices:
             return None
         number, matrix = name.expert, matrices.index(name.rest)
-        # Grouped experts register weight0, bias0, weight1, ... of linear_fc1, then of linear_fc2; sequential
-        # experts register each expert's own two linears (moe/experts.py; measured, 0.19.2).
+        # Grouped experts register weight0, bias0, weight1, ... of linear_fc1, then of linear_fc2; sequential experts
+        # register each expert's own two linears (moe/experts.py; measured, 0.19.2).
         order = (matrix // 2, number, matrix % 2) if self._experts_by_matrix else (number, matrix)
         return (self._rank["experts"], *order)
 
@@ -214,7 +214,7 @@ TRANSFORMER_ENGINE_SEQUENTIAL = KnownOrder(
 
 
 class ObservedOrder:
-    """The order in which a live model registered its parameters, gathered from all ranks by layer."""
+    """The order in which a live model registered its parameters, collected from all ranks by layer."""
 
     def __init__(self, label: str, registered: Iterable[Sequence[str]]) -> None:
         """`registered`: model-space names in registration order, one sequence for each model chunk."""
@@ -230,13 +230,13 @@ class ObservedOrder:
                     ranks.setdefault(suffix, len(ranks))
                     seen.setdefault(layer.block)
                 else:
-                    # The last stage of a tied model has a copy of the embedding, in place of its output layer.
+                    # The last stage of a tied model has a copy of the embedding in place of its output layer.
                     is_copy = is_word_embeddings(name) and any(map(is_language_block, seen))
                     seen.setdefault(output_layer_of(name) if is_copy else name)
             self._insert(seen)
 
     def _insert(self, items: Iterable[str]) -> None:
-        """What a chunk registers, each item behind the one that it follows there."""
+        """Insert a chunk's items, each after its predecessor in the chunk."""
         after = 0
         for item in items:
             if item not in self._frame:
@@ -244,30 +244,30 @@ class ObservedOrder:
             after = self._frame.index(item) + 1
 
     def frame(self, items: Sequence[str]) -> list[str] | None:
-        """Parameters outside the layers, and blocks, in registration order; None if it does not know them all."""
+        """Return parameters outside the layers, and blocks, in registration order; None if one is unknown."""
         known = self._frame.copy()
         for item in items:
-            if item not in known and is_output_layer(item):  # where the model that was seen has it tied
+            if item not in known and is_output_layer(item):  # the observed model may have tied embeddings
                 own = [seen for seen in known if language_prefix(seen) == language_prefix(item)]
                 bias = item.replace(".weight", ".bias")
                 known.insert(known.index(bias) if bias in known else known.index(own[-1]) + 1 if own else 0, item)
         return [item for item in known if item in items] if {*known} >= {*items} else None
 
     def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
-        """The suffixes of one layer in registration order; None if this source lacks some of them."""
+        """Return the suffixes of one layer in registration order; None if one is unknown."""
         ranks = self._layers.get(layer, {})
         return sorted(suffixes, key=ranks.__getitem__) if all(suffix in ranks for suffix in suffixes) else None
 
 
 def filters_first(names: Sequence[str]) -> bool | None:
-    """Whether mixers register their filters first, by names in registration order; None where there is none."""
+    """Return whether mixers register their filters first, by names in registration order; None without mixers."""
     found = [name.rpartition("mixer.")[2] for name in names if ".mixer." in name]
     of_filters, others = (name.startswith("conv1d.") for name in found), {"dt_bias"} & {*found}
     return next(of_filters) if others else None
 
 
 def known_orders(arguments: JobArguments) -> list[KnownOrder]:
-    """The known orders; the one that the checkpoint's own arguments name comes first."""
+    """Return the known orders; the order that fits the checkpoint's own arguments comes first."""
     local = [LOCAL, LOCAL_GROUPED]
     engine = [TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_SEQUENTIAL]
     if arguments.num_experts and not arguments.moe_grouped_gemm:
@@ -279,12 +279,12 @@ def known_orders(arguments: JobArguments) -> list[KnownOrder]:
 
 
 def registration_order(names: Iterable[str], order: ParameterOrder, tied_copy: bool = False) -> list[str] | None:
-    """All parameters of one model chunk in registration order.
+    """Return all parameters of one model chunk in registration order.
 
     Args:
         names: model-space names of the chunk's parameters.
-        order: the source of the order inside a layer.
-        tied_copy: the chunk registers the word embeddings as its output layer (tied, last pipeline stage).
+        order: the source of the order within a layer.
+        tied_copy: whether the chunk registers the word embeddings as its output layer (tied, last pipeline stage).
 
     Returns:
         None if the source lacks some parameter.

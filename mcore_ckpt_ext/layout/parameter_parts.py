@@ -1,8 +1,8 @@
-"""Parameters that a rank holds as one and that model space has in parts: of how many rows each part is.
+"""Rows of the parts into which model space splits a parameter that ranks have as one.
 
 Sources: `MambaMixer` (megatron/core/ssm/mamba_mixer.py, core_v0.9.0 to 0.19.2) and `GatedDeltaNet`
-(ssm/gated_delta_net.py, core_v0.16.0 to 0.18; ssm/gated_delta_net/common.py, 0.19.2). Each part is cut between
-tensor-parallel ranks on its own; a rank's rows of all parts follow each other.
+(ssm/gated_delta_net.py, core_v0.16.0 to 0.18; ssm/gated_delta_net/common.py, 0.19.2). Each part is sharded between
+tensor-parallel ranks separately; a rank's rows of all parts are contiguous.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Arguments(Protocol):
     """The arguments of a job."""
 
     def value(self, name: str) -> Any:
-        """One argument."""
+        """Return one argument."""
 
 
 def rows_of_net(arguments: Arguments) -> dict[str, int]:
-    """Rows of each part of a gated delta net's projection, through all tensor-parallel ranks."""
+    """Return the rows of each part of a gated delta net's projection, over all tensor-parallel ranks."""
     key_heads, value_heads = arguments.value("linear_num_key_heads"), arguments.value("linear_num_value_heads")
     keys = key_heads * arguments.value("linear_key_head_dim")
     values = value_heads * arguments.value("linear_value_head_dim")
@@ -30,7 +30,7 @@ def rows_of_net(arguments: Arguments) -> dict[str, int]:
 
 
 def rows_of_mixer(arguments: Arguments) -> dict[str, int]:
-    """Rows of each part of a Mamba mixer's projection, through all tensor-parallel ranks."""
+    """Return the rows of each part of a Mamba mixer's projection, over all tensor-parallel ranks."""
     heads, width = arguments.value("mamba_num_heads"), arguments.value("mamba_head_dim")
     heads = heads or 2 * arguments.value("hidden_size") // width
     states = arguments.value("mamba_num_groups") * arguments.value("mamba_state_dim")
@@ -38,23 +38,23 @@ def rows_of_mixer(arguments: Arguments) -> dict[str, int]:
 
 
 def parts_of(name: str, shape: tuple[int, ...], ranks: int, arguments: Arguments) -> Mapping[str, tuple[int, ...]]:
-    """The names and shapes of the parts of what a tensor-parallel rank holds; its own where model space has it as one.
+    """Return the names and shapes of the parts of a rank's tensor, or its own if model space does not split it.
 
     Args:
-        name: model-space name, of the whole.
-        shape: of what the rank holds.
-        ranks: that share it.
-        arguments: of the job that wrote it.
+        name: model-space name of the unsplit parameter.
+        shape: the shape of the rank's tensor.
+        ranks: the number of ranks that share it.
+        arguments: the arguments of the job that wrote it.
 
     Raises:
-        UnsupportedCheckpointError: the parts do not make up the whole.
+        UnsupportedCheckpointError: the sizes of the parts contradict that of the tensor.
     """
     names = part_names(name)
     if names == [name]:
         return {name: shape}
     try:
         rows = rows_of_mixer(arguments) if ".mixer." in name else rows_of_net(arguments)
-    except (TypeError, ZeroDivisionError):  # an argument that is not there
+    except (TypeError, ZeroDivisionError):  # an argument is missing
         rows = {}
     parts = {part: divmod(rows.get(part.rpartition(".")[2], 0), ranks) for part in names}
     if sum(size for size, _ in parts.values()) != shape[0] or any(rest for _, rest in parts.values()):
@@ -69,10 +69,10 @@ def parts_of(name: str, shape: tuple[int, ...], ranks: int, arguments: Arguments
 
 
 def check_whole(name: str, form: str) -> str:
-    """The name of a parameter that a format stores as ranks hold it; `form`: of the format, for messages.
+    """Return the name of a parameter if model space does not split it; `form`: the format, for messages.
 
     Raises:
-        UnsupportedCheckpointError: model space has it in parts, and where they lie in that format is not known.
+        UnsupportedCheckpointError: model space splits it, and the positions of its parts in that format are unknown.
     """
     if is_part(name) or part_names(name) != [name]:
         raise UnsupportedCheckpointError(

@@ -1,4 +1,4 @@
-"""Arrays that ranks stored in parts under their own shapes, put together in model space."""
+"""Arrays that ranks stored in parts under their own shapes, joined in model space."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 
 class RankArrays:
-    """Arrays put together from the ranks' parts. What several ranks stored alike is read from the first of them."""
+    """Arrays joined from the ranks' parts; of equal parts of several ranks, the first is read."""
 
     def __init__(self, arguments: JobArguments, layout: ParallelLayout) -> None:
         self._arguments = arguments
@@ -30,22 +30,22 @@ class RankArrays:
         self._copies: dict[tuple[str, str], dict[Region, list[StoredSlice]]] = {}
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        """Return the name, shape and dtype of a tensor; None if the checkpoint does not contain it."""
         return self._tensors.get((kind, name))
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """All slices that hold elements of a tensor."""
+        """Return all slices that contain elements of a tensor."""
         return [copies[0] for copies in self._copies.get((kind, name), {}).values()]
 
     def copies(self, kind: str, name: str) -> Copies:
-        """All copies of each stored part of a tensor: those of tensor-parallel ranks, tied embeddings, expert ranks."""
+        """Return all copies of each stored part of a tensor: of tensor-parallel ranks, tied embeddings, expert ranks."""
         return [[[copy] for copy in copies] for copies in self._copies.get((kind, name), {}).values()]
 
     def add(self, kind: str, name: str, value: TensorReference, tensor_rank: int, place: StoredObject) -> None:
-        """File one rank's part of a tensor, or of all that model space has in its place.
+        """Add one rank's part of a tensor, or of all tensors into which model space splits it.
 
         Raises:
-            UnsupportedCheckpointError: no rule says which part it is.
+            UnsupportedCheckpointError: the tensor-parallel split is unknown.
             UnreadableCheckpointError: the ranks disagree about the tensor.
         """
         first = value.offset
@@ -58,7 +58,7 @@ class RankArrays:
         self, kind: str, name: str, local: tuple[int, ...], first: int, value: TensorReference, part: TensorPart,
         place: StoredObject,
     ) -> None:  # fmt: skip
-        """File what begins at element `first` of a storage, in a rank's own shape."""
+        """Add a tensor of a rank's own shape that begins at element `first` of a storage."""
         shape, regions = regions_of(name, local, part, self._arguments)
         extent = extent_of(value, place)
         tensor = LogicalTensor(name, shape, extent.dtype)
@@ -75,6 +75,6 @@ class RankArrays:
             first += region.numel
 
     def _part(self, name: str, tensor_rank: int) -> TensorPart:
-        """Experts are cut between the expert-tensor ranks, which run fastest (parallel_state.py)."""
+        """Return the rank's part; experts are shared by the expert-tensor ranks, which vary fastest (parallel_state.py)."""
         ranks = self._layout.expert_tensor if of_experts(name) else self._layout.tensor
         return TensorPart(tensor_rank % ranks, ranks, self._gated.get(name))

@@ -11,10 +11,10 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The order of ranks: tensor ranks run fastest, then context, data, pipeline.
+    """The order of ranks: tensor ranks vary fastest, then context, data, pipeline.
 
-    With `--use-tp-pp-dp-mapping` (`pipeline_first`) pipeline ranks run before data ranks. Expert ranks divide the ranks
-    of a pipeline stage in their own way. Source: `RankGenerator` and its orders, megatron/core/parallel_state.py
+    With `--use-tp-pp-dp-mapping` (`pipeline_first`) pipeline ranks vary faster than data ranks. Expert ranks divide the
+    ranks of a pipeline stage independently. Source: `RankGenerator` and its orders, megatron/core/parallel_state.py
     and megatron/training/initialize.py, core_v0.7.0 to 0.19.2.
     """
 
@@ -23,7 +23,7 @@ class RankGrid:
 
     @property
     def is_known(self) -> bool:
-        """Whether the sizes are known that say where a rank stands, and are all that there are.
+        """Whether all sizes that determine a rank's place are known, and there are no other dimensions.
 
         Generalized tensor parallelism adds a dimension (`_inject_gtp_remat_axis`, parallel_state.py, 0.19.2).
         """
@@ -32,7 +32,7 @@ class RankGrid:
         return are_all and layout.unknown.isdisjoint(("tensor", "pipeline", "context", "data", "world"))
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
-        """(tensor, context, data, pipeline) of a global rank."""
+        """Return (tensor, context, data, pipeline) of a global rank."""
         layout = self.layout
         rest, tensor = divmod(rank, layout.tensor)
         rest, context = divmod(rest, layout.context)
@@ -43,9 +43,9 @@ class RankGrid:
         return tensor, context, data, pipeline
 
     def experts(self, rank: int) -> frozenset[int]:
-        """The numbers that a global rank can have among the expert-parallel ones.
+        """Return the possible expert-parallel ranks of a global rank.
 
-        Since core_v0.9 experts divide a stage's ranks without regard to context parallelism; before, data ranks only.
+        Since core_v0.9 experts divide a stage's ranks regardless of context parallelism; before, data ranks only.
         """
         layout = self.layout
         return frozenset(
@@ -54,7 +54,7 @@ class RankGrid:
 
     @cached_property
     def firsts(self) -> Mapping[tuple[int, int, int], int]:
-        """The first global rank at each place (tensor, pipeline, expert), as far as the sizes leave one."""
+        """The first global rank at each place (tensor, pipeline, expert) that has one."""
         layout, found = self.layout, dict[tuple[int, int, int], int]()
         for rank in range(layout.world):
             tensor, _, _, pipeline = self.coordinates(rank)
@@ -62,7 +62,7 @@ class RankGrid:
         return found
 
     def place(self, rank: int) -> str:
-        """A global rank's place, in words."""
+        """Describe a global rank's place."""
         if not self.is_known:
             return "not known"
         layout = self.layout
@@ -72,7 +72,7 @@ class RankGrid:
         return ", ".join(f"{name} {number}" for size, name, number in (*sizes, *more) if size > 1) or "the only rank"
 
     def model_place(self, tensor: int, pipeline: int, expert: int) -> str:
-        """The place of a model-parallel rank, in words."""
+        """Describe the place of a model-parallel rank."""
         layout = self.layout
         dense = ((layout.tensor, "tensor", tensor), (layout.pipeline, "pipeline", pipeline))
         sizes = (*dense, (layout.expert, "expert", expert))

@@ -1,4 +1,4 @@
-"""The sidecar `mcore_ckpt_ext.json`: the packing of the gradient buffers, recorded while it was known.
+"""The sidecar `mcore_ckpt_ext.json`: the packing of the gradient buffers, recorded during the save.
 
 It is one of several sources of the parameter order: its packing is checked like any other before it is used.
 """
@@ -18,7 +18,7 @@ from mcore_ckpt_ext.storage.json_text import parsed
 FILE_NAME = "mcore_ckpt_ext.json"
 VERSION = 1
 MOST_BYTES = 256 << 20
-"""A few kilobytes a pipeline stage are usual."""
+"""A few kilobytes per pipeline stage are usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class RecordedBucket:
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """The buffers of the optimizer groups `indices`, which tensor-parallel siblings share word for word."""
+    """The equal buffers of the optimizer groups `indices` of several tensor-parallel ranks."""
 
     child: int
     indices: tuple[int, ...]
@@ -52,7 +52,7 @@ class RecordedGroup:
 
 
 def orders_of(groups: Iterable[RecordedGroup]) -> dict[tuple[int, int], str]:
-    """As of `Sidecar.order`: digests, which do not depend on the number of data-parallel ranks, as padding does."""
+    """Return digests of parameter orders (`Sidecar.order`), which do not depend on padding for data-parallel ranks."""
     found: dict[tuple[int, int], str] = {}
     for group in groups:
         places = [
@@ -66,13 +66,13 @@ def orders_of(groups: Iterable[RecordedGroup]) -> dict[tuple[int, int], str]:
 
 @dataclass(frozen=True, slots=True)
 class SaveRecord:
-    """What a save took: written when all of the checkpoint was on disk, and before the tracker file named it.
+    """The duration of a save, recorded after all files are on disk and before the tracker file names the checkpoint.
 
     Attributes:
-        asynchronous: whether training went on meanwhile.
-        bytes: of all records.
-        seconds_stalled: how long training stood still, on rank 0.
-        seconds_in_background: from there until all was on disk.
+        asynchronous: whether training continued during the save.
+        bytes: size of all records.
+        seconds_stalled: how long training was stopped, on rank 0.
+        seconds_in_background: time from then until all files were on disk.
     """
 
     asynchronous: bool
@@ -83,13 +83,13 @@ class SaveRecord:
 
 @dataclass(frozen=True)
 class RecordedDigests:
-    """Digests (`layout/additive_checksum.py`) of the optimizer's state as it was saved, where masters are remainders.
+    """Digests (`layout/additive_checksum.py`) of the optimizer's state at the save, if masters are stored as remainders.
 
     Attributes:
-        child: the chained optimizer.
+        child: the number of the chained optimizer.
         index: its group, as in `RecordedGroup.indices`.
-        parameters: for each parameter's name, by kind, the digest of its elements in the order of the buffer, 16
-            hexadecimal digits.
+        parameters: by parameter name and kind, the digest of its elements in the order of the buffer, 16 hexadecimal
+            digits.
     """
 
     child: int
@@ -99,12 +99,12 @@ class RecordedDigests:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What the file holds: who wrote it, of which job, the groups, and, if recorded, what the save took and digests.
+    """The content of the file: versions, the job's layout, the groups, and optionally the save's duration and digests.
 
-    A sidecar without them, of an earlier release or of a job that needs none, is as good as one with them.
+    Duration and digests are optional, because earlier releases do not record them, and not all jobs need them.
 
     Attributes:
-        index: the digest (`dcp_index.index_digest`) of the index that the save wrote; empty where it was not recorded.
+        index: the digest (`dcp_index.index_digest`) of the index that the save wrote; empty if it was not recorded.
     """
 
     written_by: str
@@ -117,11 +117,11 @@ class Sidecar:
     index: str = ""
 
     def order(self) -> dict[tuple[int, int], str]:
-        """For each child and group of its, what tells one order of parameters in their buffers from another."""
+        """For each chained optimizer and group, a value that identifies the order of parameters in their buffers."""
         return orders_of(self.groups)
 
     def to_json(self) -> str:
-        """The file's text."""
+        """Return the file's text."""
         return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":")) + "\n"
 
     @classmethod
@@ -129,8 +129,8 @@ class Sidecar:
         """Parse the file's text.
 
         Raises:
-            ValueError: it is not a sidecar of a version known here, or it says something twice.
-            OverBudgetError: it stands for more parameters than its size explains.
+            ValueError: it is not a sidecar of a supported version, or contains duplicates.
+            OverBudgetError: it describes more parameters than its size explains.
         """
         try:
             budget = Budget(len(text), FILE_NAME)
@@ -157,15 +157,15 @@ class Sidecar:
 
 
 def with_index(text: str, digest: str) -> str:
-    """The text of a sidecar, which now names the index that it lies beside."""
+    """Add the digest of the checkpoint's index to the text of a sidecar."""
     return json.dumps({**json.loads(text), "index": digest}, separators=(",", ":")) + "\n"
 
 
 def _check_unique(groups: Sequence[RecordedGroup]) -> None:
-    """A rank has an optimizer's group once, and in it each parameter once; parameters of one value could stand twice.
+    """Check that groups are unique, and that each group contains a parameter once; equal parameters could hide duplicates.
 
     Raises:
-        ValueError: something is named twice.
+        ValueError: there is a duplicate.
     """
     check_keys([(group.child, index) for group in groups for index in group.indices])
     seen: set[tuple[int, int]] = set()

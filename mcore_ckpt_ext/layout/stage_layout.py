@@ -15,7 +15,7 @@ _LETTER = {"embedding": EMBEDDING, "decoder": DECODER, "mtp": PREDICTION, "loss"
 # `(ab|cd)*3`, then `x*3`, each expanded once and in this order.
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d{1,6})"), re.compile(r"(.)\*(\d{1,6})"))
 _MOST = 1 << 16
-"""Letters of a layout: many times the layers and stages that there have been."""
+"""Largest number of letters in a layout, many times that of known jobs."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class StageLayout:
     """The content of the model chunks, in the order of the forward pass.
 
     Attributes:
-        stages: one letter for each thing that a chunk holds: the embedding, decoder layers, layers of multi-token
-            prediction, the loss.
+        stages: one letter for each part of a chunk: the embedding, decoder layers, layers for multi-token prediction,
+            the loss.
     """
 
     stages: tuple[str, ...]
 
     @classmethod
     def parse(cls, value: object) -> StageLayout | None:
-        """The layout that an argument states, as text or as lists of names; None where it is neither."""
+        """Parse an argument given as text or as lists of names; return None for an invalid one."""
         if isinstance(value, str):
             stages = _expanded(value)
         elif isinstance(value, list) and all(isinstance(stage, list) for stage in value):
@@ -44,7 +44,7 @@ class StageLayout:
         return cls(tuple(stage for stage in stages if stage is not None))
 
     def layers(self, pipeline: int) -> list[list[range]]:
-        """Global decoder layers by `[pipeline rank][virtual stage]`: chunks follow each other rank by rank."""
+        """Return global decoder layers by `[pipeline rank][virtual stage]`, since chunks are ordered rank by rank."""
         spans: list[range] = []
         for stage in self.stages:
             first = spans[-1].stop if spans else 0
@@ -52,16 +52,17 @@ class StageLayout:
         return [spans[rank::pipeline] for rank in range(pipeline)]
 
     def prediction_chunk(self, pipeline: int) -> tuple[int, int] | None:
-        """The pipeline rank and virtual stage with the layers of multi-token prediction, which all lie in one chunk.
+        """Return the pipeline rank and virtual stage of the layers for multi-token prediction, which are all in one chunk.
 
-        None where no chunk has any, or several have (`validate_layer_layout` refuses them).
+        Returns:
+            None if no chunk has any, or several have (`validate_layer_layout` refuses them).
         """
         found = [number for number, stage in enumerate(self.stages) if PREDICTION in stage]
         return (found[0] % pipeline, found[0] // pipeline) if len(found) == 1 else None
 
 
 def _expanded(text: str) -> list[str | None]:
-    """The stages of a layout that is stated as text, such as `Ettt|(tt|)*29,m|L`; empty where it is too long."""
+    """Expand a layout given as text, such as `Ettt|(tt|)*29,m|L`, into stages; empty if it is too long."""
     text = text.replace(",", "")
     for pattern in _REPEATED:
         if len(text) + sum(len(one[1]) * int(one[2]) for one in pattern.finditer(text)) > _MOST:
@@ -71,7 +72,7 @@ def _expanded(text: str) -> list[str | None]:
 
 
 def _letters(names: Iterable[object]) -> str | None:
-    """The letters of a stage that is stated as a list of names; None where one is not known."""
+    """Return the letters of a stage given as a list of names; None if one is unknown."""
     letters = [_LETTER.get(name.strip().lower()) if isinstance(name, str) else None for name in names]
     known = [letter for letter in letters if letter is not None]
     return "".join(known) if len(known) == len(letters) else None

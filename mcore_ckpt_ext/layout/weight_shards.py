@@ -1,7 +1,7 @@
-"""Which part of a weight a rank holds where generalized tensor parallelism cuts it once more.
+"""A rank's part of a weight under generalized tensor parallelism, which divides weights further.
 
-`--tensor-parallel-num-weight-shards` cuts the rows of what a tensor-parallel rank holds of a matrix into shards: of the
-weights of linear layers and of word embeddings. Norms, biases, and embeddings of positions are whole in every shard.
+`--tensor-parallel-num-weight-shards` divides the rows of a tensor-parallel rank's matrix into shards: of the weights of
+linear layers and of word embeddings. Norms, biases, and position embeddings are replicated in every shard.
 Sources: `wrap_module_params_gtp` and `_gtp_slice_one_param`
 (megatron/core/tensor_parallel/generalized_tensor_parallelism.py) and `make_tp_sharded_tensor_for_checkpoint`
 (megatron/core/utils.py), core_v0.19.2 and the head of August 2026.
@@ -17,23 +17,23 @@ from mcore_ckpt_ext.model_space.names import is_first_linear
 from mcore_ckpt_ext.model_space.slices import Region
 
 WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-"""Arguments: into how many parts weights are cut beside those of tensor parallelism, of dense layers and of experts."""
+"""The arguments for the number of shards of a tensor-parallel rank's weights, of dense layers and of experts."""
 _MOST_SHARDS = 1 << 14
 Grid = tuple[tuple[int, ...], ...]
-"""Where the stored chunks of a weight begin, axis by axis."""
+"""The offsets of the stored chunks of a weight, on each axis."""
 
 
 def weight_shards(arguments: JobArguments) -> int:
-    """Into how many parts a job cuts what a tensor-parallel rank holds of a dense weight; 1 where it does not.
+    """Return the number of shards into which a job divides a tensor-parallel rank's dense weight; 1 without division.
 
     Raises:
-        UnreadableCheckpointError: it is no such number.
+        UnreadableCheckpointError: the argument is not a valid number.
     """
     return _number(arguments, WEIGHT_SHARDS[0])
 
 
 def expert_weight_shards(arguments: JobArguments) -> int:
-    """The same of an expert's weight; errors as of `weight_shards`."""
+    """Return the number of shards of an expert's weight; errors are those of `weight_shards`."""
     return _number(arguments, WEIGHT_SHARDS[1])
 
 
@@ -49,19 +49,19 @@ def _number(arguments: JobArguments, name: str) -> int:
 
 
 def misplaces_gates(arguments: JobArguments) -> bool:
-    """Whether a job files the rows of its gated linears under places that depend on its shards.
+    """Return whether a job stores the rows of its gated linears at positions that depend on its shards.
 
-    A shard of a gated first linear is a stretch of the gate's rows, or of those beside it.
-    `apply_swiglu_sharded_factory` (megatron/core/transformer/mlp.py, core_v0.19.2 and the head of August 2026) does not
-    count shards: it files the first half of every shard as rows of the gate, and the second half as rows beside it. A
-    job with the same shards gets back what it saved; any other one gets rows of the one for rows of the other.
+    A shard of a gated first linear is a range of rows of the gate, or of the up projection.
+    `apply_swiglu_sharded_factory` (megatron/core/transformer/mlp.py, core_v0.19.2 and the head of August 2026) ignores
+    shards: it stores the first half of every shard as rows of the gate, and the second half as rows of the up
+    projection. A job with the same shards loads correctly; any other job confuses rows of the two.
     """
     is_gated = arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit
     return bool(is_gated) and weight_shards(arguments) > 1
 
 
 def check_gates(written: JobArguments, running: JobArguments, where: str) -> None:
-    """Refuse a resume that would take rows of a gate for rows of what stands beside it.
+    """Refuse a resume that would confuse rows of a gate and of the up projection.
 
     Raises:
         UnsupportedCheckpointError: Megatron itself loads the weights of this model wrongly.
@@ -80,10 +80,10 @@ def check_gates(written: JobArguments, running: JobArguments, where: str) -> Non
 
 
 def check_gates_stand(arguments: JobArguments, where: str) -> None:
-    """Refuse to convert a model whose gates are filed by shard: what is written would have other jobs misread them.
+    """Refuse to convert a model whose gates are stored by shard, because other jobs would misread the result.
 
     Raises:
-        UnsupportedCheckpointError: it is such a model.
+        UnsupportedCheckpointError: the model's gates are stored by shard.
     """
     if misplaces_gates(arguments):
         raise UnsupportedCheckpointError(
@@ -97,7 +97,7 @@ def check_gates_stand(arguments: JobArguments, where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ShardOfWeight:
-    """Number `shard` of the `shards` of what tensor-parallel rank `tensor` of `ranks` holds."""
+    """Shard number `shard` of `shards` of the weight on tensor-parallel rank `tensor` of `ranks`."""
 
     tensor: int
     ranks: int
@@ -105,10 +105,10 @@ class ShardOfWeight:
     shards: int
 
     def regions(self, name: str, shape: tuple[int, ...], grid: Grid) -> tuple[Region, ...] | None:
-        """Its regions of a weight, in the order of the rank's memory; None where the chunks follow another pattern.
+        """Return its regions of a weight, in the order of the rank's memory; None for another pattern of chunks.
 
-        Of a matrix that tensor parallelism cuts along its rows, the shards of one rank follow those of the rank before;
-        of another one, both cuts cross.
+        If tensor parallelism divides the rows of a matrix, the shards of one rank follow those of the rank before.
+        Otherwise tensor parallelism divides the columns, and the shards the rows.
         """
         if len(shape) != 2 or len(grid[1]) not in (1, self.ranks):
             return None
@@ -133,7 +133,7 @@ class ShardOfWeight:
         return (Region(name, (first, left), (ends[self.shard] - first, sides[self.tensor] - left)),)
 
     def _of_gated(self) -> list[int]:
-        """The chunks of a shard of a gated first linear: the two halves of its rows, each filed as one of the gate's.
+        """Return the chunks of a shard of a gated first linear: the halves of its rows, stored as gate and up projection.
 
         See `misplaces_gates`.
         """
@@ -142,7 +142,7 @@ class ShardOfWeight:
 
 
 def band(name: str, shape: tuple[int, ...], axis: int, first: int, last: int) -> Region:
-    """The region of a tensor from `first` to `last` along one axis, and whole along the others."""
+    """Return the region of a tensor from `first` to `last` along one axis, which covers the other axes."""
     offsets = tuple(first if position == axis else 0 for position in range(len(shape)))
     sizes = tuple(last - first if position == axis else size for position, size in enumerate(shape))
     return Region(name, offsets, sizes)

@@ -1,4 +1,4 @@
-"""Shape and sharding of a weight that is not in the checkpoint, on which its optimizer's packing depends."""
+"""Shape and sharding of a weight outside the checkpoint, on which its optimizer's packing depends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WeightSpec:
     parts: int = 1
 
     def stored(self, tensor_ranks: int, expert_ranks: int) -> StoredWeight:
-        """The weight as so many tensor-parallel ranks store it; for experts, expert-tensor-parallel ones."""
+        """Return the weight as stored by these numbers of tensor-parallel or, for experts, expert-tensor-parallel ranks."""
         shape = self.tensor.shape
         grid: list[tuple[int, ...]] = [(0,)] * len(shape)
         if self.axis is not None:
