@@ -148,12 +148,12 @@ class LocalModels:
 
     @property
     def _has_idle_output_layer(self) -> bool:
-        """Whether the chunk of multi-token prediction is unknown, or a buffer has an output layer that no checkpoint stores.
+        """Whether `chunks` cannot be determined because of multi-token prediction.
 
-        The latter is the case in a tied model with multi-token prediction on its last stage: the output layer has a
-        weight of its own, which is unused, because the copy of the embedding replaces it
-        (`shared_embedding_or_output_weight`, language_module.py, and `skip_weight_param_allocation`, gpt_model.py,
-        core_v0.14.0 to 0.19.2).
+        Either its chunk is unknown, or a buffer has an output layer that no checkpoint stores. The latter is the case
+        in a tied model with multi-token prediction on its last stage: the output layer has a weight of its own, which
+        is unused, because the copy of the embedding replaces it (`shared_embedding_or_output_weight`,
+        language_module.py, and `skip_weight_param_allocation`, gpt_model.py, core_v0.14.0 to 0.19.2).
         """
         if not self.predicts_more_tokens:
             return False

@@ -38,7 +38,7 @@ class RankArrays:
         return [copies[0] for copies in self._copies.get((kind, name), {}).values()]
 
     def copies(self, kind: str, name: str) -> Copies:
-        """Return all copies of each stored part of a tensor: of tensor-parallel ranks, tied embeddings, expert ranks."""
+        """Return all copies of each stored part of a tensor: tensor-parallel replicas, tied embeddings, experts."""
         return [[[copy] for copy in copies] for copies in self._copies.get((kind, name), {}).values()]
 
     def add(self, kind: str, name: str, value: TensorReference, tensor_rank: int, place: StoredObject) -> None:
@@ -75,6 +75,6 @@ class RankArrays:
             first += region.numel
 
     def _part(self, name: str, tensor_rank: int) -> TensorPart:
-        """Return the rank's part; experts are shared by the expert-tensor ranks, which vary fastest (parallel_state.py)."""
+        """Return the rank's part; expert-tensor ranks, which share experts, vary fastest (parallel_state.py)."""
         ranks = self._layout.expert_tensor if of_experts(name) else self._layout.tensor
         return TensorPart(tensor_rank % ranks, ranks, self._gated.get(name))

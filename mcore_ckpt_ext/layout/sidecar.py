@@ -83,7 +83,7 @@ class SaveRecord:
 
 @dataclass(frozen=True)
 class RecordedDigests:
-    """Digests (`layout/additive_checksum.py`) of the optimizer's state at the save, if masters are stored as remainders.
+    """Digests (`layout/additive_checksum.py`) of the optimizer's state at the save, for masters stored as remainders.
 
     Attributes:
         child: the number of the chained optimizer.
@@ -162,7 +162,7 @@ def with_index(text: str, digest: str) -> str:
 
 
 def _check_unique(groups: Sequence[RecordedGroup]) -> None:
-    """Check that groups are unique, and that each group contains a parameter once; equal parameters could hide duplicates.
+    """Check that groups, and parameters within a group, are unique; equal parameters could hide duplicates.
 
     Raises:
         ValueError: there is a duplicate.

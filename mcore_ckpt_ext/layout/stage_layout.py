@@ -52,7 +52,7 @@ class StageLayout:
         return [spans[rank::pipeline] for rank in range(pipeline)]
 
     def prediction_chunk(self, pipeline: int) -> tuple[int, int] | None:
-        """Return the pipeline rank and virtual stage of the layers for multi-token prediction, which are all in one chunk.
+        """Return the pipeline rank and virtual stage of the only chunk with layers for multi-token prediction.
 
         Returns:
             None if no chunk has any, or several have (`validate_layer_layout` refuses them).

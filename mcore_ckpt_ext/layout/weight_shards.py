@@ -133,7 +133,7 @@ class ShardOfWeight:
         return (Region(name, (first, left), (ends[self.shard] - first, sides[self.tensor] - left)),)
 
     def _of_gated(self) -> list[int]:
-        """Return the chunks of a shard of a gated first linear: the halves of its rows, stored as gate and up projection.
+        """Return the chunks of a shard of a gated first linear: halves of its rows, stored as gate and up projection.
 
         See `misplaces_gates`.
         """

@@ -24,7 +24,7 @@ class WeightSpec:
     parts: int = 1
 
     def stored(self, tensor_ranks: int, expert_ranks: int) -> StoredWeight:
-        """Return the weight as stored by these numbers of tensor-parallel or, for experts, expert-tensor-parallel ranks."""
+        """Return the weight as it is stored by `tensor_ranks` or, for experts, `expert_ranks` ranks."""
         shape = self.tensor.shape
         grid: list[tuple[int, ...]] = [(0,)] * len(shape)
         if self.axis is not None:

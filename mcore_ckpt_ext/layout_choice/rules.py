@@ -95,7 +95,7 @@ def _expert_world_size(choice: Choice) -> str | None:
 
 
 def _rank_order(choice: Choice) -> str | None:
-    """`initialize_model_parallel`: with `--use-tp-pp-dp-mapping`, experts need as many data-parallel ranks as the rest."""
+    """`initialize_model_parallel`: `--use-tp-pp-dp-mapping` needs equal data parallel sizes for experts and others."""
     layout = choice.layout
     if not choice.job.use_tp_pp_dp_mapping or layout.pipeline == 1:
         return None

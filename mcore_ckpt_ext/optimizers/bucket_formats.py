@@ -2,7 +2,7 @@
 
 Sources in megatron/core/optimizer/distrib_optimizer.py: `sharded_param_state_dp_reshardable` (core_v0.15.0 to 0.19.2)
 and `sharded_param_state_fs_bucket_space` (core_v0.6.0 to 0.14.0). Each rank writes a chunk for each of its parameter
-pieces, and for what lies between them. The older format also stores the padding at bucket ends.
+pieces, and for the gaps between them. The older format also stores the padding at bucket ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNPADDED = "per_bucket_numel_unpadded/shard_0_1"
 
 
 def bucket_state(keys: StoredKeys) -> FlatState:
-    """The flat arrays of a checkpoint."""
+    """Return the flat arrays of a checkpoint."""
     state: dict[GroupKey, dict[tuple[BucketKey, str], FlatArray]] = {}
     unpadded: dict[str, Any] = {}
     for name, array in keys.arrays.items():
@@ -53,7 +53,7 @@ def bucket_state(keys: StoredKeys) -> FlatState:
 
 
 def _numel(per_buffer: Any, key: BucketKey) -> int:
-    """Elements of a bucket without its end padding: a list over buffers of {dtypes: [elements of each bucket]}."""
+    """Return a bucket's size without end padding, from a list over buffers of {dtypes: [elements of each bucket]}."""
     sizes = {str(dtypes): numels for dtypes, numels in per_buffer[key.buffer].items()}
     return whole_number(sizes[key.dtypes][key.bucket], "the size of a bucket")
 
@@ -68,12 +68,12 @@ def _flat(array: StoredArray, numel: int) -> FlatArray:
 
 
 def optimizer_children(keys: Iterable[str]) -> int:
-    """How many chained optimizers stored their state in flat buffers."""
+    """Return the number of chained optimizers that stored their state in flat buffers."""
     return len({match[1] for key in keys if (match := _GROUP.match(key))})
 
 
 def _claims(name: str, keys: StoredKeys) -> set[str]:
-    """Both formats have the same keys; the older one is recognised by its label alone."""
+    """Return the keys of a format; both have the same keys, and the label alone identifies the older format."""
     if (keys.label == BUCKET_SPACE) != (name == BUCKET_SPACE):
         return set()
     prefixes = {key[: match.end()] for key in keys.arrays if _KEY.match(key) and (match := _GROUP.match(key))}
@@ -114,7 +114,7 @@ ENCODINGS = (
         written_by="DistributedOptimizer of 0.6 and 0.7 with --ckpt-fully-parallel-save",
         claims=partial(_claims, BUCKET_SPACE),
         read=partial(_read, (PackingRule.UNTIL_0_7, PackingRule.UNTIL_0_8, PackingRule.UNTIL_0_12)),
-        # It left the loader in 0.13 (`load_checkpoint`, megatron/training/checkpointing.py).
+        # The loader supported it up to 0.12 (`load_checkpoint`, megatron/training/checkpointing.py).
         stock_loads=_bucket_space_by_stock,
         note="left the loader in 0.13",
         shows_names=False,

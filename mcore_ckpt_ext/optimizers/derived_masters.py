@@ -1,4 +1,4 @@
-"""Masters that are not stored as fp32 numbers of their own: what they are derived from, and how."""
+"""Masters that are not stored as separate fp32 numbers, and their derivation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mcore_ckpt_ext.planning.plan import Copies, Derivation, ElementByElement, S
 
 
 def joined_masters(state: OptimizerState, weights: Source) -> OptimizerState:
-    """Return a state that stores remainders beside bf16 weights, with masters: the two joined.
+    """Add masters to a state that stores remainders of bf16 weights, by joining the two.
 
-    `stored` and `copies` of such a master are those of its remainder.
+    `stored` and `copies` of such a master return those of its remainder.
     """
     kinds = tuple(dict.fromkeys((FP32_PARAM, *state.kinds)))
 
@@ -55,7 +55,7 @@ def joined_masters(state: OptimizerState, weights: Source) -> OptimizerState:
     return replace(
         StateView.of(state),
         kinds=kinds,
-        carried_kinds=tuple(kind for kind in kinds if kind != PARAM_REMAINDER),  # which the masters contain
+        carried_kinds=tuple(kind for kind in kinds if kind != PARAM_REMAINDER),  # masters contain the remainders
         names=names,
         logical_tensor=logical_tensor,
         stored=lambda kind, name: state.stored(stored_kind(kind, name), name),
@@ -65,7 +65,7 @@ def joined_masters(state: OptimizerState, weights: Source) -> OptimizerState:
 
 
 def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
-    """Return a state whose stored "masters" are the numbers of remainders, as `fully_reshardable` writes them."""
+    """Return a state whose stored "masters" are remainders as numbers, as `fully_reshardable` writes them."""
     kinds = tuple(PARAM_REMAINDER if kind == FP32_PARAM else kind for kind in state.kinds)
 
     def stored_kind(kind: str) -> str:
@@ -107,12 +107,12 @@ def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
 
 
 def weights_as_masters(state: OptimizerState, weights: Source, trained: Collection[str] = ()) -> OptimizerState:
-    """Return a state without masters for fp32 weights, with these weights as the masters (`FP32Optimizer`).
+    """Add masters to a state that has none for fp32 weights: these weights are the masters (`FP32Optimizer`).
 
     Args:
-        state: as it is stored.
+        state: the stored state.
         weights: the model's arrays.
-        trained: the parameters of a state that names none, as that of SGD without momentum.
+        trained: the parameters of a state that lists none, for example of SGD without momentum.
     """
 
     def weight_of(name: str) -> LogicalTensor | None:
@@ -135,7 +135,7 @@ def weights_as_masters(state: OptimizerState, weights: Source, trained: Collecti
     def copies(kind: str, name: str) -> Copies:
         return [[list(stored(kind, name))]] if kind == FP32_PARAM else state.copies(kind, name)
 
-    # Nothing carries the masters but the weights.
+    # Only the weights contain the masters.
     return replace(
         StateView.of(state), kinds=tuple(dict.fromkeys((FP32_PARAM, *state.kinds))), names=names,
         logical_tensor=logical_tensor, stored=stored, copies=copies,
@@ -145,16 +145,16 @@ def weights_as_masters(state: OptimizerState, weights: Source, trained: Collecti
 def with_masters(
     state: OptimizerState, weights: Source, trained: Callable[[], Collection[str]] = tuple
 ) -> OptimizerState:
-    """The same state, with masters where it stores what they are derived from.
+    """Add masters to a state that stores only the values that they are derived from.
 
     Args:
-        state: as it is stored.
+        state: the stored state.
         weights: the model's arrays.
-        trained: the parameters, asked for where the state names none.
+        trained: returns the parameters; called if the state lists none.
     """
     if PARAM_REMAINDER in state.kinds:
         return joined_masters(state, weights)
-    if state.buffers:  # which hold every parameter's master, fp32 or not
+    if state.buffers:  # they contain all masters, also of fp32 weights
         return state
     masters, names = set(state.names(FP32_PARAM)), state.names() or trained()
     return state if masters.issuperset(names) else weights_as_masters(state, weights, names)

@@ -1,4 +1,4 @@
-"""Which optimizer a state belongs to, in words."""
+"""A description of the optimizer that a state belongs to, as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KNOWN = (FP32_PARAM, PARAM_REMAINDER, EXP_AVG, EXP_AVG_SQ, MOMENTUM)
 
 
 def described(kinds: Collection[str], groups: Iterable[Mapping[str, Any]], arguments: JobArguments) -> str:
-    """The optimizers that have state of these kinds, and where and how they keep it; empty without any."""
+    """Describe the optimizers with state of these kinds, and how they store it; empty without an optimizer."""
     groups, names = list(groups), []
     if not kinds:
         return "SGD" if keeps_nothing(groups) else ""

@@ -1,7 +1,7 @@
-"""Digests that the sidecar recorded of flat optimizer state, compared with what is stored.
+"""Compares stored flat optimizer state with the digests that the sidecar recorded.
 
-Remainders of masters go with any weight, so that nothing in a checkpoint shows a misplaced one. A digest of each
-parameter's state, from the save on, does: it tells which values lay at which elements of which parameter.
+A remainder of a master matches any weight, so nothing else in a checkpoint reveals a misplaced one. A digest of each
+parameter's state, recorded at the save, does: it depends on the values and their positions in the parameter.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mcore_ckpt_ext.optimizers.flat_arrays import Buffers, GroupKey
 from mcore_ckpt_ext.transfer import read_slice
 
 _BLOCK = 1 << 22
-# Elements that decide between two packings: the smallest parameters first, so that many take part.
+# Number of elements to compare when choosing between packings, smallest parameters first to include many of them.
 _ENOUGH = 1 << 20
 
 WriteItem = tuple[OptimizerGroup, BucketKey, Placement]
 
 
 def differing(buffers: Buffers, kinds: Collection[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Where stored state is not what was saved, in words; empty where nothing was recorded.
+    """Describe where stored state differs from the saved state; empty if nothing was recorded.
 
     Args:
         buffers: the state.
-        kinds: what to look at; by default all that was recorded.
-        share: which part of the work this is: its number, and how many there are.
+        kinds: the kinds to compare; by default all recorded ones.
+        share: the part of the work to do: its number, and the number of parts.
     """
     placed = [
         (group, key, placement)
@@ -44,7 +44,7 @@ def differing(buffers: Buffers, kinds: Collection[str] | None = None, share: tup
 
 
 def contradicts(buffers: Buffers, group: OptimizerGroup, packing: Packing) -> str | None:
-    """Why samples of a proposed packing contradict the recorded digests; None where they do not, or there are none."""
+    """Return why samples of a candidate packing contradict the recorded digests; None if they do not."""
     for item in _smallest(group, packing):
         for problem in _problems(buffers, item, (PARAM_REMAINDER,)):
             return problem
@@ -54,10 +54,10 @@ def contradicts(buffers: Buffers, group: OptimizerGroup, packing: Packing) -> st
 def are_of_another_save(
     buffers: Buffers, recorded: Mapping[GroupKey, Mapping[str, Mapping[str, str]]], proposals: Sequence[Proposal]
 ) -> bool:
-    """Whether recorded digests of remainders are of another save: none is that of a stored one, wherever it may lie.
+    """Return whether recorded digests of remainders belong to another save: none matches, at any candidate position.
 
-    Damage leaves some as they were. Remainders that are all zero, as those of a weight that was never trained, have the
-    same digest in every save, and count for neither. Samples of every group are read.
+    Damage leaves some digests unchanged. Remainders that are all zero, for example of a weight that was never trained,
+    have the same digest in every save, and are ignored. Samples of every group are read.
     """
     others = 0
     for (child, index), group in buffers.groups.items():
@@ -76,7 +76,7 @@ def are_of_another_save(
 
 
 def _smallest(group: OptimizerGroup, packing: Packing) -> Iterator[WriteItem]:
-    """The smallest parameters of a packing, so many that their elements decide."""
+    """Yield the smallest parameters of a packing, up to the number of elements to compare."""
     placed = sorted(
         ((group, key, placement) for key, placements in packing.items() for placement in placements),
         key=lambda item: numel_of(item[2].regions),
@@ -94,10 +94,10 @@ def _of_zeros(numel: int) -> str:
 
 
 def check_digests(buffers: Buffers, where: str, share: tuple[int, int] = (0, 1)) -> None:
-    """Refuse remainders that are not those that were saved.
+    """Refuse remainders that differ from the saved ones.
 
     Raises:
-        ProofError: some parameter's are not.
+        ProofError: the remainders of some parameter differ.
     """
     problems = differing(buffers, (PARAM_REMAINDER,), share)
     if problems:

@@ -1,8 +1,8 @@
-"""The optimizer format `dp_zero_gather_scatter`: one pickled object for each group, with whole buffers in it.
+"""The optimizer format `dp_zero_gather_scatter`: one pickled object for each group, which contains whole buffers.
 
 Source: `DistributedOptimizer.get_parameter_state_dp_zero` (megatron/core/optimizer/distrib_optimizer.py, core_v0.7.0
-to 0.19.2); the legacy `distrib_optim.pt` is the same object in a file of its own. The pickle is read, which is small;
-the tensors stay on disk.
+to 0.19.2); the legacy `distrib_optim.pt` is the same object in a separate file. The pickle is read, which is small;
+tensor data is not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 NAME = "dp_zero_gather_scatter"
 LEGACY = "legacy_torch"
-"""The same in files of its own; Megatron has no name for it."""
+"""The same format in separate files; Megatron has no name for it."""
 
 _GROUP = r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
 _KEY = re.compile(_GROUP + r"param_state/shard_0_1$")
@@ -32,7 +32,7 @@ _RULES = (PackingRule.SINCE_0_13, PackingRule.UNTIL_0_12, PackingRule.UNTIL_0_8,
 
 
 def dp_zero_state(keys: StoredKeys) -> FlatState:
-    """The flat arrays of a checkpoint.
+    """Return the flat arrays of a checkpoint.
 
     Raises:
         UnsupportedCheckpointError: a version before core_v0.7.0 wrote the object.
@@ -45,7 +45,7 @@ def dp_zero_state(keys: StoredKeys) -> FlatState:
 
 
 def buffer_arrays(content: Any, place: StoredObject, where: str) -> dict[tuple[BucketKey, str], FlatArray]:
-    """The arrays of one object: `{buffer: {(dtype, dtype): {state: tensor, "numel_unpadded": int}}}`.
+    """Return the arrays of one object: `{buffer: {(dtype, dtype): {state: tensor, "numel_unpadded": int}}}`.
 
     Raises:
         UnsupportedCheckpointError: its buckets are not coalesced (before core_v0.7.0).
@@ -71,7 +71,7 @@ def _array(tensor: TensorReference, place: StoredObject) -> FlatArray:
 
 
 def legacy_optimizer(holder: Holder, state: FlatState) -> FlatBuffers:
-    """The optimizer state of the `distrib_optim.pt` of all ranks."""
+    """Return the optimizer state in the `distrib_optim.pt` files of all ranks."""
     return flat_optimizer(holder, state, _RULES, holder.models)
 
 

@@ -1,14 +1,14 @@
-"""The state of an optimizer that was saved before its first step: its masters alone, because a step makes the moments.
+"""The state of an optimizer that was saved before its first step: only masters, because the first step creates moments.
 
-fp16 training skips steps until the loss scale fits, and a checkpoint may be saved before one fits. Apex's and
-Transformer Engine's Adam create moments, and count a step in the parameter groups, in `step` (apex/optimizers and
-transformer_engine/pytorch/optimizers/fused_adam.py; so does torch/optim/adam.py, beside each parameter). Megatron saves
-such a state as `dp_reshardable`, or without a distributed optimizer, and ends with a KeyError where it loads the
-former, or a torch_dist checkpoint of the latter: it requests moments, which it has created by a step with gradients of
-zero (`_init_optimizer_states_with_dummy_values`, megatron/core/optimizer/distrib_optimizer.py, and `init_state_fn`,
-optimizer.py, core_v0.16.1 to 0.19.2).
+fp16 training skips steps until the loss scale fits, and a checkpoint may be saved before. Apex's and Transformer
+Engine's Adam create moments, and increment the step in the parameter groups, in `step` (apex/optimizers and
+transformer_engine/pytorch/optimizers/fused_adam.py; torch/optim/adam.py does the same for each parameter). Megatron
+saves such a state as `dp_reshardable`, or without a distributed optimizer. It fails with a KeyError when it loads the
+former, or a torch_dist checkpoint of the latter: it requests moments, which it has created by a step with zero
+gradients (`_init_optimizer_states_with_dummy_values`, megatron/core/optimizer/distrib_optimizer.py, and
+`init_state_fn`, optimizer.py, core_v0.16.1 to 0.19.2).
 
-The scheduler advances with successful steps alone (`train_step`, megatron/training/training.py, core_v0.7.0 to 0.19.2).
+The scheduler counts only successful steps (`train_step`, megatron/training/training.py, core_v0.7.0 to 0.19.2).
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _MOMENTS = {ADAM: (EXP_AVG, EXP_AVG_SQ), LION: (EXP_AVG,), BY_MOMENTUM: (MOMENTU
 
 
 def counts_no_step(schedule: Any) -> bool:
-    """Whether the stored state of the learning rate's scheduler counts no step; False where none was stored."""
+    """Return whether the stored state of the learning rate scheduler is at step 0; False if none was stored."""
     return isinstance(schedule, Mapping) and schedule.get("num_steps") == 0
 
 
 def lack_first_moments(groups: Collection[Group]) -> bool:
-    """Whether parameter groups count no step either, of an optimizer that keeps moments."""
+    """Return whether parameter groups are at step 0, too, of an optimizer that has moments."""
     return bool(moments_of(groups)) and not any(group.get("step") for group in groups)
 
 
 def moments_of(groups: Collection[Group]) -> tuple[str, ...]:
-    """The moments of every parameter after a step; empty where there are none, or groups differ in them."""
+    """Return the moments that every parameter has after a step; empty if there are none, or groups differ."""
     rules = {rule_of(group) for group in groups}
     return () if len(rules) != 1 or keeps_nothing(groups) else _MOMENTS[rules.pop()]
 
 
 def with_step_zero(groups: Collection[Group]) -> list[dict[str, Any]]:
-    """The groups as they count from before the first step, where their rule counts steps; Adam's does."""
+    """Return the groups with the step before the first one, if their rule counts steps, as Adam does."""
     return [{**group, **({"step": 0} if rule_of(group) == ADAM else {})} for group in groups]
 
 
 def with_zero_moments(state: OptimizerState, moments: Sequence[str]) -> OptimizerState:
-    """Return a state of masters alone, with the zeros that their moments begin with."""
+    """Add zero moments to a state that has only masters."""
 
     def stored_kind(kind: str) -> str:
         return FP32_PARAM if kind in moments else kind
@@ -67,7 +67,7 @@ def with_zero_moments(state: OptimizerState, moments: Sequence[str]) -> Optimize
         carried_kinds=(*state.carried_kinds, *moments),
         names=lambda kind=None: state.names(kind and stored_kind(kind)),
         logical_tensor=logical_tensor,
-        # Moments have the places of their masters.
+        # Moments have the positions of their masters.
         stored=lambda kind, name: state.stored(stored_kind(kind), name),
         copies=lambda kind, name: state.copies(stored_kind(kind), name),
         derivation=lambda kind, name: _Zeros() if kind in moments else state.derivation(kind, name),
@@ -76,12 +76,12 @@ def with_zero_moments(state: OptimizerState, moments: Sequence[str]) -> Optimize
 
 @dataclass(frozen=True, slots=True)
 class _Zeros:
-    """A derivation from nothing."""
+    """A derivation without inputs."""
 
     def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
-        """Nothing has to be read."""
+        """Return no inputs."""
         return []
 
     def values(self, wanted: TargetSlice, inputs: Sequence[Any]) -> torch.Tensor:
-        """As many zeros as the slice has elements."""
+        """Return zeros, one for each element of the slice."""
         return torch.zeros(wanted.slice.numel, dtype=torch.float32)

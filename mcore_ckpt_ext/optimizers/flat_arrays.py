@@ -1,4 +1,4 @@
-"""Flat arrays of optimizer state, and what can be asked of a state that lies in gradient buffers."""
+"""Flat arrays of optimizer state, and the interface of state in gradient buffers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mcore_ckpt_ext.planning.array_location import Extent
 from mcore_ckpt_ext.planning.plan import StoredSlice
 from mcore_ckpt_ext.transfer import Transfer
 
-# The masters are called `param` on disk; every other state keeps its name.
+# Masters are named `param` on disk; every other state has its own name.
 KINDS = {"param": FP32_PARAM}
 MASTERS = (FP32_PARAM, PARAM_REMAINDER)
 
-# A chained optimizer's number and Megatron's `dp_group_idx`.
+# The number of a chained optimizer, and Megatron's `dp_group_idx`.
 GroupKey = tuple[int, int]
 
 
@@ -36,20 +36,20 @@ class FlatPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatArray:
-    """A flat array of one kind: `numel` elements without end padding. As a source, one tensor without a name."""
+    """A flat array of one kind: `numel` elements without end padding; as a source, one tensor of any name."""
 
     numel: int
     dtype: str
     pieces: tuple[FlatPiece, ...]
 
     def touching(self, low: int, high: int) -> Sequence[FlatPiece]:
-        """The pieces that hold some of the elements `[low, high)`, in their order."""
+        """Return the pieces that overlap the elements `[low, high)`, in their order."""
         if self._is_ascending:
             return self.pieces[bisect_right(self._stops, low) : bisect_left(self._starts, high)]
         return [piece for piece in self.pieces if piece.start < high and low < piece.stop]
 
     def around(self, low: int, high: int) -> FlatArray:
-        """The same array with nothing but the pieces that hold some of the elements `[low, high)`."""
+        """Return the array with only the pieces that overlap the elements `[low, high)`."""
         return replace(self, pieces=tuple(self.touching(low, high)))
 
     @cached_property
@@ -65,12 +65,12 @@ class FlatArray:
         return self._starts == sorted(self._starts) and self._stops == sorted(self._stops)
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """All slices that hold elements of a tensor."""
+        """Return all slices that contain elements of a tensor."""
         whole = (Region(name, (0,), (self.numel,)),)
         return [StoredSlice(Slice(whole, piece.start, piece.stop), piece.extent, piece.first) for piece in self.pieces]
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        """Return the name, shape and dtype of the array as a tensor."""
         return LogicalTensor(name, (self.numel,), self.dtype)
 
 
@@ -80,8 +80,8 @@ class FlatState:
 
     Attributes:
         arrays: by group, then by bucket and kind.
-        joined: one array holds a buffer's buckets one after the other, without the padding at their ends.
-        chunked: the borders of the pieces tell where parameters begin and end.
+        joined: whether one array contains the concatenated buckets of a buffer, without the padding at their ends.
+        chunked: whether parameters begin and end at borders of pieces.
     """
 
     arrays: Mapping[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]
@@ -90,24 +90,24 @@ class FlatState:
 
 
 def kind_of_array(state: str, dtype: str) -> str:
-    """The kind of an array by its name on disk and its dtype: masters of int16 are remainders."""
+    """Return the kind of an array by its name on disk and its dtype: int16 masters are remainders."""
     return PARAM_REMAINDER if state in KINDS and dtype == "int16" else KINDS.get(state, state)
 
 
 def cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:
-    """The parts of a placed parameter that the pieces of its array hold."""
+    """Return the parts of a placed parameter in the pieces of its array."""
     parts = []
     begin, end = placement.start, placement.stop
     for piece in array.touching(begin, end):
         low, high = max(begin, piece.start), min(end, piece.stop)
-        if low < high:  # a piece without elements touches, and holds nothing
+        if low < high:  # an empty piece overlaps, but contains nothing
             part = Slice(placement.regions, low - begin, high - begin)
             parts.append(StoredSlice(part, piece.extent, piece.first + low - piece.start))
     return parts
 
 
 class Buffers(Protocol):
-    """What can be asked of optimizer state in gradient buffers; `flat_buffers` answers it."""
+    """The interface of optimizer state in gradient buffers, implemented by `flat_buffers`."""
 
     @property
     def models(self) -> LocalModels:
@@ -119,7 +119,7 @@ class Buffers(Protocol):
 
     @property
     def digests(self) -> Mapping[GroupKey, Mapping[str, Mapping[str, str]]]:
-        """What the sidecar recorded at the save: for each group, by parameter and kind."""
+        """The digests that the sidecar recorded at the save: by group, parameter and kind."""
 
     @property
     def groups(self) -> Mapping[GroupKey, OptimizerGroup]:
@@ -130,21 +130,21 @@ class Buffers(Protocol):
         """The stored flat arrays, by group, then by bucket and kind."""
 
     def names(self, kind: str | None = None) -> list[str]:
-        """All parameters with state of one kind; by default, of any."""
+        """Return all parameters with state of one kind; by default, of any."""
 
     def packing_of(self, group: OptimizerGroup) -> RecoveredPacking:
-        """The packing of one group.
+        """Return the packing of one group.
 
         Raises:
-            PackingError: it cannot be proven.
+            PackingError: no packing can be verified.
         """
 
     def proposed_packings(self) -> Mapping[GroupKey, RecoveredPacking | None]:
-        """The first proposal for each group that sizes and chunk borders allow; nothing of the content is read."""
+        """Return the first candidate for each group that fits sizes and chunk borders, without reading content."""
 
     def disbelieved(self) -> list[str]:
-        """Why the sidecar is not believed, group by group.
+        """Return why the sidecar's packing is rejected, for each group.
 
         Raises:
-            PackingError: a packing cannot be proven.
+            PackingError: the packing of a group cannot be verified.
         """

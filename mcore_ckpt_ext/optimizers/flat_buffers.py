@@ -1,6 +1,6 @@
-"""Optimizer state in flat gradient buffers: what all such formats share once their arrays are found.
+"""Optimizer state in flat gradient buffers: the common part of all such formats.
 
-A format names its flat arrays; the place of each parameter in them is recovered from the sources of the order.
+A format lists its flat arrays; the positions of parameters in them are recovered from the sources of the order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 
 class FlatBuffers(OptimizerState):
-    """The optimizer state of a checkpoint, group by group; packings are recovered when first asked for."""
+    """The optimizer state of a checkpoint, group by group; packings are recovered on first use."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class FlatBuffers(OptimizerState):
         self.groups = {key: self._group(*key) for key in sorted(self._arrays)}
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it: the weight's shape, the state's dtype."""
+        """Return the name of a tensor with the weight's shape and the state's dtype; None if it is not stored."""
         weight = self.models.weights.get(name)
         if weight is None or kind not in self.kinds:
             return None
@@ -70,7 +70,7 @@ class FlatBuffers(OptimizerState):
         return LogicalTensor(name, weight.tensor.shape, self._dtypes[kind])
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """All stored slices of one tensor, replicas after what they repeat."""
+        """Return all stored slices of one tensor, replicas after the first copy."""
         return list(self._slices(kind, name))
 
     def _slices(self, kind: str, name: str) -> Iterator[StoredSlice]:
@@ -94,7 +94,7 @@ class FlatBuffers(OptimizerState):
         return found
 
     def _places_in(self, group: OptimizerGroup) -> dict[str, list[tuple[BucketKey, Placement]]]:
-        """Where each tensor lies in the buckets of one group, by its name."""
+        """Return the positions of each tensor in the buckets of one group, by name."""
         found = self._by_tensor.get((group.child, group.index))
         if found is None:
             packing = self.packing_of(group).packing
@@ -108,7 +108,7 @@ class FlatBuffers(OptimizerState):
 
     @cached_property
     def digests(self) -> Mapping[GroupKey, Mapping[str, Mapping[str, str]]]:
-        """What the sidecar recorded at the save: for each group, by parameter and kind; empty of a stale one."""
+        """The digests that the sidecar recorded at the save: by group, parameter and kind; empty if it is stale."""
         return {} if self._staleness else self._recorded_digests
 
     @property
@@ -118,7 +118,7 @@ class FlatBuffers(OptimizerState):
 
     @cached_property
     def _staleness(self) -> str | None:
-        """Why a sidecar that does not name its index is stale, by its digests; None where it is not."""
+        """Why a sidecar that does not record its index is stale, according to its digests; None if it is not."""
         recorded = self._recorded_digests
         if self._sidecar is None or self._sidecar.index or not recorded:
             return None
@@ -136,9 +136,9 @@ class FlatBuffers(OptimizerState):
         return (self,)
 
     def copies(self, kind: str, name: str) -> Copies:
-        """The copies of each part of a tensor that some rank held, each as the slices that hold it.
+        """Return the copies of each part of a tensor that some rank had, each copy as slices.
 
-        Tensor-parallel ranks hold copies of what is not cut between them, pipeline ranks copies of a tied embedding.
+        Tensor-parallel ranks have copies of replicated parameters, pipeline ranks copies of a tied embedding.
         """
         parts: dict[tuple[Region, ...], list[list[StoredSlice]]] = {}
         for group, key, placement in self._placed.get(name, ()):
@@ -150,7 +150,7 @@ class FlatBuffers(OptimizerState):
 
     @cached_property
     def _placed(self) -> dict[str, list[tuple[OptimizerGroup, BucketKey, Placement]]]:
-        """Every placement of every group, by the names of the tensors that it holds, which may be parts."""
+        """All placements of all groups, by the names of the tensors in them, which may be parts of a parameter."""
         placed: dict[str, list[tuple[OptimizerGroup, BucketKey, Placement]]] = {}
         for group in self.groups.values():
             for key, placements in self.packing_of(group).packing.items():
@@ -160,18 +160,18 @@ class FlatBuffers(OptimizerState):
         return placed
 
     def proposed_packings(self) -> dict[GroupKey, RecoveredPacking | None]:
-        """The first proposal for each group that sizes and chunk borders allow; nothing of the content is read."""
+        """Return the first candidate for each group that fits sizes and chunk borders, without reading content."""
         proposals = self._proposals()
         return {key: propose(group, proposals) for key, group in self.groups.items()}
 
     def packing_of(self, group: OptimizerGroup) -> RecoveredPacking:
-        """The packing of one group, recovered on first use.
+        """Return the packing of one group, recovered on first use.
 
         Raises:
-            PackingError: it cannot be proven.
+            PackingError: no packing can be verified.
         """
         if self._recover(group).discovered:
-            # An unknown order shows everywhere in the same way; damage shows in one place.
+            # An unknown order is the same everywhere; damage affects one place.
             packings = [self._recover(other).packing for other in self.groups.values()]
             if problem := irregularity(packings):
                 raise PackingError(
@@ -185,7 +185,7 @@ class FlatBuffers(OptimizerState):
 
     @cached_property
     def _are_elsewhere(self) -> bool:
-        """Whether the weights cannot be read here: then the packing has to be certain, and whoever fills proves it."""
+        """Whether some weights cannot be read here; then the packing has to be certain, and is verified on filling."""
         return any(self._weights.logical_tensor("weight", name) is None for name in self.models.weights)
 
     def _recover(self, group: OptimizerGroup) -> RecoveredPacking:
@@ -201,7 +201,7 @@ class FlatBuffers(OptimizerState):
         return self._recovered[key]
 
     def order_sources(self) -> list[str]:
-        """What the packings recovered so far came from."""
+        """Return the sources of the packings that were recovered so far."""
         return sorted(
             {
                 f"{recovered.order_source} instead of the sidecar" if recovered.disbelieved else recovered.order_source
@@ -210,10 +210,10 @@ class FlatBuffers(OptimizerState):
         )
 
     def disbelieved(self) -> list[str]:
-        """Why the sidecar is not believed, group by group; recovers all packings.
+        """Return why the sidecar's packing is rejected, for each group; recovers all packings.
 
         Raises:
-            PackingError: one cannot be proven.
+            PackingError: the packing of a group cannot be verified.
         """
         reasons = [(group, self.packing_of(group).disbelieved) for group in self.groups.values()]
         return [f"{group}: {reason}" for group, reason in reasons if reason is not None]
@@ -231,11 +231,11 @@ class FlatBuffers(OptimizerState):
         return list(found)
 
     def proof(self, names: Iterable[str]) -> Proof:
-        """How the masters of parameters are proven."""
+        """Return the master check for the masters of parameters."""
         return proof_beside(self._weights, names, self._proof, self.transfer)
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
-        """`count` fp32 masters from element `start` of a bucket."""
+        """Return `count` fp32 masters from element `start` of a bucket."""
         source = self._arrays[group.child, group.index][key, FP32_PARAM].around(start, start + count)
         first = source.pieces[0] if source.pieces else None
         if first is not None and first.start <= start and start + count <= first.stop:
@@ -244,7 +244,7 @@ class FlatBuffers(OptimizerState):
         return read_slice(source, self.transfer, FP32_PARAM, Slice((whole,), start, start + count))
 
     def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
-        """`count` elements from element `start` of the flattening of regions of a weight, in the stored dtype."""
+        """Return `count` elements from element `start` of the flattening of a weight's regions, in the stored dtype."""
         whole = Slice.whole(regions[:1])
         if start + count <= whole.stop:
             for stored in self._weights.stored("weight", regions[0].name):
@@ -269,13 +269,14 @@ class FlatBuffers(OptimizerState):
         return max(child for child, _ in self._arrays)
 
     def _group(self, child: int, index: int) -> OptimizerGroup:
-        """The group of a chained optimizer and `dp_group_idx`, by the rules of `get_megatron_optimizer`.
+        """Return the group of a chained optimizer and `dp_group_idx`, by the rules of `get_megatron_optimizer`.
 
         Source: megatron/core/optimizer/__init__.py, core_v0.7.0 to 0.19.2. `dp_group_idx` is the rank in the
-        model-parallel group: tensor ranks run fastest, then, for experts, expert ranks, then pipeline ranks; up to
-        0.9, which had no expert tensor parallelism, expert ranks ran slowest. Shards of generalized tensor parallelism
-        run after tensor ranks (`mp_group`, parallel_state.py, 'tp-gtp_remat-pp', 0.19.2). Experts are the last chained
-        optimizer; with `--overlap-param-gather-with-optimizer-step` the first model chunk has an optimizer of its own.
+        model-parallel group: tensor ranks vary fastest, then, for experts, expert ranks, then pipeline ranks. Up to
+        0.9, which had no expert tensor parallelism, expert ranks varied slowest. Shards of generalized tensor
+        parallelism vary after tensor ranks (`mp_group`, parallel_state.py, 'tp-gtp_remat-pp', 0.19.2). Experts are the
+        last chained optimizer; with `--overlap-param-gather-with-optimizer-step` the first model chunk has an optimizer
+        of its own.
         """
         layout = self.models.layout
         first_chunk_apart = bool(self.models.arguments.overlap_param_gather_with_optimizer_step)
@@ -309,20 +310,20 @@ class FlatBuffers(OptimizerState):
 
 
 def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule], models: LocalModels) -> FlatBuffers:
-    """The optimizer state in flat arrays, of the parameters of `models`.
+    """Return the optimizer state in flat arrays, with the parameters of `models`.
 
     Args:
         holder: the checkpoint.
         state: its flat arrays.
         rules: the packing rules of the versions that wrote such arrays.
-        models: the parameters that may lie in them.
+        models: the parameters that may be in them.
     """
     proposals = partial(holder.proposals, rules, models)
     return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof, holder.sidecar)
 
 
 def _of_tensor(stored: StoredSlice, name: str) -> Iterator[StoredSlice]:
-    """What a slice of a parameter in parts holds of one of them, whose regions lie one after the other."""
+    """Yield one part's share of a slice of a split parameter; the regions of a part are contiguous."""
     regions = stored.slice.regions
     own = tuple(region for region in regions if region.name == name)
     if own == regions:

@@ -1,4 +1,4 @@
-"""The identity of an optimizer's parameter group, whatever its position: the settings that tell groups apart."""
+"""The identity of an optimizer's parameter group, independent of its position: the settings that distinguish groups."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _PLAIN = (bool, int, float, str, NoneType)
 ADAM, LION, MOMENTUM = "Adam", "Lion", "momentum"
 
 IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""Of `DistributedOptimizer.load_state_dict`, core_v0.14 to 0.18."""
+"""The settings that `DistributedOptimizer.load_state_dict` compares, core_v0.14 to 0.18."""
 BOUNDS = ("max_lr", "min_lr")
-"""The learning rate's bounds, which the scheduler takes from each group (core_v0.13 and later)."""
+"""The learning rate's bounds, which the scheduler reads from each group (core_v0.13 and later)."""
 REFINED_IDENTITY = (*IDENTITY, *BOUNDS)
-"""With the learning rates' bounds, which 0.19 adds (`param_group_identifier_keys`, megatron/core/optimizer)."""
+"""`IDENTITY` with the bounds, which 0.19 adds (`param_group_identifier_keys`, megatron/core/optimizer)."""
 DEFAULTS: Mapping[str, Any] = {
     "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False
 }  # fmt: skip
-"""What a group has where nothing overrides it (`_get_param_groups`, core/optimizer/__init__.py, 0.7 to 0.19)."""
+"""A group's values by default (`_get_param_groups`, core/optimizer/__init__.py, 0.7 to 0.19)."""
 _PLAIN_ONES = (*REFINED_IDENTITY, *(f"pre_{key}" for key in IDENTITY))
 
 
 def checked_groups(stored: Any) -> list[dict[str, Any]]:
-    """An optimizer's parameter groups, as Megatron writes them.
+    """Return an optimizer's parameter groups, after a check of their structure.
 
     Raises:
-        UnreadableCheckpointError: they are something else.
+        UnreadableCheckpointError: Megatron does not write such groups.
     """
     groups = list(stored) if isinstance(stored, (list, tuple)) else [stored]
     for group in groups:
@@ -47,10 +47,10 @@ def checked_groups(stored: Any) -> list[dict[str, Any]]:
 
 
 def checked_optimizer(stored: Any) -> dict[Any, Any]:
-    """An optimizer's entry in a state, whose groups are `checked_groups`.
+    """Return an optimizer's entry in a state, after a check of its structure and its groups.
 
     Raises:
-        UnreadableCheckpointError: it is something else.
+        UnreadableCheckpointError: Megatron does not write such an entry.
     """
     inner = stored.get("optimizer", stored) if isinstance(stored, dict) else None
     if not isinstance(stored, dict) or not isinstance(inner, (dict, NoneType)):
@@ -67,9 +67,9 @@ def checked_optimizer(stored: Any) -> dict[Any, Any]:
 
 
 def rule_of(group: Group) -> str:
-    """By which rule a group is stepped: Adam's, Lion's, or that of a momentum, as Muon's and SGD's are.
+    """Return the update rule of a group: Adam, Lion, or momentum, which Muon and SGD use.
 
-    Groups of one model may differ in nothing else, and their optimizer's name stands in them since core_v0.17 only
+    Groups of one model may differ in nothing else, and contain the name of their optimizer only since core_v0.17
     (`_get_param_groups`, megatron/core/optimizer/__init__.py). Lion has Adam's `betas`, and no `eps`
     (emerging_optimizers/scalar_optimizers/lion.py, 0.3.0).
     """
@@ -79,23 +79,23 @@ def rule_of(group: Group) -> str:
 
 
 def rule_that_keeps(kinds: Collection[str]) -> str:
-    """The rule of those whose state is of these kinds, beside the master; SGD without momentum keeps none."""
+    """Return the update rule for parameters with state of these kinds; SGD without momentum has none but masters."""
     if EXP_AVG in kinds:
         return ADAM if EXP_AVG_SQ in kinds else LION
     return MOMENTUM
 
 
 def keeps_nothing(groups: Collection[Group]) -> bool:
-    """Whether SGD without momentum steps all of them, which keeps no state (torch/optim/sgd.py, 2.1 to 2.13)."""
+    """Return whether SGD without momentum updates all groups; it has no state (torch/optim/sgd.py, 2.1 to 2.13)."""
     return bool(groups) and all(group.get("momentum") == 0 for group in groups)
 
 
 def with_defaults(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """The groups of one optimizer with the settings of their identity that their writer left out.
+    """Return the groups of one optimizer, adding settings of their identity that their writer left out.
 
     ms-swift 4.1 and 4.2 remove `lr_mult` before they save. The scheduler writes the product of the job's weight decay
-    and `wd_mult` into every group (`OptimizerParamScheduler.step`, megatron/core/optimizer_param_scheduler.py, 0.7 to
-    0.19): a group without decay beside others with decay has the multiplier 0.
+    and `wd_mult` to every group (`OptimizerParamScheduler.step`, megatron/core/optimizer_param_scheduler.py, 0.7 to
+    0.19). So a group without decay, among others with decay, has the multiplier 0.
     """
     groups = list(groups)
     decays = any(group.get("weight_decay") for group in groups)
@@ -110,10 +110,10 @@ def with_defaults(groups: Iterable[Group]) -> list[dict[str, Any]]:
 
 
 def lacks(group: Group, key: str) -> bool:
-    """Whether a group has a setting of its identity under none of its two names."""
+    """Return whether a group lacks a setting of its identity, which may have either of two names."""
     return key not in group and f"pre_{key}" not in group
 
 
 def identity(group: Group, keys: Sequence[str] = IDENTITY) -> tuple[Any, ...]:
-    """The values of a group that tell it apart; NeMo prefixes the multipliers with `pre_`."""
+    """Return the identifying values of a group; NeMo adds the prefix `pre_` to the multipliers."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)

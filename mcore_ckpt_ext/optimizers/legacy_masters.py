@@ -1,11 +1,11 @@
-"""Legacy optimizer state without DistributedOptimizer: every rank's masters and moments, one tensor for each parameter.
+"""Legacy optimizer state without DistributedOptimizer: one tensor for each master and moment of each rank's parameters.
 
 Source: `Float16OptimizerWithFloat16Params.state_dict`, megatron/core/optimizer/optimizer.py, core_v0.7.0 to 0.19.2:
-`fp32_from_fp16_params` lists the masters group by group, each group in the order in which its parameters were
-registered, and `optimizer` is torch's own dict, whose ids count through the groups. Which parameter is in which group
-is not recorded: each weight takes the next master of the group whose next master rounds to it. `FP32Optimizer` stores
-torch's dict alone; there the next of the right shape is taken, as Megatron's groups differ in the number of axes
-(`_get_param_groups`, megatron/core/optimizer/__init__.py), and two groups that both fit are refused.
+`fp32_from_fp16_params` lists the masters group by group, within a group in the order in which its parameters were
+registered, and `optimizer` is torch's own dict, whose ids are counted across the groups. The group of a parameter is
+not recorded: each weight is assigned the next master of the group whose next master rounds to the weight.
+`FP32Optimizer` stores torch's dict alone; its state is assigned by shape, because Megatron's groups differ in the
+number of axes (`_get_param_groups`, megatron/core/optimizer/__init__.py). If two groups match, the state is refused.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from mcore_ckpt_ext.transfer import Transfer, read_slice
 NAME = "legacy_torch_per_parameter"
 MASTERS = "fp32_from_fp16_params"
 _SAMPLE = 64
-# How a group of Adam is told from all others (Lion has no eps, SGD no betas), and what it keeps for each parameter.
+# Settings that only groups of Adam have (Lion has no eps, SGD no betas), and Adam's state for each parameter.
 _ADAM, _MOMENTS_OF_ADAM = frozenset({"betas", "eps"}), frozenset({EXP_AVG, EXP_AVG_SQ})
 
 
 @dataclass(frozen=True)
 class _Queue:
-    """The state of a group's parameters, the next one first; `of_experts`: experts have groups of their own."""
+    """The state of a group's parameters, in order; `of_experts`: whether it is a group for experts."""
 
     items: deque[dict[str, TensorReference]]
     of_experts: bool
@@ -53,7 +53,7 @@ class _Queue:
 
 @dataclass(frozen=True)
 class RankOptimizers:
-    """The chained optimizers of one rank, and its parameters in registration order; tensors lie in `place`."""
+    """The chained optimizers of one rank, and its parameters in registration order; tensors are in `place`."""
 
     tensor: int
     place: StoredObject
@@ -71,7 +71,7 @@ class LegacyMasters(RankArrays, OptimizerState):
         layout: ParallelLayout,
         transfer: Transfer,
     ) -> None:
-        """Raises: PackingError, when the masters cannot be told apart; UnsupportedCheckpointError, see `_queue`."""
+        """Raise PackingError if masters cannot be assigned to weights; UnsupportedCheckpointError: see `_queues`."""
         super().__init__(arguments, layout)
         self._transfer = transfer
         for rank in ranks:
@@ -79,7 +79,7 @@ class LegacyMasters(RankArrays, OptimizerState):
 
     @property
     @override
-    def kinds(self) -> tuple[str, ...]:  # type: ignore[override]  # known only when all ranks are read
+    def kinds(self) -> tuple[str, ...]:  # type: ignore[override]  # known only after all ranks are read
         found = dict.fromkeys(kind for kind, _ in self._tensors)
         return tuple(sorted(found, key=lambda kind: kind != FP32_PARAM))
 
@@ -92,7 +92,7 @@ class LegacyMasters(RankArrays, OptimizerState):
         return False
 
     def order_sources(self) -> list[str]:
-        """Where the places of the parameters are known from."""
+        """Return the source of the parameter order."""
         return ["the order of the stored masters"]
 
     def _add_rank(self, rank: RankOptimizers) -> None:
@@ -110,13 +110,13 @@ class LegacyMasters(RankArrays, OptimizerState):
             fitting = [items for items in own if self._fits(items[0], weight, rank.place)]
             if len(fitting) > 1:
                 raise self._ambiguous(f"{len(fitting)} groups have state for it", name, rank)
-            for kind, tensor in fitting[0].popleft().items() if fitting else ():  # without one: it is not trained
+            for kind, tensor in fitting[0].popleft().items() if fitting else ():  # without a match, it is not trained
                 self.add(kind, name, tensor, rank.tensor, rank.place)
         if left := sum(len(queue.items) for queue in queues):
             raise self._ambiguous(f"{left} masters or moments fit no weight", "the stored model", rank)
 
     def _check_all_trained(self, stored: int, rank: RankOptimizers) -> None:
-        """In fp32 training only shapes and order tell, and they are certain only where nothing was left out."""
+        """In fp32 training, check that all parameters have state; otherwise shapes and order are not certain."""
         parameters = [name for name, _ in rank.parameters if not is_module_buffer(name)]
         if stored != len(parameters):
             raise self._ambiguous(f"state of {stored} parameters, of {len(parameters)}", "the stored model", rank)
@@ -145,10 +145,10 @@ class LegacyMasters(RankArrays, OptimizerState):
 
 
 def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
-    """The state of each group's parameters, in order.
+    """Return the state of each group's parameters, in order.
 
     Raises:
-        UnsupportedCheckpointError: some parameter lacks what others of its group have, or there is no step.
+        UnsupportedCheckpointError: parameters of a group have different kinds of state, or there is no step.
     """
     masters = optimizer.get(MASTERS)
     inner = optimizer.get("optimizer", optimizer)
@@ -170,9 +170,9 @@ def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
         is_new = masters is not None and not group.get("step")  # see `first_step`
         if len(kinds) > 1 or (frozenset() in kinds and not (is_new or keeps_nothing([group]))):
             raise _unknown("not the same state for all parameters of a group", where)
-        # torch's Adam keeps it beside each parameter.
+        # torch's Adam stores the step for each parameter.
         counted = "step" in group or all("step" in state.get(parameter, {}) for parameter in group["params"])
-        if EXP_AVG_SQ in next(iter(kinds), ()) and not counted:  # Lion counts none
+        if EXP_AVG_SQ in next(iter(kinds), ()) and not counted:  # Lion has no step
             raise _unknown("no step in a parameter group, nor beside its parameters", where)
         if any(kinds) and group.keys() >= _ADAM and kinds != {_MOMENTS_OF_ADAM}:
             raise _unknown(f"a group of Adam that keeps {', '.join(sorted(kinds.pop()))}", where)

@@ -1,11 +1,11 @@
-"""The optimizer formats in model space: arrays under the sharded keys of the weights that they belong to.
+"""The optimizer formats in model space: arrays under the sharded keys of their weights.
 
 Sources in megatron/core/optimizer: `sharded_param_state_fully_reshardable` (distrib_optimizer.py, core_v0.15.0 to
 0.19.2) and `sharded_param_state_fs_model_space` (core_v0.8.0 to 0.15.3); `sharded_state_dict` of
 `Float16OptimizerWithFloat16Params` and `FP32Optimizer` (optimizer.py, core_v0.7.0 to 0.19.2) and of
-`LayerWiseDistributedOptimizer` (layer_wise_optimizer.py, core_v0.16.0 to 0.19.2), which stores as they do. What a
-checkpoint says about itself may be true of only one of its optimizers, so keys decide: `fully_reshardable` calls the
-masters `param`, all others `fp32_param`, and layer-wise optimizers are a chain that marks its keys.
+`LayerWiseDistributedOptimizer` (layer_wise_optimizer.py, core_v0.16.0 to 0.19.2), which has the same format. A
+checkpoint's label may apply to only one of its optimizers, so keys decide: masters are named `param` in
+`fully_reshardable` and `fp32_param` in all others, and layer-wise optimizers are a chain that marks its keys.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _SAMPLE = 64
 
 
 def is_layer_wise(arguments: JobArguments) -> bool:
-    """Whether a job shares whole parameters out between its data-parallel ranks.
+    """Return whether a job distributes whole parameters among its data-parallel ranks.
 
-    `use_layer_wise_distributed_optimizer` since core_v0.17; before it, the optimizer's name alone
+    Since core_v0.17 the argument is `use_layer_wise_distributed_optimizer`; before, only the optimizer's name shows it
     (megatron/training/arguments.py).
     """
     named = str(arguments.raw.get("optimizer") or "")
@@ -47,7 +47,7 @@ def is_layer_wise(arguments: JobArguments) -> bool:
 
 
 def encoding_of(keys: StoredKeys) -> dict[str, str]:
-    """The encoding of every array in model space, by key; decided for each parameter by all its keys."""
+    """Return the encoding of every array in model space by key, determined for each parameter by all its keys."""
     parts = {key: match for key in keys.arrays if (match := STATE_KEY.match(key))}
     gathered = {match["key"] for match in parts.values() if match["state"] == _FULLY_RESHARDABLE_MASTER}
     found = {}
@@ -76,10 +76,11 @@ def _read_undistributed(holder: Holder, keys: StoredKeys, models: Callable[[], L
 
 
 def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
-    """0.15 to 0.19 write it shifted where a bucket that is not the last ends in padding.
+    """Read a state after undoing two errors of Megatron.
 
-    And remainders are written as numbers (`_get_main_param_and_optimizer_states` hands out int16, and the gathered
-    buffers are fp32; distrib_optimizer.py, core_v0.15.0 to 0.19.2).
+    0.15 to 0.19 write it shifted if a bucket other than the last ends with padding. They also write remainders as
+    numbers (`_get_main_param_and_optimizer_states` returns int16, and the gathered buffers are fp32;
+    distrib_optimizer.py, core_v0.15.0 to 0.19.2).
     """
     state = ModelSpaceState(keys)
     if holder.arguments.use_precision_aware_optimizer and _holds_numbers(state, holder):
@@ -95,7 +96,7 @@ def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalM
 
 
 def _holds_numbers(state: ModelSpaceState, holder: Holder) -> bool:
-    """Whether the stored "masters" are remainders: all of them whole numbers, and not all equal to the weights."""
+    """Return whether the stored "masters" are remainders: they are all whole numbers, and some differ from weights."""
     differ = False
     for name in state.names(FP32_PARAM):
         for stored in state.stored(FP32_PARAM, name)[:1]:
@@ -114,9 +115,9 @@ def _reshardable_by_stock(placement_changed: bool, version: Version) -> bool:
 
 
 def _model_space_by_stock(placement_changed: bool, version: Version) -> bool:
-    """Refused since commit 5ab481cb.
+    """Return whether stock Megatron loads `fully_sharded_model_space`, which it refuses since commit 5ab481cb.
 
-    Up to 0.13 its parameter groups are taken by position, which exchanges weight decay between them on later pipeline
+    Up to 0.13 its parameter groups are matched by position, which swaps weight decay between groups on later pipeline
     stages.
     """
     return LOADS_MODEL_SPACE.is_of(version)

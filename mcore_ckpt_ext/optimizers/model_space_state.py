@@ -1,7 +1,7 @@
-"""Optimizer state in arrays shaped like the weights: each says which elements of which tensor it holds.
+"""Optimizer state in arrays with the shapes of the weights, whose keys identify the parameters.
 
-`fully_sharded_model_space` stores each rank's flat part of its shard, in an array of shape [shards along each axis,
-elements of a shard] whose natural shape stands in the metadata (dist_checkpointing/strategies/resharding.py,
+`fully_sharded_model_space` stores each rank's flat part of its shard in an array of shape [shards along each axis,
+elements of a shard], whose natural shape is in the metadata (dist_checkpointing/strategies/resharding.py,
 `apply_nd_flattened_tensors_reformulation`, core_v0.8.0 to 0.15.3).
 """
 
@@ -26,10 +26,10 @@ STATE_KEY = re.compile(CHAIN + r"optimizer\.state\.(?P<state>\w+?)\.(?P<key>.+)$
 
 
 class ModelSpaceState(OptimizerState):
-    """Optimizer state that needs no packing to be known."""
+    """Optimizer state that does not depend on a packing."""
 
     def __init__(self, keys: StoredKeys, distributed: bool = True) -> None:
-        """Args: what is stored, and whether a DistributedOptimizer did."""
+        """`keys`: the stored state; `distributed`: whether a DistributedOptimizer stored it."""
         self._distributed = distributed
         self._slices: dict[tuple[str, str], list[StoredSlice]] = {}
         self._tensors: dict[tuple[str, str], LogicalTensor] = {}
@@ -65,11 +65,11 @@ class ModelSpaceState(OptimizerState):
             if natural is None:
                 offsets, sizes, start = chunk.offsets, chunk.sizes, 0
             else:
-                # Axis i of the stored array counts shards along axis i of the natural one; the last counts elements.
+                # Axis i of the stored array is the shard along axis i of the natural one; the last axis is elements.
                 sizes = tuple(size // shards for size, shards in zip(natural, array.shape[:-1], strict=True))
                 offsets = tuple(index * size for index, size in zip(chunk.offsets[:-1], sizes, strict=True))
                 start = chunk.offsets[-1]
-            # A chunk of several layers or experts holds one after the other.
+            # A chunk of several layers or experts contains one after the other.
             spans = [range(first, first + size) for first, size in zip(offsets, sizes[:stacked], strict=False)]
             regions = tuple(
                 Region(name_at(key, stack), offsets[stacked:], sizes[stacked:]) for stack in product(*spans)

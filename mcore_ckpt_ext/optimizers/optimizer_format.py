@@ -1,4 +1,4 @@
-"""An encoding: one way in which an optimizer's state lies in a checkpoint, and everything that follows from it."""
+"""An encoding: one format of an optimizer's state in a checkpoint, and all its properties."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BESIDE_BUFFERS = re.compile(
 
 
 def is_of_group(key: str) -> bool:
-    """Whether an object beside gradient buffers is read, or follows from what is read.
+    """Return whether an object stored with gradient buffers is read, or is derived from those that are.
 
     Source: `sharded_state_dict` of `DistributedOptimizer`, megatron/core/optimizer/distrib_optimizer.py, core_v0.6.0 to
     0.19.2.
@@ -41,7 +41,7 @@ def is_of_group(key: str) -> bool:
 
 
 class Holder(Protocol):
-    """What an encoding needs from the checkpoint that holds it."""
+    """The part of a checkpoint's interface that an encoding needs."""
 
     @property
     def folder(self) -> Path:
@@ -65,29 +65,29 @@ class Holder(Protocol):
 
     @property
     def proof(self) -> Proof:
-        """How its masters are proven."""
+        """The master check for its masters."""
 
     @property
     def sidecar(self) -> Sidecar | None:
         """The sidecar, if there is a readable one."""
 
     def orders(self) -> Sequence[ParameterOrder]:
-        """Witnesses of the order in which parameters were registered."""
+        """Return evidence of the order in which parameters were registered."""
 
     def proposals(self, rules: Sequence[PackingRule], models: LocalModels) -> list[Proposal]:
-        """Witnesses of the packing of gradient buffers that hold the parameters of `models`."""
+        """Return candidate packings of gradient buffers with the parameters of `models`."""
 
 
 @dataclass(frozen=True)
 class StoredKeys:
-    """What a `torch_dist` checkpoint stores of its optimizers, by key.
+    """The stored state of a `torch_dist` checkpoint's optimizers, by key.
 
     Attributes:
         arrays: by sharded key.
         objects: by key with Megatron's `/shard_...` suffix.
         natural_shapes: the shapes of arrays that are stored reshaped.
         chunks_show_parameters: see `DcpIndex`.
-        label: what the checkpoint calls all of it; some of it may be stored differently.
+        label: the checkpoint's name of the format; some state may have another format.
         read_object: reads one of the objects.
     """
 
@@ -99,18 +99,18 @@ class StoredKeys:
     read_object: Callable[[str], Any]
 
     def of_optimizers(self) -> StoredKeys:
-        """Without what belongs to the model and the job."""
+        """Return the keys of optimizers, without those of the model and the job."""
         return self.only([key for key in (*self.arrays, *self.objects) if _OPTIMIZER_KEY.match(key)])
 
     def only(self, keys: Collection[str]) -> StoredKeys:
-        """The part under the given keys."""
+        """Return the part with the given keys."""
         chosen = set(keys)
         arrays = {key: array for key, array in self.arrays.items() if key in chosen}
         objects = {key: place for key, place in self.objects.items() if key in chosen}
         return replace(self, arrays=arrays, objects=objects)
 
     def __iter__(self) -> Any:
-        """All keys."""
+        """Yield all keys."""
         yield from self.arrays
         yield from self.objects
 
@@ -120,17 +120,18 @@ class Encoding:
     """A row of the table.
 
     Attributes:
-        name: Megatron's own where it has one, as `param_state_sharding_type` has it.
-        stored: what is stored, in words.
-        written_by: who writes it, in words.
-        claims: the keys of a torch_dist checkpoint that are in this encoding; each key is in one at most.
-        read: makes the state of what was claimed, given the parameters that no other encoding names.
-        stock_loads: whether Megatron itself loads an intact one correctly, by whether the gradient buffers of the run
-            differ from those of the job that wrote it, and the version of the running megatron-core.
-        note: what a user should know when stock Megatron resumes it.
-        shows_names: whether every array says which parameter it belongs to; otherwise that is recovered.
-        distributed: whether a DistributedOptimizer has it.
-        opening_reads_elements: whether only a look at elements shows what is there.
+        name: Megatron's own name if it has one, as in `param_state_sharding_type`.
+        stored: a description of the stored arrays.
+        written_by: a description of the optimizers and versions that write it.
+        claims: returns the keys of a torch_dist checkpoint in this encoding; each key is in at most one.
+        read: reads the state of the claimed keys, given the parameters that no other encoding names.
+        stock_loads: returns whether Megatron itself loads an intact state correctly; the arguments are whether the
+            gradient buffers of the running job differ from those of the job that wrote it, and the version of
+            megatron-core.
+        note: a note for users who resume it with stock Megatron.
+        shows_names: whether the keys of arrays identify parameters; otherwise they are recovered.
+        distributed: whether it belongs to a DistributedOptimizer.
+        opening_reads_elements: whether the content can be listed only by reading elements.
     """
 
     name: str

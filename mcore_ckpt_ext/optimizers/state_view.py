@@ -1,4 +1,4 @@
-"""An optimizer state as data: its members, of which a view replaces some and keeps the others."""
+"""An optimizer state as data: a view replaces some members and keeps the others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OfParameter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateView(OptimizerState):
-    """An optimizer state as its members, see `OptimizerState`; `dataclasses.replace` makes one that differs in some."""
+    """An optimizer state as replaceable members, see `OptimizerState`; `dataclasses.replace` changes some of them."""
 
     kinds: tuple[str, ...]
     carried_kinds: tuple[str, ...]
@@ -51,12 +51,12 @@ class StateView(OptimizerState):
 
     @classmethod
     def of(cls, state: OptimizerState) -> StateView:
-        """Return a state as its members."""
+        """Return a view with the members of a state."""
         return StateView(**{field.name: getattr(state, field.name) for field in fields(StateView)})
 
 
 class NoState(OptimizerState):
-    """A state of no parameter."""
+    """The state of an optimizer without parameters."""
 
     kinds = ()
 
@@ -77,7 +77,7 @@ class NoState(OptimizerState):
 
 
 def joined(states: Sequence[OptimizerState]) -> OptimizerState:
-    """Return the states of several optimizers, each for its own parameters, as one."""
+    """Join the states of several optimizers with disjoint parameters."""
     if len(states) == 1:
         return states[0]
     none = NoState()

@@ -1,4 +1,4 @@
-"""The scales that weights of few bits are stored with, and what they say of their masters."""
+"""The stored scales of quantized weights, and the master check that follows from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_ckpt_ext.transfer import Transfer
 
 
 def proof_beside(weights: Source, names: Iterable[str], proof: Proof, transfer: Transfer) -> Proof:
-    """The proof of the masters of parameters, at the scales that their weights are stored with, if they are.
+    """Return the check for the masters of parameters, adjusted to the stored scales of their weights, if any.
 
     Raises:
         UnreadableCheckpointError: a file is damaged.

@@ -1,4 +1,4 @@
-"""The table of encodings, and the optimizer of a checkpoint as a composition of what each of them recognises.
+"""The table of encodings, and the optimizer of a checkpoint, composed of the states that each encoding recognizes.
 
 A new encoding is a module with its rows, and a line here.
 """
@@ -14,7 +14,7 @@ from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.state_view import joined
 from mcore_ckpt_ext.optimizers.unsupported import check_provable
 
-# Encodings that name their parameters come before gradient buffers, which hold the others.
+# Encodings that name their parameters precede gradient buffers, which contain the others.
 ENCODINGS: tuple[Encoding, ...] = (
     *model_space_formats.ENCODINGS,
     *bucket_formats.ENCODINGS,
@@ -27,56 +27,56 @@ _JOINT = " + "
 
 
 def encodings_named(name: str | None) -> list[Encoding]:
-    """The rows that a checkpoint's `optimizer_format` names; none for names that are not in the table."""
+    """Return the rows of the encodings in a checkpoint's `optimizer_format`, ignoring unknown names."""
     parts = name.split(_JOINT) if name else []
     return [encoding for encoding in ENCODINGS if encoding.name in parts]
 
 
 def stock_can_load(name: str | None, placement_changed: bool, version: Version) -> bool:
-    """Whether Megatron itself loads an intact optimizer state correctly.
+    """Return whether Megatron itself loads an intact optimizer state correctly.
 
-    Sources: `load_checkpoint` (megatron/training/checkpointing.py) and `DistributedOptimizer.load_state_dict` at each
+    Sources: `load_checkpoint` (megatron/training/checkpointing.py) and `DistributedOptimizer.load_state_dict` in each
     version.
 
     Args:
         name: the optimizer format.
-        placement_changed: the gradient buffers of the run differ from those of the job that wrote it.
-        version: of the running megatron-core, (major, minor).
+        placement_changed: whether the gradient buffers of the running job differ from those of the job that wrote it.
+        version: the version of megatron-core, (major, minor).
     """
     return all(encoding.stock_loads(placement_changed, version) for encoding in encodings_named(name))
 
 
 def shows_names(name: str | None) -> bool:
-    """Whether the arrays of an optimizer format say which parameters they belong to; not so without an optimizer."""
+    """Return whether the keys of an optimizer format's arrays identify parameters; False without an optimizer."""
     return name is not None and all(encoding.shows_names for encoding in encodings_named(name))
 
 
 def opens_by_metadata(name: str) -> bool:
-    """Whether an optimizer format shows what it holds without a look at elements."""
+    """Return whether the content of an optimizer format can be listed without reading elements."""
     return not any(encoding.opening_reads_elements for encoding in encodings_named(name))
 
 
 def recognised(keys: StoredKeys) -> list[tuple[Encoding, StoredKeys]]:
-    """The encodings in a checkpoint, each with the keys that are its own."""
+    """Return the encodings in a checkpoint, each with its keys."""
     claims = [(encoding, encoding.claims(keys)) for encoding in ENCODINGS]
     return [(encoding, keys.only(claimed)) for encoding, claimed in claims if claimed]
 
 
 def format_name(keys: StoredKeys) -> str | None:
-    """The names of all encodings in a checkpoint; its own label where nothing is recognised; None without state."""
+    """Return the names of all encodings in a checkpoint, or its label if there are none; None without state."""
     names = [encoding.name for encoding, _ in recognised(keys)]
     return _JOINT.join(names) or (keys.label if any(True for _ in keys) else None)
 
 
 def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
-    """The optimizer state of a torch_dist checkpoint.
+    """Return the optimizer state of a torch_dist checkpoint.
 
     Args:
-        holder: the checkpoint that it belongs to.
-        keys: what the checkpoint stores of its optimizers.
+        holder: the checkpoint.
+        keys: the stored state of its optimizers.
 
     Raises:
-        UnsupportedCheckpointError: there is none, or its format is not read.
+        UnsupportedCheckpointError: there is no state, or its format is not supported.
     """
     found = recognised(keys)
     if not found:
@@ -91,7 +91,7 @@ def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
     named: set[str] = set()
 
     def others() -> LocalModels:
-        """The parameters that no array named so far: those that gradient buffers hold."""
+        """Return the parameters that no array has named so far, which gradient buffers contain."""
         return holder.models.without(named)
 
     for encoding, own in found:

@@ -1,8 +1,8 @@
-"""Masters of a tied embedding that differ between the pipeline stages that hold it.
+"""Compares the masters of a tied embedding on different pipeline stages.
 
-With `--optimizer-cpu-offload` one stage may step its copy by torch's Adam and the other by FusedAdam, which do not
-agree in every bit (seen with core_v0.16.1 to 0.19.2). That is how the job was: the first stage's copy is taken, and the
-user is told.
+With `--optimizer-cpu-offload` one stage may update its copy by torch's Adam and the other by FusedAdam, whose results
+differ in some bits (seen with core_v0.16.1 to 0.19.2). The job itself had both values. The first stage's copy is used,
+and the difference is reported.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _BLOCK = 1 << 22
 
 
 def differing_masters(state: OptimizerState, transfer: Transfer, share: tuple[int, int] = (0, 1)) -> int:
-    """How many masters of the word embeddings are not the same in every bit of all copies.
+    """Return the number of masters of the word embeddings that differ in a bit between copies.
 
     Args:
-        state: the optimizer's.
+        state: the optimizer's state.
         transfer: reads its files.
-        share: which part of the work this is: its number, and how many there are.
+        share: the part of the work to do: its number, and the number of parts.
     """
     table = word_embeddings_in(state.names(FP32_PARAM))
     tensor = state.logical_tensor(FP32_PARAM, table) if table else None
@@ -44,15 +44,15 @@ def different_elements(
     tensor: LogicalTensor, kind: str, one: Sequence[StoredSlice], other: Sequence[StoredSlice], transfer: Transfer,
     share: tuple[int, int] = (0, 1),
 ) -> int:  # fmt: skip
-    """How many elements of two copies of a part of a tensor are not the same in every bit.
+    """Return the number of elements that differ in a bit between two copies of a part of a tensor.
 
     Args:
-        tensor: that both are a part of.
-        kind: of the tensor.
+        tensor: the tensor.
+        kind: the kind of the tensor.
         one: the slices of a copy.
-        other: those of another, of the same part.
+        other: the slices of another copy of the same part.
         transfer: reads the files.
-        share: which blocks are looked at: the number of this process, and how many there are.
+        share: the blocks to compare: the number of this process, and the number of processes.
     """
     regions = tuple(dict.fromkeys(region for stored in one for region in stored.slice.regions))
     end, found = sum(stored.slice.numel for stored in one), 0
@@ -67,12 +67,12 @@ def different_elements(
 
 
 def bits_of(values: torch.Tensor) -> torch.Tensor:
-    """The elements as integers of their size: equal exactly where all bits are."""
+    """Return the elements as integers of their size, which are equal if and only if all bits are."""
     return values.view(bits_dtype(values.element_size()))
 
 
 def in_words(count: int) -> str:
-    """What whoever goes on from there should know."""
+    """Return a note for users who resume the checkpoint."""
     return (
         f"{count:,} masters of the tied word embeddings differ between pipeline stages, as --optimizer-cpu-offload may "
         "leave them: those of the first stage are taken"

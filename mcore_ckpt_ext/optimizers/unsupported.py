@@ -1,4 +1,4 @@
-"""Optimizer state that no weight can prove, or that cannot be placed, is refused before anything is read."""
+"""Refuses optimizer state that no weight can verify, or whose parameters cannot be located, before any is read."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from mcore_ckpt_ext.optimizers.optimizer_format import Holder, StoredKeys
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 _QUANTISING = ("fp8_param_gather", "fp4_param_gather")
-# FusedAdam divides such moments by a scale of each tensor, and Megatron stores them multiplied again, in fp32
+# FusedAdam divides such moments by a scale for each tensor, and Megatron stores them multiplied by it, in fp32
 # (`get_unscaled_state`, transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2).
 _SCALED = ("float16", "uint8", "int8", "float8_e4m3fn", "float8_e5m2")
 _MODEL_SPACE_MASTER = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.(?:fp32_param|param)\.")
 
 
 def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[str]) -> None:
-    """Refuse optimizer state that no weight can prove.
+    """Refuse optimizer state that no weight can verify.
 
     Args:
         holder: the checkpoint.
-        keys: what a torch_dist checkpoint stores of its optimizers.
-        encodings: of the state, by name.
+        keys: the stored state of a torch_dist checkpoint's optimizers.
+        encodings: the names of the state's encodings.
 
     Raises:
-        UnsupportedCheckpointError: the state is of such a kind.
+        UnsupportedCheckpointError: the state cannot be verified, or its parameters cannot be located.
     """
     found = _unprovable(holder, keys)
     if found:
@@ -86,11 +86,11 @@ def _unprovable(holder: Holder, keys: StoredKeys | None) -> str | None:
 
 
 def _transposes_experts(arguments: JobArguments) -> bool:
-    """Whether the job's experts were `GroupedMLP` (megatron/core/transformer/moe/experts.py, core_v0.7.0 to 0.16.1).
+    """Return whether experts were `GroupedMLP` (megatron/core/transformer/moe/experts.py, core_v0.7.0 to 0.16.1).
 
-    It keeps one matrix for all experts of a rank, transposed; `sharded_state_dict` turns its weights, not the flat
-    optimizer state. Who chooses it: megatron/core/models/gpt/moe_module_specs.py (core_v0.11.0 to 0.16.1); an
-    older version's arguments do not say what it chose, and the proof decides.
+    It has one matrix for all experts of a rank, transposed; `sharded_state_dict` transposes its weights, but not the
+    flat optimizer state. The choice is made in megatron/core/models/gpt/moe_module_specs.py (core_v0.11.0 to 0.16.1).
+    The arguments of older versions do not record the choice; then the master check decides.
     """
     chosen = arguments.moe_use_legacy_grouped_gemm
     return bool(arguments.moe_grouped_gemm) and bool(
@@ -99,10 +99,10 @@ def _transposes_experts(arguments: JobArguments) -> bool:
 
 
 def has_remainders(index: DcpIndex) -> bool:
-    """Whether masters are stored as the int16 that a precision-aware optimizer keeps beside bf16 weights."""
+    """Return whether masters are stored as int16 remainders, as by a precision-aware optimizer with bf16 weights."""
     return any(is_master(key) and array.dtype == "int16" for key, array in index.arrays.items())
 
 
 def is_master(key: str) -> bool:
-    """Whether the array of a sharded key holds masters, in any torch_dist format."""
+    """Return whether the array of a sharded key contains masters, in any torch_dist format."""
     return key.endswith(".param") if ".gbuf_idx_" in key else bool(_MODEL_SPACE_MASTER.match(key))

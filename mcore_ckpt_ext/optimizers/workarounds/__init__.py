@@ -1,1 +1,1 @@
-"""Checkpoints that a bug of a framework has altered: recognized by their evidence, and read as intended."""
+"""Checkpoints altered by a bug of a framework, which are recognized by their content and read as intended."""

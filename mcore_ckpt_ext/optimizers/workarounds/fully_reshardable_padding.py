@@ -1,10 +1,10 @@
-"""`fully_reshardable` as Megatron 0.15.0 to 0.19.2 writes it when a bucket that is not the last has end padding.
+"""`fully_reshardable` written by Megatron 0.15.0 to 0.19.2 with end padding in a bucket other than the last.
 
-The writer joins a buffer's buckets without the padding at their ends, then cuts the parameters out at positions that
-still count it (`sharded_param_state_fully_reshardable`, megatron/core/optimizer/distrib_optimizer.py; fixed by commit
-32a03b77 of 2026-08-21, which is in no release). So the slot of a parameter holds elements that lie further on, and what
-falls into an alignment gap, or into the slot of a replica that is not saved, is in no slot at all. Where the layout of
-the buffers is known, the rest can be found again: it stands in its neighbours' slots.
+The writer joins a buffer's buckets without the padding at their ends, then extracts the parameters at positions that
+still include it (`sharded_param_state_fully_reshardable`, megatron/core/optimizer/distrib_optimizer.py; fixed by commit
+32a03b77 of 2026-08-21, which is in no release). So the slot of a parameter contains elements from further on. Elements
+that fall into an alignment gap, or into the slot of a replica that is not saved, are lost. If the layout of the buffers
+is known, all others can be found in the neighbors' slots.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SAMPLE = 64
 
 @dataclass(frozen=True)
 class _Shifted:
-    """A local parameter whose slot holds other elements, and where its own lay in the joined buffer."""
+    """A local parameter whose slot contains other elements, and its position in the joined buffer."""
 
     rank: ModelRank
     placement: Placement
@@ -44,9 +44,9 @@ class _Shifted:
 def unshifted(
     written: ModelSpaceState, models: LocalModels, shifted: Mapping[str, Sequence[_Shifted]]
 ) -> OptimizerState:
-    """Return a `fully_reshardable` state whose shifted parameters are read from where their elements really are.
+    """Return a `fully_reshardable` state whose shifted parameters are read from the actual positions of their elements.
 
-    Elements that are in no slot are missing from `stored`, so that planning their tensor is refused.
+    Lost elements are missing from `stored`, so that planning their tensor is refused.
     """
 
     def stored(kind: str, name: str) -> Sequence[StoredSlice]:
@@ -87,9 +87,9 @@ def repaired(
     weights: Source,
     transfer: Transfer,
 ) -> OptimizerState:
-    """The state as it is to be read: as written where that is right, otherwise repaired by the first order that holds.
+    """Return the state as written if it is correct, or else repaired by the first parameter order that passes.
 
-    Where neither holds it is returned as written; the proof then refuses what is wrong.
+    If none passes, it is returned as written; the master check then refuses wrong values.
     """
     for order in orders:
         shifted = _shifted(models, order)
@@ -102,12 +102,12 @@ def repaired(
 
 
 def shifted_names(models: LocalModels, order: ParameterOrder) -> list[str]:
-    """The parameters whose slots hold other elements, if these are the ranks and the order that it was written by."""
+    """Return the parameters whose slots contain other elements, if these are the ranks and the order of the writer."""
     return list(_shifted(models, order))
 
 
 def _shifted(models: LocalModels, order: ParameterOrder) -> dict[str, list[_Shifted]]:
-    """All local parameters after some end padding, by name; those that hold the copy to read first come first."""
+    """Return all local parameters after some end padding, by name, the preferred copy first."""
     found: dict[str, list[_Shifted]] = {}
     ranks = {rank for name in models.weights for rank in models.ranks_of(name)}
     for rank in sorted(ranks, key=lambda rank: (rank.pipeline, rank.tensor, rank.expert is not None, rank.expert or 0)):
@@ -122,10 +122,10 @@ def _shifted(models: LocalModels, order: ParameterOrder) -> dict[str, list[_Shif
 
 
 def _joined(written: ModelSpaceState, models: LocalModels, kind: str, shifted: _Shifted) -> FlatArray:
-    """The joined buffer of one rank, as far as the slots that this rank saved hold it.
+    """Return the joined buffer of one rank, as far as it is in slots that this rank saved.
 
-    The slot of a parameter at padded position p holds the elements from p on of the joined buffer; beyond its end the
-    writer put zeros.
+    The slot of a parameter at padded position p contains the elements from p on of the joined buffer, and zeros beyond
+    its end.
     """
     buffer = shifted.buffer
     end = sum(bucket.numel_unpadded for bucket in buffer.buckets)
@@ -143,7 +143,7 @@ def _joined(written: ModelSpaceState, models: LocalModels, kind: str, shifted: _
 
 
 def _saves(models: LocalModels, rank: ModelRank, name: str) -> bool:
-    """Whether the slot of a parameter was filled by this rank: replicas, and the tied copy, are not saved."""
+    """Return whether this rank filled the slot of a parameter; replicas and the tied copy are not saved."""
     holders = models.ranks_of(name)
     return rank in holders and rank.pipeline == holders[0].pipeline
 
@@ -155,7 +155,7 @@ def masters_hold(
     transfer: Transfer,
     mismatch: Callable[[torch.Tensor, torch.Tensor], Mismatch | None] = first_mismatch,
 ) -> bool:
-    """Whether samples of the masters of some parameters round to their weights."""
+    """Return whether samples of the masters of some parameters round to their weights."""
     for name in names:
         stored = state.stored(FP32_PARAM, name)
         for piece in stored[:1]:
