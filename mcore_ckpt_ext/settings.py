@@ -176,6 +176,12 @@ WRITER_PATIENCE = Setting(
     300.0,
     _seconds,
 )
+HEARTBEAT_TIMEOUT = Setting(
+    "MCORE_CKPT_EXT_HEARTBEAT_TIMEOUT",
+    "seconds without a heartbeat after which a process that shares a command counts as lost",
+    60.0,
+    _seconds,
+)
 SETTINGS = (
     SWITCH,
     VERIFY_ALL,
@@ -191,5 +197,6 @@ SETTINGS = (
     EXPORT_HF,
     EXPLAIN,
     WRITER_PATIENCE,
+    HEARTBEAT_TIMEOUT,
 )
 """All variables, in the order of the documentation's table, which is generated from this tuple."""

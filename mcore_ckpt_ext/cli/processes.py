@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import partial
+from typing import TypeVar, cast
 
-import torch.distributed
-
+from mcore_ckpt_ext.cli.heartbeat import Heartbeat, Store
 from mcore_ckpt_ext.cli.output import message
 from mcore_ckpt_ext.errors import CheckpointError, UsageError, format_error
 from mcore_ckpt_ext.operations.workers import SingleProcess, Team
@@ -17,8 +19,13 @@ Item = TypeVar("Item")
 
 # Set by torchrun alone (torch/distributed/elastic/agent/server/local_elastic_agent.py).
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+# Whether the agent of torchrun holds the store, and not the first process (torch/distributed/rendezvous.py).
+_AGENT_HOLDS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _HOW_TO_START = "start them with torchrun -m mcore_ckpt_ext ..., or leave --join out and use one process"
 _DIGITS = 10
+_NAMESPACE = "mcore-ckpt"
+# While an exchange is waited for: the pause between two looks is a part of the time waited, within these seconds.
+_PART_OF_WAIT, _SHORTEST, _LONGEST = 0.05, 0.001, 0.1
 
 
 @contextmanager
@@ -38,14 +45,16 @@ def the_team(*, join: bool = False) -> Iterator[Team]:
     if size < 2:
         yield SingleProcess()
         return
-    _form_group(rank, size)
-    try:
-        yield _Together()
-    finally:
-        torch.distributed.destroy_process_group()
+    store = _meet(rank, size)
+    holder = None if os.environ.get(_AGENT_HOLDS_STORE) == str(True) else 0
+    with Heartbeat(store, rank, size, holder) as heartbeat:
+        team = _Together(store, rank, size, heartbeat)
+        heartbeat.names = team.gather(heartbeat.names[rank])
+        team.gather(None)  # from here on, every process can name every other one
+        yield team
 
 
-def _form_group(rank: int, size: int) -> None:
+def _meet(rank: int, size: int) -> Store:
     place = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     if place.startswith(":") or place.endswith(":"):
         raise UsageError(
@@ -53,15 +62,22 @@ def _form_group(rank: int, size: int) -> None:
             expected="MASTER_ADDR and MASTER_PORT",
             hint=_HOW_TO_START,
         )
+    # Where a connection ends, torch logs the frames of its functions; this package's error names the process.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
     if rank == 0:
         message(f"waiting for the {size} processes that share the work, at {place}")
     try:
-        torch.distributed.init_process_group("gloo")
+        store, _, _ = next(rendezvous("env://"))
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(
             "the processes that share the work could not connect", found=str(error).splitlines()[0], where=place,
             hint=_HOW_TO_START,
         ) from error  # fmt: skip
+    # Typed for text, stores take bytes as well: they are a `std::string` (torch/csrc/distributed/c10d/init.cpp).
+    return cast("Store", PrefixStore(_NAMESPACE, store))
 
 
 def _number(variable: str) -> int:
@@ -74,12 +90,15 @@ def _number(variable: str) -> int:
 
 
 class _Together:
-    def __init__(self) -> None:
-        self.rank = torch.distributed.get_rank()
-        self.size = torch.distributed.get_world_size()
+    """The processes exchange what they have by the store at which they have met: no connections between them."""
+
+    def __init__(self, store: Store, rank: int, size: int, heartbeat: Heartbeat) -> None:
+        self._store, self._heartbeat = store, heartbeat
+        self.rank, self.size = rank, size
+        self._exchanges = 0
 
     def all(self, work: Callable[[], None]) -> None:
-        """Do the work here, and then tell each other how it went, whatever went wrong: the others wait for it."""
+        """Do the work here, and then exchange how it went, whatever went wrong: the others wait for it."""
         error: Exception | None = None
         try:
             work()
@@ -110,14 +129,21 @@ class _Together:
         """One item from every process, in their order.
 
         Raises:
-            CheckpointError: a process has ended.
+            CheckpointError: the process that holds the store has ended.
         """
-        found = [item] * self.size
-        try:
-            torch.distributed.all_gather_object(found, item)
-        except RuntimeError as error:  # of the backend: the connection is closed, or timed out
-            raise CheckpointError(
-                "another process of this command has ended", found=next(iter(str(error).splitlines()), ""),
-                hint="start all of them again; a conversion that has not ended, with --resume",
-            ) from error  # fmt: skip
-        return found
+        self._exchanges += 1
+        gathered = self._heartbeat.wait(partial(self._exchange, self._exchanges, pickle.dumps(item)))
+        # The processes of this command made these pickles, as with torch's own collectives of objects.
+        return [pickle.loads(data) for data in gathered]
+
+    def _exchange(self, number: int, data: bytes) -> list[bytes]:
+        keys = [f"{number}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], data)
+        began = time.monotonic()
+        while not self._store.check(keys):
+            if self._heartbeat.is_over:
+                return []
+            time.sleep(min(max(_SHORTEST, (time.monotonic() - began) * _PART_OF_WAIT), _LONGEST))
+        if number > 1:  # all have read it, since all have come to this one
+            self._store.delete_key(f"{number - 1}/{self.rank}")
+        return [self._store.get(key) for key in keys]

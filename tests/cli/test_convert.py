@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import socket
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from mcore_ckpt_ext.cli.main import main
 from tests.harness.checkpoints import fixture_named
+from tests.harness.joined import free_port, in_processes
 
 TIME_LIMIT = 120
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def torchrun(processes: int, *words: object) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", free_port()]
     command = [sys.executable, *launcher, "-m", "mcore_ckpt_ext", "convert", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
-
-
-def one_of_many(environment: dict[str, str], output: Path, words: list[str]) -> None:
-    """A process as a launcher starts it."""
-    os.environ.update(environment)
-    with output.open("w") as file, redirect_stdout(file), redirect_stderr(file):
-        code = main(["convert", *words])
-    raise SystemExit(code)
-
-
-def in_processes(count: int, folder: Path, *words: object) -> list[str]:
-    """What each of so many processes says; forked from one that has imported torch, since that takes longest."""
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload([__name__])
-    together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(count)}
-    outputs = [folder / f"said_by_{rank}" for rank in range(count)]
-    ranks = [
-        forks.Process(target=one_of_many, args=({**together, "RANK": str(rank)}, output, list(map(str, words))))
-        for rank, output in enumerate(outputs)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(TIME_LIMIT)
-    said = [output.read_text() for output in outputs]
-    assert [rank.exitcode for rank in ranks] == [0] * count, said
-    return said
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -160,7 +124,9 @@ def test_each_target_has_its_own_options_in_the_help(capsys: pytest.CaptureFixtu
 def test_four_processes_write_the_identical_folder(tmp_path: Path) -> None:
     source = fixture_named("p09").run
     assert main(["convert", str(source), str(tmp_path / "one"), "--to", "torch_dist"]) == 0
-    first, *others = in_processes(4, tmp_path, source, tmp_path / "four", "--to", "torch_dist", "--join")
+    ended = in_processes(4, tmp_path, "convert", source, tmp_path / "four", "--to", "torch_dist")
+    assert [process.exit_code for process in ended] == [0] * 4, ended
+    first, *others = [process.output for process in ended]
     assert files(tmp_path / "one") == files(tmp_path / "four")
     # The first process speaks for all, and counts what all have proven.
     assert first.count("wrote ") == 1
