@@ -112,6 +112,11 @@ def accepting(names: Sequence[str]) -> Iterator[None]:
         _accepted.reset(token)
 
 
+def is_accepted(key: str) -> bool:
+    """Whether the user accepts a key of `config.json`, by `--accept-key` or the setting."""
+    return key in _accepted.get().union(ACCEPT_KEYS.value)
+
+
 def neutral_keys(
     config: Mapping[str, Any], model_type: str, whole: Mapping[str, Any] | None = None, *, written: bool = False
 ) -> NeutralKeys:

@@ -6,7 +6,9 @@ from typing import Any
 
 from typing_extensions import override
 
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.config_keys import is_accepted
 from mcore_ckpt_ext.families.deepseek import (
     RULES,
     dense_first,
@@ -17,27 +19,53 @@ from mcore_ckpt_ext.families.deepseek import (
     scaled_gates,
 )
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Coefficient, Config, Constant, Custom, unrepresentable
+from mcore_ckpt_ext.families.settings import Coefficient, Config, Constant, Custom, Setting, unrepresentable
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _GROUPED = ("moe_router_num_groups", "moe_router_group_topk")
+_ACCEPT = "--accept-key topk_method"
+_METHOD, _GREEDY, _LIMITED = "topk_method", "greedy", "group_limited_greedy"
 
 
-def _groups(arguments: ModelArguments) -> dict[str, Any]:
-    groups, chosen = arguments.moe_router_num_groups, arguments.moe_router_group_topk
-    method = "group_limited_greedy" if groups else "greedy"
-    return {"topk_method": method, "n_group": groups or 1, "topk_group": chosen or 1}
+def _limited_groups() -> Setting:
+    """How many groups of experts a token may be sent to.
 
+    transformers ranks a group by its best expert (`DeepseekV2TopkRouter`, 5.23), and so do vLLM and the released code.
+    Megatron ranks it by the sum of its best ones (`group_limited_topk`, moe_utils.py, core_v0.12 to 0.19.2), so that
+    the two choose other experts unless that is the sum of one.
+    """
 
-def _limits(config: Config) -> dict[str, Any]:
-    method = config.get("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise unrepresentable("topk_method", method, "greedy or group_limited_greedy")
-    limited = method == "group_limited_greedy"
-    return {
-        "moe_router_num_groups": config["n_group"] if limited else None,
-        "moe_router_group_topk": config["topk_group"] if limited else None,
-    }
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        groups, chosen = arguments.moe_router_num_groups, arguments.moe_router_group_topk
+        return {_METHOD: _LIMITED if groups else _GREEDY, "n_group": groups or 1, "topk_group": chosen or 1}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        method = config.get(_METHOD, _GREEDY)
+        if method not in (_GREEDY, _LIMITED):
+            raise unrepresentable(_METHOD, method, f"{_GREEDY} or {_LIMITED}")
+        if method == _GREEDY:
+            return dict.fromkeys(_GROUPED)
+        groups, chosen = config["n_group"], config["topk_group"]
+        best = config["num_experts_per_tok"] // chosen
+        if groups > chosen and best != 1 and not is_accepted(_METHOD):
+            raise UnsupportedCheckpointError(
+                f"Megatron would choose other experts: {_METHOD} {_LIMITED}",
+                found=f"transformers ranks a group of experts by its best one, Megatron by the sum of its best {best} "
+                "(num_experts_per_tok over topk_group)",
+                expected=f"{_GREEDY}, or as many groups as experts for each token", where="config.json",
+                hint=f"if the job may choose other experts: {_ACCEPT}",
+            )  # fmt: skip
+        return dict(zip(_GROUPED, (groups, chosen), strict=True))
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        if ranked_by(arguments) in (None, 1) or is_accepted(_METHOD):
+            return []
+        return [
+            f"moe_router_group_topk is {arguments.moe_router_group_topk}: Megatron ranks a group of experts by its best "
+            f"{ranked_by(arguments)}, DeepSeek-V2 by its best one ({_ACCEPT} accepts that)"
+        ]
+
+    return Custom((_METHOD, "n_group", "topk_group"), to_config, to_arguments, why_not, expressed=_GROUPED)
 
 
 class DeepSeekV2(Family):
@@ -51,7 +79,7 @@ class DeepSeekV2(Family):
         *latent_settings(),
         *expert_sizes(),
         dense_first(0),
-        Custom(("topk_method", "n_group", "topk_group"), _groups, _limits, expressed=_GROUPED),
+        _limited_groups(),
         scaled_gates(1.0),
         Coefficient("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
         Constant("norm_topk_prob", False, {"moe_router_pre_softmax": True}),
@@ -65,6 +93,6 @@ class DeepSeekV2(Family):
             return inner_norm_settings(arguments)
         return [
             *inner_norm_settings(arguments),
-            "groups of experts: Hugging Face ranks a group by its best expert, Megatron by the sum of its best "
-            "(group_limited_topk, moe_utils.py), so they may choose differently",
+            "groups of experts: transformers ranks a group by its best expert, Megatron by the sum of its best "
+            f"{ranked_by(arguments)}, so they may choose other experts, as you accepted",
         ]

@@ -75,7 +75,11 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3_moe": _configured(
         "Qwen3MoeConfig", **_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     ),
-    "deepseek_v2": _configured("DeepseekV2Config", **_LATENT, routed_scaling_factor=1.5),
+    "deepseek_v2": _configured(
+        "DeepseekV2Config",
+        **{**_LATENT, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+        routed_scaling_factor=1.5,
+    ),
     "deepseek_v2_lite": _configured("DeepseekV2Config", **{**_LATENT, "q_lora_rank": None}),
     "deepseek_v3": _configured(
         "DeepseekV3Config",

@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parents[1] / "huggingface" / "published"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 # What Megatron cannot do, with the reason.
 REFUSED = {
+    "deepseek-v2-ipex": "transformers ranks a group of experts by its best one, Megatron by the sum of its best 2",
     "phi-3.5": "short_factor scales 5 of 6 frequencies each in its own way",
     "phi-4-mini": "attention factor multiplies the part of a head that is rotated, 0.75",
     "ministral3-3b": "llama_4_scaling_beta; found: 0.1",

@@ -1,8 +1,7 @@
 """Genuine Megatron answers for scaled-down published configurations as transformers does: 31 of them.
 
 Two ranks serve all of them: TP2, and EP2 where there are experts; first with the local layer spec, then with
-Transformer Engine's. Weights are in fp32, whatever the file says; sizes are `scripts/scaled_configs.py`'s. DeepSeek-V2
-is not here: Megatron ranks groups of experts otherwise, and a note says so (families/deepseek_v2.py).
+Transformer Engine's. Weights are in fp32, whatever the file says; sizes are `scripts/scaled_configs.py`'s.
 """
 
 from __future__ import annotations
