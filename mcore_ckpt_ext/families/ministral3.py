@@ -1,4 +1,4 @@
-"""Ministral 3 and Devstral 2 without a temperature of queries."""
+"""Ministral 3 and Devstral 2."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _LENGTH = "max_position_embeddings"  # repeated among those of RoPE, where the c
 
 
 def _positions() -> Setting:
-    """YaRN, and among its keys the factor by which queries grow with their position; Megatron Core has none.
+    """YaRN, and among its keys the factor by which queries grow with their position, which Megatron Core lacks.
 
-    Source: `get_llama_4_attn_scale` of transformers/models/ministral3 (5.23).
+    A query is multiplied by 1 + beta log(1 + floor(position / original_max_position_embeddings)), which is 1 for the
+    first of these positions (`get_llama_4_attn_scale` of transformers/models/ministral3, 5.23).
     """
     yarn = rope(1000000.0, ignored=(_BETA, _LENGTH))
 
@@ -39,10 +40,8 @@ def _positions() -> Setting:
 
     def to_arguments(config: Config) -> dict[str, Any]:
         beta = (config.get(_NESTED) or {_BETA: 0.1}).get(_BETA)
-        if beta != 0:
-            raise unrepresentable(
-                _BETA, f"{beta}: queries grow with the logarithm of their position", "0, as Devstral 2 has it"
-            )
+        if isinstance(beta, bool) or not isinstance(beta, (int, float)):
+            raise unrepresentable(_BETA, beta, "a number")
         return yarn.arguments(config)
 
     def why_not(arguments: ModelArguments) -> list[str]:
@@ -52,7 +51,7 @@ def _positions() -> Setting:
 
 
 class Ministral3(Family):
-    """Mistral with YaRN."""
+    """Mistral with YaRN, and in Ministral 3 queries that grow with their position."""
 
     model_type = "ministral3"
     architecture = "Ministral3ForCausalLM"
@@ -66,3 +65,11 @@ class Ministral3(Family):
     @override
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that Llama or Mistral is"]
+
+    @override
+    def notices(self, arguments: ModelArguments) -> list[str]:
+        length = arguments.value("yarn_original_max_position_embeddings")
+        return [
+            f"if {_BETA} is not 0 (Ministral 3), queries of tokens after the first {length} are multiplied by a factor "
+            f"that Megatron does not have: train with --seq-length {length} or less"
+        ]

@@ -23,10 +23,11 @@ REFUSED = {
     "deepseek-v2-ipex": "transformers ranks a group of experts by its best one, Megatron by the sum of its best 2",
     "phi-3.5": "short_factor scales 5 of 6 frequencies each in its own way",
     "phi-4-mini": "attention factor multiplies the part of a head that is rotated, 0.75",
-    "ministral3-3b": "llama_4_scaling_beta; found: 0.1",
 }
 # Types that transformers has no class for, with the class whose model they are; their own code is not run.
 _SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+# The type of a model with images that a folder calls by the type of its text.
+_WITH_IMAGES = {"ministral3": "mistral3"}
 # Types of which it has no such class: their tensors are those of the family's rules, and there are no logits.
 WITHOUT_CLASS = ("chatglm", "deepseek", "orion", "qwen")
 ACCEPTED = [name for name in NAMES if name not in REFUSED]
@@ -49,15 +50,17 @@ def make_published(config: dict[str, Any], folder: Path) -> Any:
         (folder / "config.json").write_text(json.dumps(config))
         save_file(_tensors_by_rules(config), folder / "model.safetensors", {"format": "pt"})
         return None
-    built = {**config, "model_type": _SAME_AS.get(config["model_type"], config["model_type"])}
+    sees = "vision_config" in config
+    same_as = _WITH_IMAGES if sees else _SAME_AS
+    built = {**config, "model_type": same_as.get(config["model_type"], config["model_type"])}
     if built["model_type"] != config["model_type"]:
         built.pop("auto_map", None)
     file = folder / "config.json"
     file.write_text(json.dumps(built))
     description = AutoConfig.from_pretrained(folder)
-    if "vision_config" in config and hasattr(description.vision_config, "num_hidden_layers"):
+    if sees and hasattr(description.vision_config, "num_hidden_layers"):
         description.vision_config.num_hidden_layers = 1  # whatever the file calls it
-    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     torch.manual_seed(len(config))
     dtype = getattr(torch, _dtype(config))
     model = kind.from_config(description, dtype=dtype, attn_implementation="eager").eval()

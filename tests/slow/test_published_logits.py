@@ -1,4 +1,4 @@
-"""Genuine Megatron answers for scaled-down published configurations as transformers does: 31 of them.
+"""Genuine Megatron answers for scaled-down published configurations as transformers does: 32 of them.
 
 Two ranks serve all of them: TP2, and EP2 where there are experts; first with the local layer spec, then with
 Transformer Engine's. Weights are in fp32, whatever the file says; sizes are `scripts/scaled_configs.py`'s.
@@ -33,7 +33,7 @@ TOKENS = torch.randint(0, VOCABULARY, (2, 40), generator=torch.Generator().manua
 DENSE = (
     "llama-2-7b", "llama-3.1-8b", "codellama-7b", "allam-7b", "smollm2-360m", "yi-34b", "mlc--tinyllama_1b_chat_v0.4",
     "mistral-7b", "mistral-nemo", "qwen2.5-7b", "mimo-7b", "aic--qwen--qwen3-8b", "gpt2-medium", "gpt-bigcode",
-    "starcoder2", "phi-4", "stablelm", "devstral-2-123b", "qwen3-vl-2b",
+    "starcoder2", "phi-4", "stablelm", "devstral-2-123b", "ministral3-3b", "qwen3-vl-2b",
 )  # fmt: skip
 WITH_EXPERTS = (
     "mixtral-8x22b", "qwen2moe", "qwen3-30b-a3b", "qwen3-coder-480b", "mx--deepseek3_671b", "glm-4.5", "gpt-oss-120b",
