@@ -61,8 +61,8 @@ def _limited_groups() -> Setting:
         if ranked_by(arguments) in (None, 1) or is_accepted(_METHOD):
             return []
         return [
-            f"moe_router_group_topk is {arguments.moe_router_group_topk}: Megatron ranks a group of experts by its best "
-            f"{ranked_by(arguments)}, DeepSeek-V2 by its best one ({_ACCEPT} accepts that)"
+            f"moe_router_group_topk is {arguments.moe_router_group_topk}: Megatron ranks a group of experts by its "
+            f"best {ranked_by(arguments)}, DeepSeek-V2 by its best one ({_ACCEPT} accepts that)"
         ]
 
     return Custom((_METHOD, "n_group", "topk_group"), to_config, to_arguments, why_not, expressed=_GROUPED)
