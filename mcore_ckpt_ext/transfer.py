@@ -104,7 +104,7 @@ class Transfer:
             UnreadableCheckpointError: a checksum differs.
         """
         if self._checksums is not None:
-            self._checksums.of_plan(plan, destinations, self.locate)
+            self._checksums.add_plan(plan, destinations, self.locate)
 
     def blocks(self, copy: Copy, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """Read the elements of one copy in contiguous blocks of at most `block_bytes`."""

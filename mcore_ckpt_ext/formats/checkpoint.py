@@ -21,7 +21,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, no_checkpoint
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, lent_of
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, shared_index_of
 from mcore_ckpt_ext.storage.file_digests import check_digests
 from mcore_ckpt_ext.storage.paths import as_path
 
@@ -87,7 +87,7 @@ def open_checkpoint(
                     raise
                 lender = open_checkpoint(weights, family=family, transformer_impl=other)
                 return _with_weights(folder, lender, order_sources, facts)
-        if lent_of(folder) is None:  # if another rank has read the index for this one, it has compared the digests
+        if shared_index_of(folder) is None:  # if another rank has read the index for this one, it has compared the digests
             check_digests(folder)
         if found is None:
             raise _unknown(folder)

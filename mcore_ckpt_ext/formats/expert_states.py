@@ -20,7 +20,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import escape
 from mcore_ckpt_ext.lazy_torch import is_tensor, torch
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
-from mcore_ckpt_ext.storage.pickle_allowlist import hides_a_pickle
+from mcore_ckpt_ext.storage.pickle_allowlist import has_unsafe_pickle
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError, archive_of, read_state, same, write_state
 
 _GROUPED = re.compile(rf"^(.*\.experts|experts)\.(linear_fc[12]\.{EXTRA_STATE})$")
@@ -111,7 +111,7 @@ def carried_state(state: Any) -> Any:
         UnknownStateError: the state contains anything but data and recipes of Transformer Engine.
     """
     content = content_of(state)
-    if content is None or not hides_a_pickle(content):
+    if content is None or not has_unsafe_pickle(content):
         return state
     return _rewritten(content, isinstance(state, io.BytesIO))
 

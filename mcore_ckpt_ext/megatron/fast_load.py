@@ -33,7 +33,7 @@ from mcore_ckpt_ext.megatron.live.sharded_load import (
 from mcore_ckpt_ext.megatron.shared_index import index_read_once
 from mcore_ckpt_ext.patching.log import announce, missing_extra_states_message
 from mcore_ckpt_ext.settings import LOAD, VERIFY_ALL
-from mcore_ckpt_ext.storage.dcp_index import objects_alone
+from mcore_ckpt_ext.storage.dcp_index import objects_only
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
 _UNTOUCHED = "nothing is written yet"
@@ -137,7 +137,7 @@ def _load(
 
     def read_objects() -> dict[int, Any]:
         try:
-            with objects_alone():  # a collective up to 0.16: all ranks call it, or none
+            with objects_only():  # a collective up to 0.16: all ranks call it, or none
                 objects = stock({str(number): entry for number, entry in enumerate(stored)}) if some else {}
         except (Exception, Failure):
             check_objects(stored, checkpoints[0])

@@ -29,9 +29,9 @@ from mcore_ckpt_ext.storage.dcp_index import (
     INDEX_BYTES,
     METADATA_FILE,
     SharedIndex,
-    asked_for_objects_alone,
-    lent_of,
-    objects_alone,
+    objects_only,
+    reads_objects_only,
+    shared_index_of,
     using_index,
 )  # fmt: skip
 from mcore_ckpt_ext.storage.dcp_metadata import PLANS, DcpIndex
@@ -99,8 +99,8 @@ def index_read_once() -> Iterator[None]:
         if positional or keywords:
             return original(self, *positional, **keywords)
         folder = str(self.path)
-        handed = lent_of(Path(folder))
-        if handed is not None and asked_for_objects_alone() and type(self) is reader:
+        handed = shared_index_of(Path(folder))
+        if handed is not None and reads_objects_only() and type(self) is reader:
             with suppress(CheckpointError):  # torch meets the error again and reports it
                 if folder not in objects:
                     objects[folder] = _of_objects(handed.index)
@@ -131,7 +131,7 @@ def _common_state_by_objects() -> Iterator[None]:
 def _alone(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def load_alone(*positional: Any, **keywords: Any) -> Any:
-        with objects_alone():
+        with objects_only():
             return load(*positional, **keywords)
 
     return load_alone

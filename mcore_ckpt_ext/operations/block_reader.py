@@ -119,7 +119,7 @@ class BlockReader:
         ]
         plan = make_plan([wanted for wanted, _ in parts], self._source, self._accept_lost)
         self._transfer.execute(plan, exact)
-        pieces = self._checksums.of_plan(plan, exact, self._transfer.locate)
+        pieces = self._checksums.add_plan(plan, exact, self._transfer.locate)
         for index, ((wanted, room), values) in enumerate(zip(parts, exact, strict=True)):
             if wanted.kind == FP32_PARAM and not self._rounds_weights:
                 self._prove(wanted, values, plan, index)

@@ -92,14 +92,14 @@ class StoredChecksums:
     ) -> None:
         """Compare all of them but those of `confirmed`, which are known to be right; a team shares them."""
         team.all(lambda: read_rest(confirmed, workers))
-        for right, right_records in team.gather((confirmed.right, confirmed.right_records)):
-            confirmed.add(right, right_records)
+        for verified, verified_records in team.gather((confirmed.verified, confirmed.verified_records)):
+            confirmed.add(verified, verified_records)
         if self._manifest_bytes:
             results.findings.extend(check_manifest(self._checkpoint.folder, workers, advance, team))
             results.checks.append(Check(MANIFEST, f"SHA-256 of {self._manifest_bytes:,} bytes"))
-        left = [archive for archive in self._archives if archive not in confirmed.right]
+        left = [archive for archive in self._archives if archive not in confirmed.verified]
         results.findings.extend(check_archives(self._checkpoint, left, workers, advance, confirmed, team))
-        bare = [array for array in self._arrays if (array.file, array.offset, array.length) not in confirmed.right]
+        bare = [array for array in self._arrays if (array.file, array.offset, array.length) not in confirmed.verified]
         results.findings.extend(check_bare_arrays(self._checkpoint, bare, workers, advance, team))
         if self._guarded:
             results.checks.append(Check(CHECKSUMS, f"CRC-32 of {self._guarded:,} bytes"))
@@ -143,7 +143,7 @@ def check_archives(
         try:
             opened = TorchArchive(checkpoint.reader, file, offset, length)
             for name in opened.names:
-                if name not in confirmed.right_records.get(archive, ()):
+                if name not in confirmed.verified_records.get(archive, ()):
                     opened.verify_checksums(only=name)
         except CheckpointError as problem:
             label = known.get((file, offset))

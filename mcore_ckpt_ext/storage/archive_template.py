@@ -1,4 +1,4 @@
-"""Where the elements of stored arrays lie: looked up once, and cheaply where one archive is like another."""
+"""Locates the elements of stored arrays, with templates for archives of equal dtype and shape."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from mcore_ckpt_ext.storage.tensor_reference import Float8Reference, StorageRefe
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 _OPEN_ARCHIVES = 32
-# Tensors of one size have a few shapes; models have a few sizes.
-_STENCILS_OF_A_SIZE, _SIZES = 4, 1024
+# Archives of one size have few shapes, and a model has few sizes.
+_TEMPLATES_OF_A_SIZE, _SIZES = 4, 1024
 
 
 class TensorLocations:
-    """The payloads of one checkpoint folder; safe to use from several threads.
+    """The locations of the tensors in one checkpoint folder; safe to use from several threads.
 
     Args:
-        reader: of the folder.
-        checksums: take notice of what is looked up. Whoever publishes what was read must compare them: its own would
-            hide the damage, and nothing else shows that of a moment.
+        reader: reads the files of the folder.
+        checksums: records all arrays that are located, to compare their checksums. A writer must compare them: the
+            checksums of its output would hide damage, and a transient read error shows nowhere else.
     """
 
     def __init__(self, reader: FolderReader, checksums: Checksums | None = None) -> None:
         self._reader, self._checksums = reader, checksums
         self._payloads: dict[tuple[str, int, str], TensorLocation] = {}
         self._archives: OrderedDict[tuple[str, int], TorchArchive] = OrderedDict()
-        self._stencils: dict[tuple[int, str], list[ArchiveTemplate]] = {}
+        self._templates: dict[tuple[int, str], list[ArchiveTemplate]] = {}
         self._lock = threading.Lock()
 
     def locate(self, extent: PlainExtent) -> TensorLocation:
-        """Where the elements of a stored array lie.
+        """Return the location of the elements of a stored array.
 
         Raises:
-            UnreadableCheckpointError: what is stored there is not the array that the metadata describes.
+            UnreadableCheckpointError: the stored array is not the one that the metadata describes.
         """
         place = (extent.file, extent.offset, extent.record if isinstance(extent, ArchivedRecord) else "")
         with self._lock:
@@ -51,13 +51,13 @@ class TensorLocations:
                 is_new = place not in self._payloads
                 self._payloads[place] = known
             if is_new and self._checksums is not None:
-                self._show(extent, known, self._checksums)
+                self._add_checksums(extent, known, self._checksums)
         return known
 
-    def _show(self, extent: PlainExtent, payload: TensorLocation, checksums: Checksums) -> None:
-        """Have checksums compared."""
+    def _add_checksums(self, extent: PlainExtent, payload: TensorLocation, checksums: Checksums) -> None:
+        """Register the records of an array, so that their checksums are compared."""
         if isinstance(extent, RawArray):
-            checksums.look_at_array(payload, extent)
+            checksums.add_array(payload, extent)
         elif isinstance(extent, ArchivedRecord):
             archive = self.archive(extent.file, extent.offset, extent.length)
             checksums.add_records(payload, archive, [f"data/{extent.record}"])
@@ -66,10 +66,12 @@ class TensorLocations:
             checksums.add_records(payload, archive, archive.names)
 
     def archive(self, file: str, offset: int = 0, length: int | None = None) -> TorchArchive:
-        """An archive of many objects; the directories of the latest are kept, since each may list thousands of records.
+        """Return an archive of many objects.
+
+        The directories of the last archives are cached, because each may list thousands of records.
 
         Raises:
-            UnreadableCheckpointError: there is no whole archive at that place.
+            UnreadableCheckpointError: there is no complete archive at `offset`.
         """
         place = (file, offset)
         with self._lock:
@@ -86,7 +88,7 @@ class TensorLocations:
         if isinstance(extent, RawArray):
             return self._raw(extent)
         if isinstance(extent, ArchivedTensor):
-            return self._by_stencil(extent) or self._in_archive_of_its_own(extent)
+            return self._by_template(extent) or self._in_own_archive(extent)
         archive = self.archive(extent.file, extent.offset, extent.length)
         storage = StorageReference(dtype_named(extent.dtype), extent.record, extent.numel)
         tensor = TensorReference(storage, 0, (extent.numel,), (1,))
@@ -98,32 +100,32 @@ class TensorLocations:
             raise cut_short(self._reader.folder / extent.file, size, extent.offset + extent.length)
         return TensorLocation(extent.file, extent.offset, dtype_named(extent.dtype), (extent.numel,))
 
-    def _in_archive_of_its_own(self, extent: ArchivedTensor) -> TensorLocation:
+    def _in_own_archive(self, extent: ArchivedTensor) -> TensorLocation:
         archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
         tensor = archive.load()
         if isinstance(tensor, Float8Reference):
             return _of_its_shape(archive.scaled_payload(tensor), extent, archive)
         if not isinstance(tensor, TensorReference):
-            raise _no_tensor(tensor, archive.where)
+            raise _not_a_tensor(tensor, archive.where)
         payload = _of_its_shape(archive.payload(tensor), extent, archive)
-        stencil = archive.stencil(tensor, payload)
-        if stencil is not None and len(self._stencils) < _SIZES:
-            alike = self._stencils.setdefault((extent.length, extent.dtype), [])
-            if len(alike) < _STENCILS_OF_A_SIZE:
-                alike.append(stencil)
+        template = archive.template(tensor, payload)
+        if template is not None and len(self._templates) < _SIZES:
+            alike = self._templates.setdefault((extent.length, extent.dtype), [])
+            if len(alike) < _TEMPLATES_OF_A_SIZE:
+                alike.append(template)
         return payload
 
-    def _by_stencil(self, extent: ArchivedTensor) -> TensorLocation | None:
-        """The payload of an archive that is like one that has been looked into."""
-        for stencil in self._stencils.get((extent.length, extent.dtype), ()):
-            found = stencil.payload(self._reader, extent.file, extent.offset)
+    def _by_template(self, extent: ArchivedTensor) -> TensorLocation | None:
+        """Return the location of a tensor whose archive matches a known template; None if none matches."""
+        for template in self._templates.get((extent.length, extent.dtype), ()):
+            found = template.payload(self._reader, extent.file, extent.offset)
             if found is not None and found.shape == extent.shape:
                 return found
         return None
 
 
 def _of_its_shape(payload: TensorLocation, extent: ArchivedTensor, archive: TorchArchive) -> TensorLocation:
-    """A tensor is read as it lies: a transposed one has as many elements, in another order."""
+    """Check the shape of a tensor: a transposed one has as many elements, in another order."""
     if payload.shape != extent.shape or payload.gives != dtype_named(extent.dtype):
         raise _another_tensor(
             f"shape {payload.shape} of {payload.gives}", f"shape {extent.shape} of {extent.dtype}", archive
@@ -149,8 +151,8 @@ def _another_tensor(found: str, expected: str, archive: TorchArchive) -> Unreada
     )
 
 
-def _no_tensor(found: object, where: str) -> CheckpointError:
-    """What stands where a tensor should: a quantized one of a kind that is not read is nobody's damage."""
+def _not_a_tensor(found: object, where: str) -> CheckpointError:
+    """Return the error for an object in place of a tensor; an unsupported quantized tensor is not damage."""
     if isinstance(found, Placeholder) and found.pickled_module.startswith("transformer_engine."):
         return UnsupportedCheckpointError(
             "weights of this checkpoint are stored as quantized tensors of a kind that this version does not read",

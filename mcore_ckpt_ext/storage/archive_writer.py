@@ -1,8 +1,8 @@
-"""A torch archive drafted before any tensor is at hand: where every byte of it will lie.
+"""Plans torch archives before their tensors are available: the position of every byte.
 
-What `torch.save` writes is an uncompressed zip (caffe2/serialize/inline_container.cc): `data.pkl`, `byteorder`, each
-storage as `data/<number>`, and `version`, each aligned to 64 bytes by an extra field of its local header. The format
-of the zip is PKWARE's APPNOTE, 4.3 and 4.5.3 (zip64).
+`torch.save` writes an uncompressed zip archive (caffe2/serialize/inline_container.cc) with the records `data.pkl`,
+`byteorder`, `data/<number>` for each storage, and `version`. An extra field in its local header aligns each record to
+64 bytes. The zip format is described in PKWARE's APPNOTE, 4.3 and 4.5.3 (zip64).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mcore_ckpt_ext.storage.torch_archive import WRITER_MEMBER
 _ALIGNMENT = 64
 _LIMIT_32 = 0xFFFFFFFF
 _LIMIT_16 = 0xFFFF
-_DATE = 1 << 5 | 1  # the first of January 1980, so that equal content makes equal files
+_DATE = 1 << 5 | 1  # January 1, 1980, so that equal content results in equal files
 _VERSION = 45  # zip64
 _CRC_IN_LOCAL_HEADER = 14
 _CRC_IN_DIRECTORY = 16
@@ -30,7 +30,7 @@ _CRC_IN_DIRECTORY = 16
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A declared tensor: its `tag`, the first byte of its elements, and the bytes that hold their CRC-32."""
+    """A declared tensor: its `tag`, the offset of its elements, and the offsets of their CRC-32."""
 
     tag: object
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class ArchivePlan:
-    """An archive of `length` bytes; offsets count from its beginning."""
+    """A planned archive of `length` bytes; offsets are relative to its begin."""
 
     length: int
     literals: tuple[tuple[int, bytes], ...]
@@ -49,14 +49,14 @@ class ArchivePlan:
 
 
 def plan_archive(tree: Any, writer: str | None = None) -> ArchivePlan:
-    """Draft the archive of a tree; small tensors are written with it, declared ones later.
+    """Plan the archive of a tree. Declared tensors are written later, other tensors are part of the plan.
 
     Args:
-        tree: plain objects, placeholders, tensors, declared tensors.
-        writer: says in the archive who wrote it.
+        tree: plain objects, placeholders, tensors and declared tensors.
+        writer: name of the writing program, stored in a record of the archive.
 
     Raises:
-        TypeError: something in it cannot be pickled by name.
+        TypeError: an object in the tree cannot be pickled by name.
     """
     pickle, leaves = dumps(tree)
     members: list[tuple[str, bytes | Leaf]] = [("data.pkl", pickle), ("byteorder", b"little")]
@@ -67,14 +67,14 @@ def plan_archive(tree: Any, writer: str | None = None) -> ArchivePlan:
 
 
 def plan_tensor(declared: DeclaredTensor) -> ArchivePlan:
-    """Draft the archive of nothing but a tensor: all but its tag is the same for all of one dtype and shape."""
-    alike = _alike(declared.dtype, declared.shape)
+    """Plan the archive of a single tensor; for equal dtype and shape, plans differ only in the tag."""
+    alike = _template(declared.dtype, declared.shape)
     (tensor,) = alike.tensors
     return replace(alike, tensors=(replace(tensor, tag=declared.tag),))
 
 
 @lru_cache(maxsize=4096)
-def _alike(dtype: torch.dtype, shape: tuple[int, ...]) -> ArchivePlan:
+def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> ArchivePlan:
     return plan_archive(DeclaredTensor(dtype, shape, None))
 
 
@@ -119,7 +119,7 @@ class _Zip:
         self._position = data_at + size
 
     def _central_directory(self) -> tuple[bytes, list[int]]:
-        """The directory with its end records, and where each entry's CRC lies."""
+        """Return the directory with its end records, and the position of each entry's CRC-32."""
         starts = accumulate((len(entry) for entry in self._directory), initial=self._position)
         *crc_at, at = (start + _CRC_IN_DIRECTORY for start in starts)
         body, count, at = b"".join(self._directory), len(self._directory), at - _CRC_IN_DIRECTORY

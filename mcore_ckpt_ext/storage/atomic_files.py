@@ -1,4 +1,4 @@
-"""Files that reach the disk whole: flushed, and replaced in one step; and the error where the disk refuses."""
+"""Writes files atomically: flushed, then renamed in one step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 def cannot_write(path: Path, error: OSError) -> DestinationError:
-    """The refusal that belongs to an error of the operating system."""
+    """Return the error to raise when the operating system cannot write to the destination."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return DestinationError(
         "the destination cannot be written",
@@ -27,17 +27,17 @@ def cannot_write(path: Path, error: OSError) -> DestinationError:
 
 
 def check_report(path: Path, is_ours: Callable[[Path], bool], *, what: str, conflict: str, earlier: str) -> None:
-    """Refuse a place for a report of this package where something else lies, before anything is read.
+    """Check, before anything is read, that a report may be written to a path.
 
     Args:
-        path: the file.
-        is_ours: whether a file is such a report, which may be replaced.
-        what: the report, as in `the manifest`.
-        conflict: the sentence where it may not be.
-        earlier: what may be, as in `an earlier manifest`.
+        path: the file to be written.
+        is_ours: returns whether an existing file is such a report, which may be replaced.
+        what: name of the report for messages, such as `the manifest`.
+        conflict: message if an existing file may not be replaced.
+        earlier: name of what may be replaced, such as `an earlier manifest`.
 
     Raises:
-        UsageError: there is something else, or no folder to write it to.
+        UsageError: something else has this path, or its folder does not exist.
     """
     if path.is_dir() or (path.exists() and not is_ours(path)):
         raise UsageError(conflict, where=str(path), hint=f"choose a new file, or {earlier}")
@@ -47,10 +47,10 @@ def check_report(path: Path, is_ours: Callable[[Path], bool], *, what: str, conf
 
 
 def write_report(path: Path, text: str, *, what: str) -> None:
-    """Write a report so that a reader sees the former one or this, whole.
+    """Write a report atomically: a reader sees either the former or the new one, complete.
 
     Raises:
-        DestinationError: it cannot be written.
+        DestinationError: the report cannot be written.
     """
     try:
         replace({path: text})
@@ -64,7 +64,7 @@ def flush(path: Path) -> None:
     """Flush a file or a folder to the disk.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: flushing fails.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -74,10 +74,10 @@ def flush(path: Path) -> None:
 
 
 def flush_all(paths: Iterable[Path]) -> None:
-    """Flush files and folders at the same time: a file system then waits for the disk once, not once for each.
+    """Flush files and folders concurrently, so that the file system waits for the disk only once.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: flushing fails.
     """
     with ThreadPoolExecutor() as pool:
         for _ in pool.map(flush, paths):
@@ -85,15 +85,15 @@ def flush_all(paths: Iterable[Path]) -> None:
 
 
 def replace(files: Mapping[Path, str]) -> None:
-    """Write small files, given their texts, so that a reader sees each as it was or as it is to be, whole.
+    """Write small text files atomically: a reader sees each file either as it was or as it will be.
 
     Raises:
-        OSError: the disk refuses; what has not taken its name is gone.
+        OSError: writing fails; files that were not renamed yet are removed.
     """
     partials = {path: path.with_name(f"{path.name}.partial") for path in files}
     try:
         for path, partial in partials.items():
-            # A link, planted or left there, is removed and never followed.
+            # An existing link, which another user may have placed here, is removed and never followed.
             partial.unlink(missing_ok=True)
             with os.fdopen(os.open(partial, _NEW | os.O_NOFOLLOW, 0o666), "w") as stream:
                 stream.write(files[path])

@@ -1,7 +1,7 @@
 """Limits the work and memory of reading an untrusted file, in proportion to the bytes that were read.
 
-A few hundred bytes can describe what no machine holds: a pickle that refers to one tuple again and again, a shape with
-2**62 rows, one tensor under a thousand names. Whoever makes more of a file than lies in it spends from its budget.
+A few hundred bytes can describe more than fits any machine: a pickle that refers to one tuple many times, a shape with
+2**62 rows, one tensor under a thousand names. Code that expands a file spends steps from its budget.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from collections.abc import Collection
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, format_value, shorten
 
-# A step is one element made, visited or hashed, or one byte copied. Intact checkpoints take a few for each byte read.
+# A step is one element created, visited or hashed, or one byte copied. Intact checkpoints need a few steps per byte.
 _STEPS_A_BYTE = 64
 _SPARE = 1 << 18
 _MOST_ALIKE = 1 << 8
 MOST_AXES = 64
-"""Of an array: as many as torch's own tensors can have where they are iterated over (ATen/TensorIterator.h)."""
+"""Upper limit for the axes of an array: that of tensors that torch iterates over (ATen/TensorIterator.h)."""
 MOST_ELEMENTS = 1 << 56
-"""Of an array: more than any machine holds, and few enough that a count of bytes fits 64 bits."""
+"""Upper limit for the elements of an array: more than fits any machine, while its bytes can be counted in 64 bits."""
 
 
 class OverBudgetError(UnreadableCheckpointError):
-    """A file asks for far more work or memory than its size explains: it is damaged, or an attack."""
+    """A file needs far more work or memory than its size justifies: it is damaged, or an attack."""
 
 
 class Budget:
-    """The steps that may be spent on what was read from one place."""
+    """The number of steps that may be spent on the bytes of one file."""
 
     def __init__(self, nbytes: int, where: str) -> None:
-        """Open a budget for `nbytes` that were read from `where`."""
+        """Create a budget for `nbytes` bytes that were read from `where`."""
         self._nbytes, self._where = nbytes, where
         self._left = self._granted = nbytes * _STEPS_A_BYTE + _SPARE
 
     def spend(self, steps: int, purpose: str) -> None:
-        """Spend steps before they are taken.
+        """Spend steps before the work is done.
 
         Raises:
-            OverBudgetError: there are not so many left.
+            OverBudgetError: fewer steps are left.
         """
         self._left -= steps
         if self._left < 0:
@@ -51,12 +51,12 @@ class Budget:
 
 
 def check_keys(keys: Collection[object]) -> None:
-    """Check keys before a dict is made of them, which compares each key with all others of the same hash.
+    """Check keys for equal hashes before a dict is built, which compares all keys with one hash.
 
-    Nobody can foresee the hash of a text, but of numbers, and of tuples of them, many with one hash are easy to find.
+    Hashes of strings are randomized, but many numbers, and tuples of numbers, with one hash are easy to find.
 
     Raises:
-        ValueError: they were made to have the same.
+        ValueError: far too many keys have the same hash.
     """
     if len(set(map(hash, keys))) == len(keys):
         return
@@ -66,12 +66,12 @@ def check_keys(keys: Collection[object]) -> None:
 
 
 def whole_number(value: object, what: str) -> int:
-    """A number of a file's description, which has to be an integer that can be a size, a place or a count.
+    """Check that a number in a file is a valid size, position or count, and return it.
 
-    `0.0`, `True` and `"0"` are none, though Python calculates with them, or nearly so.
+    `0.0`, `True` and `"0"` are refused.
 
     Raises:
-        ValueError: it is no integer from 0 up to `MOST_ELEMENTS`.
+        ValueError: the value is not an integer from 0 to `MOST_ELEMENTS`.
     """
     if type(value) is not int or not 0 <= value <= MOST_ELEMENTS:
         raise ValueError(f"{what} that is {format_value(value)}, which is no valid size, place or count")
@@ -79,10 +79,10 @@ def whole_number(value: object, what: str) -> int:
 
 
 def elements_of(shape: tuple[object, ...]) -> int:
-    """The number of elements of an array that a file describes.
+    """Return the number of elements of an array whose shape comes from a file.
 
     Raises:
-        ValueError: no array has such a shape.
+        ValueError: no array can have this shape.
     """
     if len(shape) > MOST_AXES:
         raise ValueError(f"an array of {len(shape):,} axes")

@@ -1,7 +1,7 @@
-"""Opens files of an untrusted folder: ordinary files only, and no links to other places.
+"""Opens regular files of an untrusted folder, and refuses links that lead out of it.
 
-What a checkpoint holds is shown, and carried into what is written. A link from its folder to somebody's keys must
-not bring them along; a FIFO would hold its reader forever, and opening some devices has effects.
+The content of a checkpoint is displayed and copied into results. A link in its folder to a private key must not copy
+that key; reading a FIFO would block forever, and opening some devices has side effects.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 from mcore_ckpt_ext.storage.paths import is_remote
 
 SMALL_BYTES = 256 << 20
-"""More than any description beside a checkpoint has; a tokenizer may have tens of MiB."""
+"""Larger than any file that describes a checkpoint; a tokenizer may have tens of MiB."""
 
 
 def open_file(folder: Path, name: str) -> int:
-    """The descriptor of an ordinary file of a folder of this machine, for reading.
+    """Open a regular file of a local folder for reading, and return its descriptor.
 
-    Links are followed within the folder, and in a cache of huggingface_hub, whose snapshots are links to the blobs
-    beside them (`file_download.py`, `_create_symlink`, 0.20 to 1.x).
+    Links are followed within the folder, and in the cache of huggingface_hub, where snapshots link to a sibling folder
+    `blobs` (`file_download.py`, `_create_symlink`, 0.20 to 1.x).
 
     Raises:
-        OSError: it is missing, a link that leads elsewhere, or no ordinary file; `strerror` says which.
+        OSError: the file is missing, is a link out of the folder, or is not a regular file; `strerror` names the cause.
     """
     real = Path(os.path.realpath(folder / name))
     if not any(real.is_relative_to(root) for root in _roots(folder)):
@@ -39,10 +39,10 @@ def open_file(folder: Path, name: str) -> int:
 
 
 def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
-    """The content of a file of a folder.
+    """Return the bytes of a file of a folder.
 
     Raises:
-        OSError: as in `open_file`, or it has more than `limit` bytes.
+        OSError: as in `open_file`, or the file has more than `limit` bytes.
     """
     if is_remote(folder):
         path = folder / name
@@ -56,7 +56,7 @@ def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
 
 
 def read_start(folder: Path, name: str, most: int) -> bytes:
-    """The first bytes of a file of a folder, `most` of them where it has so many.
+    """Return the first `most` bytes of a file of a folder, or all bytes if it has fewer.
 
     Raises:
         OSError: as in `open_file`.

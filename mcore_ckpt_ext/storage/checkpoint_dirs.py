@@ -1,4 +1,4 @@
-"""Run folders: the names of iterations, and the tracker file that names the newest one.
+"""Run folders: names of iteration folders, and the tracker file that names the newest one.
 
 Source: `read_metadata` and `get_checkpoint_name`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
 """
@@ -17,11 +17,11 @@ from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""The name of the folder of a model that no iteration of a job made, and what the tracker says where it is meant."""
+"""The folder of a model without an iteration number, such as a converted one; also the content of its tracker file."""
 _ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
-_SHOWN = 40
-# Of run folders, distributed checkpoints, Hugging Face folders and canonical ones.
+_PREFIX = 40
+# Files by which run folders, distributed checkpoints, Hugging Face folders and canonical folders are recognized.
 _MARKS = (TRACKER_FILE, METADATA_FILE, "metadata.json", "config.json", "common.json")
 _MOST_BYTES = 1 << 12
 
@@ -31,9 +31,9 @@ class Tracker:
     """The content of a tracker file.
 
     Attributes:
-        path: the file.
-        text: its first characters.
-        iteration: the one that it names, or None.
+        path: path of the tracker file.
+        text: its first 40 characters.
+        iteration: the iteration that it names, or None.
     """
 
     path: Path
@@ -42,56 +42,59 @@ class Tracker:
 
     @property
     def names_release(self) -> bool:
-        """Whether the tracker names the folder `release`."""
+        """True if the tracker names the folder `release`."""
         return self.text == RELEASE
 
     @property
     def folder(self) -> Path | None:
-        """The folder that it names, whether it exists or not; None where it names none."""
+        """The folder that the tracker names, which may not exist; None if it names none."""
         if self.names_release:
             return self.path.parent / RELEASE
         return None if self.iteration is None else self.path.parent / iteration_name(self.iteration)
 
 
 def read_tracker(path: Path) -> Tracker | None:
-    """Read a tracker file; None if there is none.
+    """Read a tracker file.
+
+    Returns:
+        None if there is no such file.
 
     Raises:
-        OSError: it cannot be read, or is a link that leads elsewhere.
+        OSError: the file cannot be read, or is a link out of its folder.
     """
     try:
         text = read_start(path.parent, path.name, _MOST_BYTES).decode(errors="replace").strip()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return None
     except OSError as error:
-        if error.errno == errno.EINVAL:  # a pipe, say
+        if error.errno == errno.EINVAL:  # a pipe, for example
             return None
         raise
-    return Tracker(path, text[:_SHOWN], int(text) if _NUMBER.fullmatch(text) else None)
+    return Tracker(path, text[:_PREFIX], int(text) if _NUMBER.fullmatch(text) else None)
 
 
 def iteration_name(number: int) -> str:
-    """The name of an iteration's folder."""
+    """Return the name of an iteration's folder."""
     return f"iter_{number:07d}"
 
 
 def iteration_number(folder: Path) -> int | None:
-    """Which iteration a folder is named after; None for every other name."""
+    """Return the iteration number in a folder's name; None if its name is not that of an iteration folder."""
     match = _ITERATION.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def iteration_folders(run: Path) -> dict[int, Path]:
-    """A run folder's iteration folders, by number, newest first."""
+    """Return the iteration folders of a run folder by number, the newest first."""
     found = {number: path for path in run.iterdir() if (number := iteration_number(path)) is not None}
     return dict(sorted(found.items(), reverse=True))
 
 
 def iteration_folder(path: Path) -> Path:
-    """The iteration folder that a run folder's tracker names, or `path` itself where it has no tracker.
+    """Return the iteration folder that a run folder's tracker names, or `path` if there is no tracker.
 
     Raises:
-        UnreadableCheckpointError: there is no such folder, or its tracker names none.
+        UnreadableCheckpointError: the folder does not exist, or the tracker names none that does.
     """
     check_folder_exists(path)
     tracker = read_tracker(path / TRACKER_FILE)
@@ -110,23 +113,23 @@ def iteration_folder(path: Path) -> Path:
 
 
 def inner_folder(path: Path) -> Path:
-    """The folder inside a NeMo checkpoint that contains it; otherwise `path` itself."""
+    """Return the inner folder of a NeMo checkpoint, which contains the tensors; otherwise `path`."""
     inner = path / WEIGHTS
     return inner if (inner / METADATA_FILE).exists() and not (path / METADATA_FILE).exists() else path
 
 
 def check_folder_exists(path: Path) -> None:
-    """Check that there is a folder, here or in a remote store.
+    """Check that a local or remote folder exists.
 
     Raises:
-        UnreadableCheckpointError: there is none, or the store does not answer.
+        UnreadableCheckpointError: the folder does not exist, or the remote store cannot be read.
     """
     try:
         there = path.is_dir()
     except OSError:
         raise
     except Exception as error:
-        # The libraries of remote stores have their own, of a missing password for example.
+        # The libraries of remote stores raise their own errors, for example for missing credentials.
         raise UnreadableCheckpointError(
             "the remote store cannot be read", found=f"{type(error).__name__}: {error}", where=str(path),
             hint="check the address, and that the store's library finds your credentials (fsspec, s3fs, gcsfs, adlfs)",
@@ -137,7 +140,7 @@ def check_folder_exists(path: Path) -> None:
 
 
 def no_checkpoint(path: Path) -> UnreadableCheckpointError:
-    """Return the refusal of a folder in which nothing is a checkpoint, with what is in it, and where to look."""
+    """Return the error for a folder without a checkpoint; it names the content and a folder to use."""
     names = sorted(entry.name for entry in path.iterdir())
     iterations = list(iteration_folders(path).values())
     below = iterations[:1] or [path / name for name in names if _looks_like_checkpoint(path / name)]
@@ -151,7 +154,7 @@ def no_checkpoint(path: Path) -> UnreadableCheckpointError:
 
 
 def _looks_like_checkpoint(folder: Path) -> bool:
-    """Whether a folder has one of the files that every checkpoint of its format has, or an iteration."""
+    """Return whether a folder has a file that all checkpoints of a format have, or an iteration folder."""
     return folder.is_dir() and (any((folder / name).exists() for name in _MARKS) or bool(iteration_folders(folder)))
 
 

@@ -1,5 +1,6 @@
-"""Checksums of records that are read in pieces: each byte is looked at once, for the record that it comes from and for
-the one that it goes to.
+"""Verifies checksums of records that are read in pieces, and reuses them for records that are written.
+
+So the checksum of each byte is computed only once.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
-# Of a matrix, packed at once: half of a processor's own cache.
+# Bytes of a matrix that are made contiguous at once: half of the cache of a processor core.
 _ROWS_BYTES = 1 << 19
 
 Place = tuple[str, int, int]
-"""Of an archive, or of bare elements: the file, the first byte there, and the length."""
+"""The location of an archive or a raw array: file, first byte, and length."""
 
 
 def is_plain(copy: Copy, payload: TensorLocation) -> bool:
-    """Whether the elements are stored as they are counted."""
+    """Return whether the elements are stored unscaled and in their order."""
     return payload.scaled is None and not isinstance(copy.extent, (TransposeCodec, ScaleCodec))
 
 
 @dataclass
 class _Record:
-    """A stored record whose pieces pass by.
+    """A stored record that is read in pieces.
 
     Attributes:
-        verify: reads all of it for its checksum.
-        read: the CRC-32 of bytes of the file, given the first one and their number.
-        begin: its first byte in the file.
-        size: in bytes.
-        expected: its CRC-32.
-        before: bytes of it before the payload that is looked into.
-        left: bytes that have not passed.
-        place: of what is right from end to end when this record is.
-        archive: the archive that it is a record of, and its name there.
-        pieces: length and CRC-32 of the pieces that have passed, by their first byte in the record.
+        verify: reads the whole record and compares its checksum.
+        read: returns the CRC-32 of bytes of the file, given the first byte and their number.
+        begin: first byte of the record in the file.
+        size: size in bytes.
+        expected: stored CRC-32.
+        before: number of bytes in the record before the tensor.
+        left: number of bytes that have not been read.
+        place: the archive or array that is intact if this record is; None if other records must be verified, too.
+        archive: the archive of many records that contains this one, and the name of the record.
+        pieces: length and CRC-32 of the pieces that have been read, by their first byte in the record.
     """
 
     verify: Callable[[], None]
@@ -62,8 +63,8 @@ class _Record:
     archive: tuple[Place, str] | None = None
     pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def is_right(self, read: Callable[[int, int], int] | None = None) -> bool:
-        """Whether the pieces have the record's checksum, with what lies between them if `read` reads it."""
+    def is_intact(self, read: Callable[[int, int], int] | None = None) -> bool:
+        """Return whether the pieces, and the gaps that `read` reads between them, have the record's checksum."""
         crc, done = 0, 0
         for start, (length, piece) in [*sorted(self.pieces.items()), (self.size, (0, 0))]:
             if start > done and read is not None:
@@ -75,31 +76,31 @@ class _Record:
 
 
 class Checksums:
-    """Compares the checksums of all records that are looked into; safe to use from several threads.
+    """Compares the checksums of all records that are read; safe to use from several threads.
 
-    Small records are read for it at once. A large one waits until all of its pieces have passed; what is left in the
-    end, `rest`, is to be checked.
+    A small record is read and compared at once. A large one is compared when all of its pieces have been read; `rest`
+    compares records that have not been read completely.
 
     Attributes:
-        right: the archives and arrays of which every checksum was compared, and is right.
-        right_records: the names of records, by their archive, whose checksums are right, of archives of many.
+        verified: the archives and arrays whose checksums were all compared and match.
+        verified_records: the names of verified records by their archive, for archives of many records.
     """
 
     WORTH = 1 << 16
-    """Bytes from which on it costs less to put checksums together than to look at the bytes once more."""
+    """Size in bytes from which combining checksums costs less than reading the bytes once more."""
 
     def __init__(self, reader: FolderReader) -> None:
         self._reader = reader
-        self.right: set[Place] = set()
-        self.right_records: dict[Place, set[str]] = {}
+        self.verified: set[Place] = set()
+        self.verified_records: dict[Place, set[str]] = {}
         self._waiting: dict[tuple[str, int], _Record] = {}
         self._lock = threading.Lock()
 
     def add_records(self, payload: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
-        """Take notice of records of an archive, one of which holds a payload.
+        """Register records of an archive, one of which contains a tensor.
 
         Raises:
-            UnreadableCheckpointError: the checksum of a small one differs.
+            UnreadableCheckpointError: the checksum of a small record differs.
         """
         place = archive.place if set(names) == set(archive.names) else None
         waiting: list[_Record] = []
@@ -112,17 +113,17 @@ class Checksums:
                 waiting.append(_Record(verify, read, begin, size, expected, payload.offset - begin, size, place, own))
             else:
                 archive.verify_checksums(only=name)
-                self._note_right(None, None if place else (archive.place, name))
-        for record in waiting:  # last, because the archive is right when it is
+                self._add_verified(None, None if place else (archive.place, name))
+        for record in waiting:  # last, because the archive is verified when this record is
             self._wait_for(payload, record)
         if not waiting:
-            self._note_right(place)
+            self._add_verified(place)
 
-    def look_at_array(self, payload: TensorLocation, array: RawArray) -> None:
-        """Take notice of bare elements, which are the payload, if their checksum is known.
+    def add_array(self, payload: TensorLocation, array: RawArray) -> None:
+        """Register a raw array, whose checksum may be known.
 
         Raises:
-            UnreadableCheckpointError: the checksum of a small one differs.
+            UnreadableCheckpointError: the checksum of a small array differs.
         """
         place = array.file, array.offset, array.length
         if array.crc is not None and array.length >= self.WORTH:
@@ -132,38 +133,38 @@ class Checksums:
             self._wait_for(payload, record)
         else:
             verify_array(self._reader, array)
-            self._note_right(place if array.crc is not None else None)
+            self._add_verified(place if array.crc is not None else None)
 
-    def add(self, right: Iterable[Place], right_records: Mapping[Place, Iterable[str]]) -> None:
-        """Take what another process has found right."""
+    def add(self, verified: Iterable[Place], verified_records: Mapping[Place, Iterable[str]]) -> None:
+        """Add what another process has verified."""
         with self._lock:
-            self.right.update(right)
-            for place, names in right_records.items():
-                self.right_records.setdefault(place, set()).update(names)
+            self.verified.update(verified)
+            for place, names in verified_records.items():
+                self.verified_records.setdefault(place, set()).update(names)
 
-    def _note_right(self, place: Place | None, record: tuple[Place, str] | None = None) -> None:
+    def _add_verified(self, place: Place | None, record: tuple[Place, str] | None = None) -> None:
         with self._lock:
             if place is not None:
-                self.right.add(place)
+                self.verified.add(place)
             if record is not None:
-                self.right_records.setdefault(record[0], set()).add(record[1])
+                self.verified_records.setdefault(record[0], set()).add(record[1])
 
     def _wait_for(self, payload: TensorLocation, record: _Record) -> None:
         with self._lock:
             self._waiting[payload.file, payload.offset] = record
 
-    def passed(self, payload: TensorLocation, position: int, data: memoryview) -> int:
-        """The CRC-32 of bytes from `position` of a payload on, as they have just been read.
+    def add_piece(self, payload: TensorLocation, position: int, data: memoryview) -> int:
+        """Add bytes of a tensor, from `position` on, that have just been read, and return their CRC-32.
 
         Raises:
-            UnreadableCheckpointError: with them the record is complete, and its checksum differs.
+            UnreadableCheckpointError: the record is now complete, and its checksum differs.
         """
         crc = crc32(data)
-        self._note_piece(payload, position, len(data), crc)
+        self._store_piece(payload, position, len(data), crc)
         return crc
 
-    def _note_piece(self, payload: TensorLocation, position: int, length: int, crc: int) -> None:
-        """Take the CRC-32 of bytes that have passed; errors as of `passed`."""
+    def _store_piece(self, payload: TensorLocation, position: int, length: int, crc: int) -> None:
+        """Store the CRC-32 of bytes that have been read; raises as `add_piece` does."""
         with self._lock:
             record = self._waiting.get((payload.file, payload.offset))
             if record is None or record.before + position in record.pieces:
@@ -173,22 +174,22 @@ class Checksums:
             if record.left:
                 return
             del self._waiting[payload.file, payload.offset]
-        if not record.is_right():
-            record.verify()  # which says where it is; or pieces overlapped
-        self._note_right(record.place, record.archive)
+        if not record.is_intact():
+            record.verify()  # raises an error with the position, or pieces overlapped
+        self._add_verified(record.place, record.archive)
 
-    def of_plan(
+    def add_plan(
         self, plan: Plan, destinations: Sequence[torch.Tensor], locate: Callable[[Extent], TensorLocation]
     ) -> list[tuple[int, Piece]]:
-        """Take what a plan has just read in large pieces as passed.
+        """Add the large pieces that a plan has just read.
 
         Args:
-            plan: what was executed.
-            destinations: by target index, 1-D contiguous tensors on the processor.
-            locate: where the elements of an array lie.
+            plan: the plan that was executed.
+            destinations: contiguous 1-D CPU tensors by target index.
+            locate: returns the location of an array's elements.
 
         Returns:
-            The target of each such piece, and the piece in bytes.
+            The target index and the byte range of each piece, with its CRC-32.
 
         Raises:
             UnreadableCheckpointError: the checksum of a record differs.
@@ -204,51 +205,52 @@ class Checksums:
                     continue
                 begin, end = target * size, (target + length) * size
                 if count == 1:
-                    crc = self.passed(payload, source * size, memory[begin:end])
+                    crc = self.add_piece(payload, source * size, memory[begin:end])
                     found.append((copy.target, (begin, end, crc)))
                 elif source_stride == length:
                     rows = numpy.ndarray((count,), f"V{length * size}", memory, begin, (target_stride * size,))
-                    self._note_piece(payload, source * size, rows.nbytes, _checksum_of_rows(rows))
+                    self._store_piece(payload, source * size, rows.nbytes, _checksum_of_rows(rows))
         return found
 
     def rest(self) -> list[Callable[[], None]]:
-        """What compares each checksum of which not all pieces have passed: it reads the others, and raises likewise."""
+        """Return functions that read the missing pieces of incomplete records, and raise as `add_piece` does."""
         with self._lock:
             return [partial(self._finish, record) for record in self._waiting.values()]
 
     def _finish(self, record: _Record) -> None:
-        if not record.pieces or not record.is_right(record.read):
-            record.verify()  # which says where it is; or pieces overlapped
-        self._note_right(record.place, record.archive)
+        if not record.pieces or not record.is_intact(record.read):
+            record.verify()  # raises an error with the position, or pieces overlapped
+        self._add_verified(record.place, record.archive)
 
 
 class Confirmed(Checksums):
-    """Finds out what is right while it is read for another purpose, and refuses nothing.
+    """Verifies checksums of data that is read for another purpose, without raising errors.
 
-    What is not in `right` is to be checked by whoever asks, and may be damaged, or read in pieces that are too small.
+    Records that are not in `verified` may be damaged, or were read in pieces that are too small; the caller must check
+    them.
     """
 
     def add_records(self, payload: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
-        """Take notice of records of an archive."""
+        """Register records of an archive."""
         with suppress(UnreadableCheckpointError):
             super().add_records(payload, archive, names)
 
-    def look_at_array(self, payload: TensorLocation, array: RawArray) -> None:
-        """Take notice of bare elements."""
+    def add_array(self, payload: TensorLocation, array: RawArray) -> None:
+        """Register a raw array."""
         with suppress(UnreadableCheckpointError):
-            super().look_at_array(payload, array)
+            super().add_array(payload, array)
 
-    def of_plan(
+    def add_plan(
         self, plan: Plan, destinations: Sequence[torch.Tensor], locate: Callable[[Extent], TensorLocation]
     ) -> list[tuple[int, Piece]]:
-        """Take what a plan has just read as passed."""
+        """Add the large pieces that a plan has just read."""
         with suppress(UnreadableCheckpointError):
-            return super().of_plan(plan, destinations, locate)
+            return super().add_plan(plan, destinations, locate)
         return []
 
 
 def _checksum_of_rows(rows: NDArray[numpy.void]) -> int:
-    """The CRC-32 of the bytes of a matrix, whose rows need not follow each other in memory."""
+    """Return the CRC-32 of the bytes of a matrix, whose rows need not be adjacent in memory."""
     at_once, crc = max(1, _ROWS_BYTES // rows.itemsize), 0
     for first in range(0, len(rows), at_once):
         crc = crc32(rows[first : first + at_once].tobytes(), crc)
@@ -256,10 +258,10 @@ def _checksum_of_rows(rows: NDArray[numpy.void]) -> int:
 
 
 def verify_array(reader: FolderReader, array: RawArray) -> None:
-    """Compare the CRC-32 of bare elements with the one that is known of them, if one is.
+    """Compare the CRC-32 of a raw array with its stored one, if there is one.
 
     Raises:
-        UnreadableCheckpointError: it differs.
+        UnreadableCheckpointError: the checksum differs.
     """
     if array.crc is not None and reader.checksum(array.file, array.offset, array.length) != array.crc:
         raise UnreadableCheckpointError(
@@ -269,5 +271,5 @@ def verify_array(reader: FolderReader, array: RawArray) -> None:
 
 
 def _verify_record(reader: FolderReader, archive: tuple[str, int, int], name: str) -> None:
-    """Not by a method of the archive: then its directory would be kept until all pieces have passed."""
+    """Verify a record. Unlike a method of the archive, it does not keep the directory in memory."""
     TorchArchive(reader, *archive).verify_checksums(only=name)

@@ -1,7 +1,7 @@
-"""The CRC-32 of bytes, and of bytes of which that of some pieces is known.
+"""Computes CRC-32 checksums, and combines those of adjacent pieces.
 
-The CRC-32 of two pieces, one after the other, follows from those of the pieces: bits are polynomials over GF(2), and to
-append `n` bytes is to multiply by x^8n modulo the generator (zlib 1.2.12 and later, `crc32_combine`, crc32.c).
+The CRC-32 of two adjacent pieces follows from the CRC-32 of each: bits are the coefficients of polynomials over GF(2),
+and appending `n` bytes multiplies by x^8n modulo the generator (zlib 1.2.12 and later, `crc32_combine`, crc32.c).
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from collections.abc import Iterable
 from functools import cache, lru_cache
 
 try:
-    # By carry-less products of the processor: 13 GB/s, where zlib's tables give 2 (measured). Other threads run
-    # meanwhile, as they do with zlib's (`isal_zlib_crc32`, isal_zlibmodule.c, 1.9: from 5 KiB on).
+    # isal uses carry-less multiplication: 13 GB/s, zlib's tables reach 2 GB/s (measured). Like zlib, it releases the
+    # GIL (`isal_zlib_crc32`, isal_zlibmodule.c, 1.9: from 5 KiB on).
     from isal.isal_zlib import crc32
-except ImportError:  # installed without its dependencies, as images of frameworks are
+except ImportError:  # this package was installed without its dependencies, as in framework images
     from zlib import crc32
 
 __all__ = ["Piece", "appended", "checksum", "crc32"]
 
-_GENERATOR = 0xEDB88320  # of zlib, zip and Ethernet; the bit of x^0 is the highest
+_GENERATOR = 0xEDB88320  # of zlib, zip and Ethernet; the highest bit is the coefficient of x^0
 _ONE = 1 << 31
 
 Piece = tuple[int, int, int]
-"""Of a stretch of bytes: where it begins, where it ends, and its CRC-32."""
+"""A byte range: first byte, end, and CRC-32."""
 
 
 def appended(first: int, second: int, length: int) -> int:
-    """The CRC-32 of bytes with the CRC-32 `first`, and after them `length` bytes with `second`."""
+    """Return the CRC-32 of bytes with CRC-32 `first`, followed by `length` bytes with CRC-32 `second`."""
     return _product(_shift(length), first) ^ second
 
 
 def checksum(data: memoryview, known: Iterable[Piece] = (), crc: int = 0) -> int:
-    """The CRC-32 of bytes, of which that of some pieces is known.
+    """Return the CRC-32 of bytes, reusing the known CRC-32 of some pieces.
 
     Args:
         data: the bytes.
-        known: pieces of them that do not overlap.
-        crc: of what precedes them.
+        known: pieces of `data` that do not overlap.
+        crc: the CRC-32 of the bytes before `data`.
     """
     done = 0
     for start, stop, piece in sorted(known):
@@ -57,7 +57,7 @@ def _product(one: int, other: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _shift(length: int) -> int:
-    """x^8n modulo the generator."""
+    """Return x^(8 * length) modulo the generator."""
     power, bit = _ONE, 0
     while length:
         if length & 1:
@@ -68,7 +68,7 @@ def _shift(length: int) -> int:
 
 @cache
 def _square(bit: int) -> int:
-    """The power of x by 8 times 2**bit, modulo the generator."""
+    """Return x^(8 * 2**bit) modulo the generator."""
     if bit == 0:
         return _ONE >> 8
     return _product(_square(bit - 1), _square(bit - 1))

@@ -1,4 +1,4 @@
-"""The index of a torch distributed checkpoint: `.metadata`, read without torch.distributed and without trust."""
+"""Reads `.metadata`, the index of a torch distributed checkpoint, as untrusted data."""
 
 from __future__ import annotations
 
@@ -30,26 +30,29 @@ from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 RECORDS_SUFFIX = ".distcp"
-# A chunk takes some 300 bytes, and the largest checkpoints have millions of them.
+# A chunk takes about 300 bytes, and the largest checkpoints have millions of chunks.
 INDEX_BYTES = 8 << 30
 _PARTS = ("state_dict_metadata", "storage_data", "planner_data", "storage_meta", "mcore_data")
 """Attributes of torch's `Metadata`, and of Megatron's."""
 
 
 def extent_of(tensor: TensorReference, place: StoredObject) -> ArchivedRecord:
-    """The storage of a tensor pickled in the archive at `place`; the tensor begins at its element `tensor.offset`."""
+    """Return the storage of a tensor that is pickled in the archive at `place`.
+
+    The tensor begins at element `tensor.offset` of the storage.
+    """
     dtype = str(tensor.storage.dtype).removeprefix("torch.")
     return ArchivedRecord(place.file, place.offset, place.length, dtype, tensor.storage.numel, tensor.storage.key)
 
 
 class SharedIndex:
-    """The index of an iteration folder that somebody else has read; it is parsed once.
+    """The index of an iteration folder that another rank has read; it is parsed once.
 
     Attributes:
         folder: the iteration folder.
-        data: what is in `.metadata`, or the same without the ranks' plans.
-        size: bytes of that file.
-        digest: of that file.
+        data: the content of `.metadata`, possibly without the ranks' plans.
+        size: size of the file in bytes.
+        digest: digest of the file.
     """
 
     def __init__(
@@ -62,40 +65,40 @@ class SharedIndex:
     ) -> None:
         self.folder, self.data, self.size = folder, data, len(data) if size is None else size
         self.digest = index_digest(data) if digest is None else digest
-        self._pickled = pickled  # the index, by the rank that has parsed it
+        self._pickled = pickled  # the parsed index, pickled by another rank
 
     def __reduce__(self) -> tuple[type[SharedIndex], tuple[Path, bytes, int, bytes | None, str]]:
-        """To another rank of the job: what is parsed already need not be parsed there."""
+        """Pickle the parsed index, if there is one, so that another rank need not parse it again."""
         index = vars(self).get("index")
         pickled = None if index is None else pickle.dumps(index)
         return SharedIndex, (self.folder, self.data, self.size, pickled, self.digest)
 
     def without_plans(self) -> SharedIndex:
-        """The same with True in their place, where they are: more than half of an index, and hardly anybody looks."""
+        """Return this index with the ranks' plans, which are more than half of it, replaced by True."""
         short = without_last(self.data, PLANS, _PARTS)
         if short is not None:
             found = SharedIndex(self.folder, short, self.size, digest=self.digest)
-            with suppress(CheckpointError):  # it only looked as if they came last
+            with suppress(CheckpointError):  # the plans were not the last attribute
                 if found.index.has_plans:
                     return found
         return self
 
     @cached_property
     def index(self) -> DcpIndex:
-        """What it says; errors as of `read_index`."""
+        """The parsed index; raises as `read_index` does."""
         if self._pickled is not None:
             with collector_paused():
-                found: DcpIndex = pickle.loads(self._pickled)  # a rank of this job made it
+                found: DcpIndex = pickle.loads(self._pickled)  # pickled by a rank of this job
             return found
         return _parsed(self.data, self.folder / METADATA_FILE)
 
 
-_SHARED_INDEX: ContextVar[SharedIndex | None] = ContextVar("mcore_ckpt_ext_lent_index", default=None)
+_SHARED_INDEX: ContextVar[SharedIndex | None] = ContextVar("mcore_ckpt_ext_shared_index", default=None)
 
 
 @contextmanager
 def using_index(index: SharedIndex | None) -> Iterator[None]:
-    """Within this scope, that index is not read from its folder; None lends nothing."""
+    """Use an index within this scope instead of reading it from its folder; None has no effect."""
     token = _SHARED_INDEX.set(index)
     try:
         yield
@@ -103,42 +106,42 @@ def using_index(index: SharedIndex | None) -> Iterator[None]:
         _SHARED_INDEX.reset(token)
 
 
-def lent_of(folder: Path) -> SharedIndex | None:
-    """What is lent of a folder now."""
+def shared_index_of(folder: Path) -> SharedIndex | None:
+    """Return the shared index of a folder; None if there is none in this scope."""
     found = _SHARED_INDEX.get()
     return found if found is not None and found.folder.resolve() == folder.resolve() else None
 
 
-_OBJECTS_ALONE: ContextVar[bool] = ContextVar("mcore_ckpt_ext_objects_alone", default=False)
+_OBJECTS_ONLY: ContextVar[bool] = ContextVar("mcore_ckpt_ext_objects_only", default=False)
 
 
 @contextmanager
-def objects_alone() -> Iterator[None]:
-    """Within this scope, pickled objects and nothing else are asked for.
+def objects_only() -> Iterator[None]:
+    """Declare that only pickled objects are read within this scope.
 
-    So an index that is lent need not be unpickled for torch, which takes longer than all else that a rank of a very
-    large job plans (benchmarks/planning.py).
+    Then a shared index need not be unpickled for torch, which in very large jobs takes longer than all other planning
+    of a rank (benchmarks/planning.py).
     """
-    token = _OBJECTS_ALONE.set(True)
+    token = _OBJECTS_ONLY.set(True)
     try:
         yield
     finally:
-        _OBJECTS_ALONE.reset(token)
+        _OBJECTS_ONLY.reset(token)
 
 
-def asked_for_objects_alone() -> bool:
-    """True inside `objects_alone()`."""
-    return _OBJECTS_ALONE.get()
+def reads_objects_only() -> bool:
+    """Return True inside `objects_only()`."""
+    return _OBJECTS_ONLY.get()
 
 
 def read_index(folder: Path) -> DcpIndex:
-    """Read `.metadata` of an iteration folder, or take what is lent of it.
+    """Read `.metadata` of an iteration folder, or use its shared index.
 
     Raises:
-        UnreadableCheckpointError: it is missing, damaged, or contradicts itself.
+        UnreadableCheckpointError: the index is missing, damaged, or contradicts itself.
         UnsupportedCheckpointError: the records are compressed.
     """
-    if (found := lent_of(folder)) is not None:
+    if (found := shared_index_of(folder)) is not None:
         return found.index
     path = folder / METADATA_FILE
     with _damage_reported(path):
@@ -146,15 +149,15 @@ def read_index(folder: Path) -> DcpIndex:
         short = without_last(data, PLANS, _PARTS)
         if short is None:
             return index_of(_metadata(data, str(path)))
-        del data  # before objects are made of it: the file and they are most of the memory of an `inspect`
+        del data  # freed before objects are created: both are most of the memory of `inspect`
         metadata = _without_plans(short, str(path))
         return index_of(_metadata(_file(folder), str(path)) if metadata is None else metadata)
 
 
 def index_digest(data: bytes) -> str:
-    """The digest of the content of `.metadata`, which no two saves share.
+    """Return the digest of the content of `.metadata`, which is unique for each save.
 
-    Torch gives every save an identifier, and its writers put it there (`StorageMeta.save_id`,
+    Torch's writers store an identifier of the save in it (`StorageMeta.save_id`,
     torch/distributed/checkpoint/filesystem.py, 2.4 to 2.13; `FileSystemWriterAsync.finish`,
     megatron/core/dist_checkpointing/strategies/filesystem_async.py, core_v0.8.0 to 0.19.2).
     """
@@ -162,8 +165,8 @@ def index_digest(data: bytes) -> str:
 
 
 def digest_of_index(folder: Path) -> str | None:
-    """The digest of the index of an iteration folder, or of what is lent of it; None where it cannot be read."""
-    if (found := lent_of(folder)) is not None:
+    """Return the digest of the index, or shared index, of an iteration folder; None if it cannot be read."""
+    if (found := shared_index_of(folder)) is not None:
         return found.digest
     with suppress(OSError):
         return index_digest(read_file(folder, METADATA_FILE, INDEX_BYTES))
@@ -171,10 +174,10 @@ def digest_of_index(folder: Path) -> str | None:
 
 
 def check_plans(folder: Path) -> None:
-    """Unpickle the ranks' plans, too, which nobody here reads, but Megatron's own loader does.
+    """Check that the ranks' plans can be unpickled: Megatron's own loader reads them.
 
     Raises:
-        CheckpointError: they, or the rest, are damaged.
+        CheckpointError: the plans, or other parts of the index, are damaged.
     """
     safe_loads(_file(folder), str(folder / METADATA_FILE))
 
@@ -199,24 +202,25 @@ def _parsed(data: bytes, path: Path) -> DcpIndex:
 
 @contextmanager
 def _damage_reported(path: Path) -> Iterator[None]:
-    """Report what cannot be made an index of as damage; the collector pauses, for there are millions of objects."""
+    """Report errors of parsing as damage; garbage collection is paused for millions of objects."""
     try:
         with collector_paused():
             yield
-    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:  # the last of an infinite float
+    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
+        # OverflowError comes from an infinite float.
         raise UnreadableCheckpointError(
             "the checkpoint's index is damaged", found=shorten(f"{type(error).__name__}: {error}"), where=str(path)
         ) from error
 
 
 def _without_plans(short: bytes | None, where: str) -> Any:
-    """What an index holds but for the ranks' plans: they are more than half of it, come last, and nobody reads them.
+    """Load an index without the ranks' plans, which are its last attribute and more than half of it.
 
     Returns:
-        None where `short`, the index without them, is none, or only looked like one.
+        None if `short`, the index without plans, is None or turns out to be something else.
     """
     if short is not None:
-        with suppress(CheckpointError):  # which shows again where all of it is loaded
+        with suppress(CheckpointError):  # raised again when the whole index is loaded
             found = safe_loads(short, where)
             if isinstance(found, Record) and getattr(found, PLANS, None) is True and hasattr(found, _PARTS[0]):
                 return found
@@ -224,7 +228,7 @@ def _without_plans(short: bytes | None, where: str) -> Any:
 
 
 def _metadata(data: bytes, where: str) -> Any:
-    """What an index holds, plans included."""
+    """Load an index with the ranks' plans."""
     if not data:
         raise UnreadableCheckpointError(
             "the checkpoint's index is empty", found="0 bytes", where=where, hint=INTERRUPTED

@@ -1,4 +1,4 @@
-"""The arrays and objects that torch's `Metadata` describes, once it is unpickled: nothing in it is trusted."""
+"""Builds an index from an unpickled `Metadata` of torch, whose content is untrusted."""
 
 from __future__ import annotations
 
@@ -14,19 +14,26 @@ from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, 
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredArray, StoredObject
 
 PLANS = "all_local_plans"
-"""The ranks' plans, which Megatron adds when all else is there (strategies/state_dict_saver.py, 0.11.0 to 0.19.2)."""
+"""The attribute with the ranks' plans.
+
+Megatron adds it last (strategies/state_dict_saver.py, 0.11.0 to 0.19.2).
+"""
 
 
 @dataclass(frozen=True)
 class DcpIndex:
     """The contents of `.metadata`: arrays by key, and objects by key (with Megatron's `/shard_…` suffix).
 
-    `natural_shapes` gives the shape of arrays that Megatron 0.8 to 0.15 stored reshaped (`mcore_data`,
-    dist_checkpointing/strategies/torch.py and resharding.py). `has_plans`: the ranks' plans are kept with it, as
-    Megatron has done since 0.11 (`all_local_plans`). `chunks_show_parameters`: the chunks of a flat gradient buffer
-    begin and end where its parameters do; so it is in torch's format, with a chunk for each saved piece. `overlapping`:
-    the keys of arrays of which more elements are stored than there are, so that it matters which of them are taken;
-    torch refuses to write such (`_validate_global_plan`, torch/distributed/checkpoint/default_planner.py).
+    Attributes:
+        arrays: the arrays by key.
+        objects: the objects by key.
+        natural_shapes: original shapes of arrays that Megatron 0.8 to 0.15 stored reshaped (`mcore_data`,
+            dist_checkpointing/strategies/torch.py and resharding.py).
+        has_plans: the index contains the ranks' plans, as Megatron's have since 0.11 (`all_local_plans`).
+        chunks_show_parameters: the chunks of a flat gradient buffer begin and end at parameter boundaries. This holds
+            in torch's format, which has a chunk for each saved piece.
+        overlapping: keys of arrays with more stored elements than their shape has, so that chunks overlap. torch
+            refuses to write such arrays (`_validate_global_plan`, torch/distributed/checkpoint/default_planner.py).
     """
 
     arrays: Mapping[str, StoredArray]
@@ -38,13 +45,13 @@ class DcpIndex:
 
 
 def index_of(metadata: Any) -> DcpIndex:
-    """Return the index that is described by a `Metadata` of torch, of which every field is checked.
+    """Check every field of torch's `Metadata`, and return the index that it describes.
 
     Raises:
         UnsupportedCheckpointError: the records are compressed.
-        AttributeError, TypeError, ValueError, KeyError, OverflowError: it is damaged.
+        AttributeError, TypeError, ValueError, KeyError, OverflowError: the metadata is damaged.
     """
-    # Chunks are filed under (key, offsets), objects under (key, None): `MetadataIndex` of
+    # Chunks are indexed by (key, offsets), objects by (key, None): `MetadataIndex` of
     # torch/distributed/checkpoint/metadata.py.
     keys: list[tuple[str, tuple[int, ...] | None]] = []
     for index, info in metadata.storage_data.items():
@@ -96,14 +103,14 @@ def _named(key: Any) -> str:
 
 
 def _axes(numbers: Any) -> tuple[int, ...]:
-    """Sizes or offsets by axis; not more of them than axes, for each of a million entries may refer to the same."""
+    """Return sizes or offsets by axis; their number is limited, as a million entries may share a tuple."""
     if type(numbers) not in (tuple, list) or len(numbers) > MOST_AXES:
         raise ValueError(f"sizes of an array that are {format_value(numbers)}")
     return tuple(numbers)
 
 
 def _shape(numbers: Any) -> tuple[int, ...]:
-    """A shape that an array can have."""
+    """Return a shape after checking that an array can have it."""
     shape = _axes(numbers)
     elements_of(shape)
     return shape
@@ -112,7 +119,7 @@ def _shape(numbers: Any) -> tuple[int, ...]:
 def _array(
     key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any], table: ChunkTable
 ) -> tuple[StoredArray, int]:
-    """Returns: an array, and how many elements its chunks have."""
+    """Return an array, and the number of elements of its chunks."""
     shape = _shape(entry.size)
     axes, dtype = len(shape), str(entry.properties.dtype).removeprefix("torch.")
     if dtype not in ITEM_SIZE:
@@ -144,7 +151,7 @@ def _array(
 
 
 def _fits(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a chunk lies in its array; in this order, no large number is calculated with."""
+    """Return whether a chunk lies within its array. Sizes come first, so that no large number is computed."""
     if len(shape) == 1:  # as most of them are
         return 0 <= sizes[0] <= shape[0] and 0 <= offsets[0] <= shape[0] - sizes[0]
     return not shape or (

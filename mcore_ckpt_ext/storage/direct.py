@@ -1,13 +1,13 @@
-"""Writes that bypass the page cache: memory that the cache would take anew costs several times what writing costs.
+"""Writes files past the page cache, whose memory allocation costs several times the write itself.
 
-A page of the cache has to be found, cleared and, on a virtual machine, given by the host, before a byte is copied to
-it. A direct write (`O_DIRECT`, open(2)) goes from the block that was filled to the disk. Space is reserved before,
-because ext4 lets only one thread at a time write to a file where blocks have to be allocated (`ext4_dio_write_checks`,
+A page of the cache must be found, cleared and, on a virtual machine, provided by the host, before a byte is copied to
+it. A direct write (`O_DIRECT`, open(2)) goes from the caller's memory to the disk. Space is reserved first, because
+ext4 lets only one thread at a time write to a file whose blocks are not allocated yet (`ext4_dio_write_checks`,
 fs/ext4/file.c, Linux 5.8 to 6.18).
 
-Both kinds of writes go to one file, but never to the same `ALIGNMENT` bytes: no page of the cache, and no block of a
-file system, is larger, so neither write can undo the other. A flush is needed all the same (open(2): metadata, and the
-cache of the disk).
+Direct and cached writes go to one file, but never to the same aligned `ALIGNMENT` bytes. No cache page and no file
+system block is larger, so neither kind of write can overwrite the other. A flush is still needed for metadata and the
+disk's own cache (open(2)).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.writeback import begin_to_flush
 
 ALIGNMENT = 1 << 16
-"""Of positions in the file and of memory; the largest pages and blocks that Linux offers today."""
-# Below, the wait for the disk at each call costs more than the cache.
+"""The alignment of file positions and memory in bytes: the largest page and block size of Linux today."""
+# For fewer bytes, waiting for the disk in each call costs more than the cache.
 _WORTH = 1 << 20
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class BlockFile:
-    """A file that is filled block by block; safe to use from several threads. All methods raise OSError."""
+    """A file that is written block by block, from several threads if needed. All methods raise OSError."""
 
     def __init__(self, folder: Folder, name: str) -> None:
-        """Open a file that was made at its full size."""
+        """Open a file that already has its full size."""
         self._folder, self._name = folder, name
         self.descriptor = folder.open(name, os.O_RDWR)
         self._direct: int | None = None
@@ -42,7 +42,7 @@ class BlockFile:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         for descriptor in (self.descriptor, self._direct):
             if descriptor is not None:
                 os.close(descriptor)
@@ -52,7 +52,7 @@ class BlockFile:
         write_all(self.descriptor, data, position)
 
     def write_block(self, data: memoryview, position: int, address: int) -> None:
-        """Write a block of bytes, given the address of its memory: directly if that fits the position."""
+        """Write a block of bytes: directly if its memory `address` is aligned like its position."""
         begin, end = -(-position // ALIGNMENT) * ALIGNMENT - position, len(data)
         end -= (position + end) % ALIGNMENT
         done = 0
@@ -68,13 +68,13 @@ class BlockFile:
         begin_to_flush(self.descriptor, position, len(data))
 
     def _write_direct(self, descriptor: int, data: memoryview, position: int) -> int:
-        """Write as much as can be written directly, and return how many bytes that is."""
+        """Write as many bytes directly as the system accepts, and return their number."""
         done = 0
         try:
             while done < len(data):
                 done += os.pwrite(descriptor, data[done:], position + done)
         except OSError as error:
-            # The system refuses the alignment, here or behind a short write: the cache takes the rest.
+            # The system refuses the alignment, perhaps after a short write: the rest is written through the cache.
             if error.errno not in _NO_DIRECT:
                 raise
         return done
@@ -99,10 +99,10 @@ class BlockFile:
 
 
 def write_all(descriptor: int, data: memoryview, position: int) -> None:
-    """Write bytes to a file.
+    """Write all bytes to a file at a position.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: writing fails.
     """
     done = 0
     while done < len(data):
@@ -110,12 +110,15 @@ def write_all(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def _reserve(descriptor: int) -> None:
-    """Have the blocks of a file allocated; where that is refused, writes allocate them, and say what is wrong."""
+    """Allocate the blocks of a file; if this fails, later writes allocate them and report errors."""
     if (call := _fallocate()) is not None:
         call(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(os.fstat(descriptor).st_size))
 
 
 @cache
 def _fallocate() -> Any:
-    """The system's function, not `os.posix_fallocate`: that writes to every block where the file system has none."""
+    """Return `fallocate64` of the system; None if it has none.
+
+    `os.posix_fallocate` would write to every block on file systems that cannot allocate.
+    """
     return getattr(ctypes.CDLL(None), "fallocate64", None) if sys.platform.startswith("linux") else None

@@ -1,4 +1,4 @@
-"""Torch's dtypes by name, for what says which one without torch: pickles, indexes, records."""
+"""Torch's dtypes by name, for pickles, indexes and records that are read without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.pickle_stubs import Stateless
 
-# Bytes of an element (c10/core/ScalarType.h, torch 2.4 to 2.15); those below 8 bits lie in bytes.
+# Bytes of an element (c10/core/ScalarType.h, torch 2.4 to 2.15); dtypes below 8 bits use a byte each.
 _ITEM_SIZES = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     **dict.fromkeys(("float32", "int32", "uint32", "complex32", "bcomplex32", "qint32"), 4),
@@ -27,14 +27,14 @@ _ALIASES = {
     "chalf": "complex32", "cfloat": "complex64", "cdouble": "complex128",
 }  # fmt: skip
 DTYPE_NAMES = frozenset({*_ITEM_SIZES, *_ALIASES})
-"""The attributes of `torch` that are dtypes."""
+"""The names of dtypes in `torch`."""
 
 
 class Dtype(Stateless):
-    """A dtype of torch; there is one object for each, which `dtype_named` returns.
+    """A dtype of torch; `dtype_named` returns the only object for each.
 
     Attributes:
-        name: as an attribute of `torch`.
+        name: name in `torch`.
         itemsize: bytes of an element.
     """
 
@@ -46,13 +46,13 @@ class Dtype(Stateless):
         """Torch's own object.
 
         Raises:
-            AttributeError: the installed torch is too old to have it.
+            AttributeError: the installed torch does not have this dtype.
         """
         found: torch.dtype = getattr(torch, self.name)
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copied, or sent to another process, it remains the one object of its name."""
+        """Pickle by name, so that copies in every process are the only object of this name."""
         return dtype_named, (self.name,)
 
     def __repr__(self) -> str:
@@ -65,21 +65,21 @@ def _dtype(name: str) -> Dtype:
 
 
 def dtype_named(name: str) -> Dtype:
-    """The dtype that `torch` has under a name.
+    """Return the dtype with a name of `torch`, such as `bfloat16` or `half`.
 
     Raises:
-        KeyError: it is none of `DTYPE_NAMES`.
+        KeyError: the name is not in `DTYPE_NAMES`.
     """
     return _dtype(_ALIASES.get(name, name))
 
 
 def name_of(dtype: torch.dtype | Dtype) -> str:
-    """The name of a dtype."""
+    """Return the name of a dtype."""
     return str(dtype).removeprefix("torch.")
 
 
 def with_torch_dtypes(tree: Any) -> Any:
-    """A copy of a pickled state with torch's own dtypes in it, for whoever hands it to a framework."""
+    """Return a copy of an unpickled state with dtypes of torch, to be passed to a framework."""
     if isinstance(tree, Dtype):
         return tree.torch
     kind = type(tree)

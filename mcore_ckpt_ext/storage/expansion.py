@@ -11,18 +11,18 @@ from mcore_ckpt_ext.errors import UnsafePickleError
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of
 
-# The most elements of a common state, counted as often as they are referred to; real ones have thousands.
+# Upper limit for the elements of a common state, counted once per reference; real states have thousands.
 _MOST_NODES, _DEEPEST = 1 << 30, 200
 
 
 def check_expansion(tree: Any, nbytes: int, where: str) -> None:
-    """Refuse a tree that is small as a pickle of `nbytes`, but endless for whoever walks through it.
+    """Refuse a tree whose pickle has only `nbytes`, but whose traversal would never end.
 
-    A pickle makes an object once and may refer to it often: fifty lists of two references each have 2**50 leaves.
+    A pickle creates an object once and may refer to it many times: 50 nested lists of two references have 2**50 leaves.
 
     Raises:
-        UnsafePickleError: it contains itself, or is deeper than any state of a checkpoint.
-        OverBudgetError: it is larger than its size explains.
+        UnsafePickleError: the tree contains itself, or is deeper than any state of a checkpoint.
+        OverBudgetError: the tree has more elements than `nbytes` can justify.
     """
     known: dict[int, int] = {}
 
@@ -33,7 +33,7 @@ def check_expansion(tree: Any, nbytes: int, where: str) -> None:
         if id(node) not in known:
             if depth > _DEEPEST:
                 raise ValueError(f"deeper than {_DEEPEST} levels")
-            known[id(node)] = _MOST_NODES  # met again before it is counted: it contains itself
+            known[id(node)] = _MOST_NODES  # seen again before it is counted: it contains itself
             known[id(node)] = 1 + sum(nodes(child, depth + 1) for child in children)
         if known[id(node)] >= _MOST_NODES:
             raise ValueError(f"more than {_MOST_NODES:,} elements")

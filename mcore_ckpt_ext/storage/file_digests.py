@@ -1,12 +1,12 @@
-"""SHA-256 digests of the small files of a folder that this package writes, in a file beside them.
+"""SHA-256 digests of the small files of a written folder, in a file of the same folder.
 
-Tensors have checksums in their own files. Descriptions (an index, a configuration, a header) have none in any format
-that this package writes, and a flipped bit in one may leave it well-formed: another learning rate, another key.
+Tensors have checksums in their own files. Indexes, configurations and headers have none in any format that this package
+writes, and a flipped bit may leave them well-formed, with another learning rate or another key.
 
 mcore_ckpt_ext_digests.json
-    sha256      of whole files, by their path in the folder
-    arrays      of what a safetensors file declares: names, dtypes, shapes, offsets (the file's `__metadata__`
-                is left out: it holds checksums that are only known when the tensors are)
+    sha256      digests of whole files, by relative path
+    arrays      digests of the names, dtypes, shapes and offsets in safetensors headers (without `__metadata__`, whose
+                checksums are only known when the tensors are)
     bytes       sizes of all files
 """
 
@@ -30,7 +30,7 @@ from mcore_ckpt_ext.storage.safetensors import SUFFIX, declared_arrays, header_i
 FILE_NAME = "mcore_ckpt_ext_digests.json"
 _MARK, _VERSION = "mcore_ckpt_ext digests", 1
 _KEYS = {"format", "version", "sha256", "arrays", "bytes"}
-# Files that programs write and read; the others (config.json, tokenizers, run_config.yaml) are edited by people, too.
+# Files that only programs write; people also edit the others (config.json, tokenizers, run_config.yaml).
 _OF_PROGRAMS = (".metadata", "metadata.json", "common.json")
 _SUFFIXES_OF_PROGRAMS = (".index.json", ".pt", ".bin", ".distcp", SUFFIX)
 _DATA_SUFFIXES = (".distcp", SUFFIX)
@@ -39,7 +39,7 @@ _SHOWN = 16
 
 @dataclass(frozen=True, slots=True)
 class ChangedFile:
-    """A file whose content is not what was written; `editable` where people edit files of its name."""
+    """A file that has changed since it was written; `editable` if people edit files of this name."""
 
     name: str
     what: str
@@ -51,9 +51,9 @@ class DigestResult:
     """The result of comparing a folder with its digests.
 
     Attributes:
-        compared: how many files were compared.
-        changed: those that are not as they were written.
-        stale: why the digests are of other files than these, so that nothing was compared; empty otherwise.
+        compared: number of files that were compared.
+        changed: the files that have changed since they were written.
+        stale: the reason why the digests belong to another save and nothing was compared; otherwise empty.
     """
 
     compared: int
@@ -62,7 +62,7 @@ class DigestResult:
 
 
 def with_digests(output: Output, folder: str = "") -> Output:
-    """Add the file of digests to an output, for the files below `folder` whose bytes are known before any tensor is."""
+    """Add the digest file to an output, for files below `folder` whose bytes are known before the tensors."""
     filled = {record.file for record in output.records}
     below = f"{folder}/" if folder else ""
     whole: dict[str, str] = {}
@@ -89,7 +89,7 @@ def compare_digests(folder: Path) -> DigestResult | None:
     """Compare the files of a folder with its digests.
 
     Returns:
-        None where the folder has none.
+        None if the folder has no digests.
 
     Raises:
         UnreadableCheckpointError: the digests are damaged, or a file that they name cannot be read.
@@ -106,10 +106,10 @@ def compare_digests(folder: Path) -> DigestResult | None:
 
 
 def check_digests(folder: Path) -> None:
-    """Refuse a folder of which a file that only programs write is not as it was written.
+    """Refuse a folder in which a file that only programs write has changed.
 
     Raises:
-        UnreadableCheckpointError: there is such a file, or the digests cannot be read.
+        UnreadableCheckpointError: such a file has changed, or the digests cannot be read.
     """
     found = compare_digests(folder)
     for file in found.changed if found else ():
@@ -123,9 +123,10 @@ def check_digests(folder: Path) -> None:
 
 
 def _why_stale(folder: Path, sizes: Mapping[str, int]) -> str:
-    """Why digests are of another save: a job that writes over a converted folder leaves them in it.
+    """Return why digests belong to another save; empty if they do not.
 
-    Another save is recognized by its data files. A cut file has another size, too; it is found by the index.
+    A job that overwrites a converted folder leaves its digests. Another save is recognized by the sizes and names of
+    its data files. A truncated file has another size, too; the index shows it.
     """
     data = [name for name in sizes if name.endswith(_DATA_SUFFIXES)]
     for name in data:
@@ -186,7 +187,7 @@ def _check_entries(content: Mapping[str, Any]) -> None:
 
 
 def _content(file: OutputFile) -> Iterable[bytes]:
-    """All bytes of a file without records, zeros where nothing was stated."""
+    """Yield all bytes of a file without records; bytes without a literal are zeros."""
     at = 0
     for position, data in sorted(file.literals):
         yield bytes(position - at)

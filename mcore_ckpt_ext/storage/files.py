@@ -1,8 +1,8 @@
-"""Positioned reads from the files of one checkpoint folder.
+"""Reads byte ranges from the files of one checkpoint folder.
 
-`pread` instead of `mmap`: it writes straight into the destination's memory, a file that shrinks while it is
-read is an error and not a SIGBUS that kills the job, the pages do not count as this process's memory, and the
-bytes can be counted exactly.
+It uses `pread` instead of `mmap`: bytes go straight to their destination, a file that shrinks while it is read causes
+an error and not a SIGBUS that kills the job, pages do not count as memory of this process, and the bytes read can be
+counted exactly.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, io_hin
 from mcore_ckpt_ext.storage.checked_files import open_file
 from mcore_ckpt_ext.storage.crc32 import crc32
 
-# A zarr array has a file for each chunk, and a process may by default open 1024 files.
+# A zarr array has a file for each chunk, and by default a process may open 1024 files.
 _OPEN_FILES = 256
-# What one call of preadv(2) takes: IOV_MAX of Linux.
+# Buffers per call of preadv(2): IOV_MAX of Linux.
 _MOST_BUFFERS = 1024
-_CHECKSUM_BLOCK = 1 << 19  # what a processor's own cache holds
+_CHECKSUM_BLOCK = 1 << 19  # fits the cache of a processor core
 
 
 class _Descriptor:
-    """An open file; it is closed when nobody holds it any more, so that a reader in another thread may finish."""
+    """An open file, which is closed when the last thread drops its reference."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.number = -1
@@ -38,7 +38,7 @@ class _Descriptor:
 
 
 def cut_short(where: object, found: int, needed: int) -> UnreadableCheckpointError:
-    """The refusal of a file that ends after `found` bytes where the metadata needs `needed`."""
+    """Return the error for a file of `found` bytes whose metadata requires `needed`."""
     return UnreadableCheckpointError(
         "a file of the checkpoint is shorter than its metadata says",
         found=f"{found} bytes",
@@ -49,7 +49,7 @@ def cut_short(where: object, found: int, needed: int) -> UnreadableCheckpointErr
 
 
 class FolderReader:
-    """Reads byte ranges of the files below one folder; the latest files stay open; safe to use from several threads."""
+    """Reads byte ranges of the files below a folder, and keeps the last files open. It is thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -74,7 +74,7 @@ class FolderReader:
         """Size of a file in bytes.
 
         Raises:
-            UnreadableCheckpointError: it is missing or cannot be opened.
+            UnreadableCheckpointError: the file is missing or cannot be opened.
         """
         return os.fstat(self._descriptor(file).number).st_size
 
@@ -102,13 +102,13 @@ class FolderReader:
             self.bytes_read += done
 
     def read_rows(self, file: str, offset: int, stride: int, rows: Iterable[memoryview]) -> None:
-        """Fill each of many small buffers, the next from `stride` bytes further on; errors as in `read_into`."""
+        """Fill many small buffers from positions `stride` bytes apart; raises as `read_into` does."""
         descriptor, done = self._descriptor(file), 0
         for row in rows:
             try:
                 count = os.preadv(descriptor.number, (row,), offset)
             except (OSError, OverflowError):
-                count = 0  # what is wrong shows again below
+                count = 0  # `read_into` below raises the error
             if count < len(row):
                 self.read_into(file, offset + count, row[count:])
             done += count
@@ -117,23 +117,23 @@ class FolderReader:
             self.bytes_read += done
 
     def scatter(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill several buffers, one after the other, with what follows `offset`; errors as in `read_into`."""
+        """Fill several buffers with consecutive bytes from `offset` on; raises as `read_into` does."""
         for first in range(0, len(buffers), _MOST_BUFFERS):
-            some = buffers[first : first + _MOST_BUFFERS]
-            wanted = sum(map(len, some))
+            batch = buffers[first : first + _MOST_BUFFERS]
+            wanted = sum(map(len, batch))
             descriptor = self._descriptor(file)
             try:
-                count = os.preadv(descriptor.number, some, offset)
+                count = os.preadv(descriptor.number, batch, offset)
             except (OSError, OverflowError):
-                count = 0  # what is wrong shows again below
+                count = 0  # `_fill_rest` below raises the error
             with self._lock:
                 self.bytes_read += count
             if count < wanted:
-                self._fill_rest(file, offset, some, count)
+                self._fill_rest(file, offset, batch, count)
             offset += wanted
 
     def _fill_rest(self, file: str, offset: int, buffers: Sequence[memoryview], done: int) -> None:
-        """Fill buffers of which the first `done` bytes are there."""
+        """Fill the rest of buffers whose first `done` bytes have been read."""
         for buffer in buffers:
             have = min(done, len(buffer))
             if have < len(buffer):
@@ -141,13 +141,13 @@ class FolderReader:
             offset, done = offset + len(buffer), done - have
 
     def read(self, file: str, offset: int, count: int) -> bytes:
-        """Read `count` bytes; errors as in `read_into`."""
+        """Read `count` bytes; raises as `read_into` does."""
         buffer = bytearray(count)
         self.read_into(file, offset, memoryview(buffer))
         return bytes(buffer)
 
     def checksum(self, file: str, offset: int, count: int) -> int:
-        """The CRC-32 of `count` bytes; errors as in `read_into`."""
+        """Return the CRC-32 of `count` bytes; raises as `read_into` does."""
         memory = memoryview(bytearray(min(_CHECKSUM_BLOCK, count)))
         crc, done = 0, 0
         while done < count:
@@ -180,10 +180,10 @@ class FolderReader:
 
 
 def checked_name(file: str, folder: Path) -> PurePosixPath:
-    """The relative path of a file of a checkpoint.
+    """Check the relative path of a file of a checkpoint, and return it.
 
     Raises:
-        UnreadableCheckpointError: it leads out of the checkpoint's folder.
+        UnreadableCheckpointError: the path leads out of the checkpoint's folder.
     """
     path = PurePosixPath(file)
     if path.is_absolute() or ".." in path.parts:
@@ -194,9 +194,9 @@ def checked_name(file: str, folder: Path) -> PurePosixPath:
 
 
 class Window:
-    """A read-only, seekable view of `length` bytes, for libraries that want a file object.
+    """A read-only, seekable view of `length` bytes, for libraries that need a file object.
 
-    `read`: given a position and a count, these bytes.
+    `read` returns the bytes for a position and a count.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
@@ -204,11 +204,11 @@ class Window:
         self._position = 0
 
     def seekable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """The position in the window."""
+        """Return the current position in the window."""
         return self._position
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
@@ -218,7 +218,7 @@ class Window:
         return self._position
 
     def read(self, count: int = -1) -> bytes:
-        """Read up to `count` bytes, to the end of the window when negative."""
+        """Read up to `count` bytes; a negative count reads to the end of the window."""
         left = max(0, self._length - self._position)
         count = left if count < 0 else min(count, left)
         data = self._read(self._position, count)

@@ -1,7 +1,7 @@
-"""Folders held by their descriptors: what is made, opened and removed below one is never reached through a link.
+"""Folders opened by descriptor, so that nothing below them is ever reached through a link.
 
-A path is looked up anew at each use, and in a folder that others may write to, any part of it can have become a link
-since. A descriptor stays what it was when it was opened (openat(2), `O_NOFOLLOW`).
+A path is resolved at each use. In a folder that other users may write to, any part of it may have been replaced by a
+link. A descriptor always refers to the folder that was opened (openat(2), `O_NOFOLLOW`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOT_OFFERED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class Folder:
-    """An open folder; `path` is for messages only. All methods raise OSError where the system refuses."""
+    """An open folder; `path` is for messages only. All methods raise OSError if a system call fails."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self.descriptor = descriptor
@@ -33,18 +33,18 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Close the descriptor."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     @classmethod
     def at(cls, path: Path) -> Folder:
-        """The folder that a user names: links in this path are the user's own, and followed."""
+        """Open a folder by path. Links in this path are the user's own and are followed."""
         return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path)
 
     def status(self, name: str | None = None) -> os.stat_result | None:
-        """The status of an entry, which may be a link, or of the folder itself; None where there is none."""
+        """Return the status of an entry (links are not followed) or of the folder; None if there is none."""
         if name is None:
             return os.fstat(self.descriptor)
         with contextlib.suppress(FileNotFoundError):
@@ -52,15 +52,15 @@ class Folder:
         return None
 
     def make(self, name: str, mode: int = 0o777) -> None:
-        """Make a folder in this one; it must not exist yet."""
+        """Create a subfolder, which must not exist yet."""
         os.mkdir(name, mode, dir_fd=self.descriptor)
 
     def enter(self, name: str) -> Folder:
-        """Open a folder in this one, if it is no link."""
+        """Open a subfolder, which must not be a link."""
         return Folder(os.open(name, _FOLDER, dir_fd=self.descriptor), self.path / name)
 
     def open(self, file: str, flags: int, mode: int = 0o666) -> int:
-        """The descriptor of a file below; folders on the way are made if `flags` has `O_CREAT`."""
+        """Open a file and return its descriptor; `O_CREAT` in `flags` also creates missing subfolders."""
         *folders, name = PurePosixPath(file).parts
         held: list[Folder] = []
         try:
@@ -71,7 +71,7 @@ class Folder:
                         within.make(part)
                 held.append(within.enter(part))
             within = held[-1] if held else self
-            # Without O_NONBLOCK, opening a FIFO would wait for whoever planted it.
+            # Without O_NONBLOCK, opening a FIFO that another user placed here would block.
             flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             descriptor = os.open(name, flags, mode, dir_fd=within.descriptor)
         finally:
@@ -83,7 +83,7 @@ class Folder:
         return descriptor
 
     def read(self, file: str, limit: int) -> bytes | None:
-        """The first `limit` bytes of a file below; None where there is none."""
+        """Return the first `limit` bytes of a file; None if the file does not exist."""
         try:
             descriptor = self.open(file, os.O_RDONLY)
         except FileNotFoundError:
@@ -92,11 +92,11 @@ class Folder:
             return stream.read(limit)
 
     def names(self) -> list[str]:
-        """The entries, sorted."""
+        """Return the names of all entries, sorted."""
         return sorted(os.listdir(self.descriptor))  # noqa: PTH208  a descriptor is no path
 
     def folders(self) -> Iterator[tuple[Folder, list[str]]]:
-        """This folder and all below, the deepest first, each with the names in it that are not folders."""
+        """Yield all subfolders, the deepest first, and this folder, each with the names of its other entries."""
         others = []
         for name in self.names():
             status = self.status(name)
@@ -108,7 +108,7 @@ class Folder:
         yield self, others
 
     def remove(self, name: str) -> None:
-        """Remove an entry with all that is in it; nothing where there is none."""
+        """Remove an entry with its content, if it exists."""
         status = self.status(name)
         if status is None:
             return
@@ -121,7 +121,7 @@ class Folder:
         os.rmdir(name, dir_fd=self.descriptor)
 
     def flush(self) -> None:
-        """Flush all that is in the folder to the disk, and the folder itself."""
+        """Flush the folder and its content to the disk."""
         for folder, files in self.folders():
             for file in files:
                 descriptor = folder.open(file, os.O_RDONLY)
@@ -133,18 +133,18 @@ class Folder:
 
 
 def move_new(source: Folder, name: str, target: Folder, new_name: str) -> None:
-    """Move a folder to a name that is free, in one step.
+    """Move a folder to an unused name, atomically.
 
     Raises:
-        FileExistsError: the name is taken; nothing was moved.
-        OSError: the system refuses; nothing was moved.
+        FileExistsError: the name is in use; nothing was moved.
+        OSError: the system call fails; nothing was moved.
     """
     try:
         _rename(source, name, target, new_name, _NO_REPLACE)
     except OSError as error:
         if error.errno not in _NOT_OFFERED:
             raise
-        # A file system without that flag: an empty folder claims the name, and a rename replaces empty folders only.
+        # The file system lacks this flag. An empty folder reserves the name: a rename only replaces empty folders.
         target.make(new_name, 0o700)
         try:
             os.rename(name, new_name, src_dir_fd=source.descriptor, dst_dir_fd=target.descriptor)
@@ -157,10 +157,10 @@ def move_new(source: Folder, name: str, target: Folder, new_name: str) -> None:
 
 
 def exchange(first: Folder, name: str, second: Folder, other: str) -> bool:
-    """Exchange the names of two folders in one step; False where the system does not offer that.
+    """Exchange the names of two folders atomically; return False if the system cannot do this.
 
     Raises:
-        OSError: the system refuses.
+        OSError: the system call fails.
     """
     try:
         _rename(first, name, second, other, _EXCHANGE)

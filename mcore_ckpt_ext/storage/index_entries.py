@@ -1,7 +1,7 @@
-"""The entries of a checkpoint's index: the place of each part of arrays and objects.
+"""The entries of a checkpoint's index: the location of each chunk of an array and of each object.
 
-The largest have some hundred thousand parts, of which a rank looks at some hundred. So an index keeps them as columns
-of numbers, which are quickly handed to another rank, and makes an object of a part when somebody looks at it.
+The largest indexes have some hundred thousand chunks, of which a rank needs some hundred. So an index stores them as a
+table of numbers, which is quickly sent to another rank, and creates the object of a chunk on access.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ METADATA_FILE = ".metadata"
 
 
 class StoredChunk(NamedTuple):
-    """A hyper-rectangle of a stored array, and the archive that holds it."""
+    """A hyper-rectangle of a stored array, and the archive that contains it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -39,14 +39,14 @@ class StoredArray:
     chunks: Sequence[StoredChunk]
 
     def places(self) -> Iterator[tuple[str, int]]:
-        """The file of each chunk, and the number of its elements."""
+        """Return the file and the number of elements of each chunk."""
         if isinstance(self.chunks, _TableRows):
             return self.chunks.places()
         return ((chunk.extent.file, chunk.extent.numel) for chunk in self.chunks)
 
 
 class StoredObject(NamedTuple):
-    """A pickled object: the archive of `length` bytes at `offset` of `file`."""
+    """A pickled object: an archive of `length` bytes at `offset` of `file`."""
 
     file: str
     offset: int
@@ -56,8 +56,8 @@ class StoredObject(NamedTuple):
 class ChunkTable:
     """The chunks of all arrays of an index, row by row.
 
-    A row holds the number of the file, where the archive begins in it and how long that is, both in bytes, then the
-    offsets and the sizes of the chunk, each by axis. So rows of arrays with more axes are longer.
+    A row has the number of the file, the offset and the length of the archive in bytes, then the offsets and the sizes
+    of the chunk for each axis. So rows of arrays with more axes are longer.
     """
 
     def __init__(self) -> None:
@@ -66,10 +66,10 @@ class ChunkTable:
         self._rows = array("q")
 
     def append(self, place: StoredObject, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        """Add a chunk, and the archive that holds it.
+        """Add a chunk, and the archive that contains it.
 
         Raises:
-            TypeError, OverflowError: something is no whole number, or one of more than 63 bits; nothing is added.
+            TypeError, OverflowError: a value is not an integer, or has more than 63 bits; nothing is added.
         """
         number = self._numbers.get(place.file)
         if number is None:
@@ -79,15 +79,15 @@ class ChunkTable:
 
     @property
     def end(self) -> int:
-        """Where the next row would begin."""
+        """Position of the next row."""
         return len(self._rows)
 
     def chunks(self, begin: int, axes: int, dtype: str) -> Sequence[StoredChunk]:
-        """The rows from `begin` to the end as chunks of an array of so many axes."""
+        """Return the rows from `begin` to the end as chunks of an array with `axes` axes."""
         return _TableRows(self, range(begin, self.end, 3 + 2 * axes), axes, dtype)
 
     def places(self, rows: range, axes: int) -> Iterator[tuple[str, int]]:
-        """The file and the number of elements of each chunk of rows."""
+        """Return the file and the number of elements for each row."""
         columns = self._columns(rows)
         numels = columns[-1] if axes == 1 else map(prod, self._by_row(columns[3 + axes :], rows))
         return zip(map(self._files.__getitem__, columns[0]), numels, strict=True)
@@ -100,7 +100,7 @@ class ChunkTable:
         return list(zip(*columns, strict=True)) if columns else [()] * len(rows)
 
     def made_of(self, rows: range, axes: int, dtype: str) -> Iterator[StoredChunk]:
-        """The chunks of rows that begin at some places."""
+        """Return the chunk for each row; `rows` are their positions."""
         columns = self._columns(rows)
         numbers, begins, lengths = columns[:3]
         offsets, sizes = self._by_row(columns[3 : 3 + axes], rows), self._by_row(columns[3 + axes :], rows)
@@ -110,7 +110,7 @@ class ChunkTable:
 
 
 class _TableRows(Sequence[StoredChunk]):
-    """Some rows of a table, which become objects when they are looked at."""
+    """Rows of a table, which become objects on access."""
 
     __slots__ = ("_axes", "_dtype", "_rows", "_table")
 
@@ -121,7 +121,7 @@ class _TableRows(Sequence[StoredChunk]):
         return len(self._rows)
 
     def places(self) -> Iterator[tuple[str, int]]:
-        """The file of each chunk, and the number of its elements."""
+        """Return the file and the number of elements of each chunk."""
         return self._table.places(self._rows, self._axes)
 
     @overload

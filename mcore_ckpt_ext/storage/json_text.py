@@ -1,4 +1,4 @@
-"""JSON that says one thing: where an object has a key twice, readers differ in which of the two they take."""
+"""Parses JSON strictly: rejects an object with a repeated key, whose value depends on the parser."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def parsed(text: str | bytes) -> Any:
-    """The content of a text in JSON.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is none, is nested too deeply, or an object in it gives one key two values.
+        ValueError: the text is not JSON, is nested too deeply, or has an object with two values for one key.
     """
     try:
         return json.loads(text, object_pairs_hook=_once)

@@ -1,6 +1,6 @@
-"""Trees of pickled state as JSON and back, without loss: people and other tools can read what `safe_pickle` reads.
+"""Converts unpickled states to JSON and back without loss.
 
-Plain values stay as they are. Everything else is an object whose only key begins with `$`.
+Plain values remain unchanged. Every other value is an object whose only key begins with `$`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, format_value, short
 from mcore_ckpt_ext.lazy_torch import is_dtype, is_tensor, torch
 from mcore_ckpt_ext.storage.budget import check_keys, elements_of
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named, name_of
-from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, inert_class, origin_of
+from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of, stub_class
 from mcore_ckpt_ext.storage.safe_pickle import bytes_of_text
 
 _INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
@@ -29,10 +29,10 @@ _TYPES: Mapping[str, type] = {
 
 
 def encode(tree: Any) -> Any:
-    """The tree as JSON's own types.
+    """Return a tree converted to JSON types.
 
     Raises:
-        TypeError: it contains a type that no checkpoint holds.
+        TypeError: the tree contains a type that checkpoints do not have.
     """
     if tree is None or isinstance(tree, (bool, int, str)) and type(tree) in (bool, int, str):
         return tree
@@ -59,10 +59,10 @@ def encode(tree: Any) -> Any:
 
 
 def decode(tree: Any) -> Any:
-    """The tree that `encode` was given.
+    """Return the tree that `encode` has converted.
 
     Raises:
-        UnreadableCheckpointError: it was not written by `encode`.
+        UnreadableCheckpointError: the tree was not written by `encode`.
     """
     try:
         return _decoded(tree)
@@ -121,7 +121,7 @@ def _untensor(content: Any) -> torch.Tensor:
 
 
 def _dtype(name: str) -> Dtype:
-    # Others of torch's types have no plain elements: to make a quantised tensor from bytes crashes the process.
+    # Torch's other dtypes have no plain elements: creating a quantized tensor from bytes crashes the process.
     if type(name) is not str or name not in _DTYPES:
         raise TypeError(f"{format_value(name)} is not a dtype of plain elements")
     return dtype_named(name)
@@ -142,12 +142,12 @@ def _placeholder(obj: Placeholder) -> dict[str, Any]:
 
 def _class(names: Any) -> type[Placeholder]:
     module, name = names
-    return inert_class(str(module), str(name), "a description in JSON")
+    return stub_class(str(module), str(name), "a description in JSON")
 
 
 def _unplaceholder(content: Any) -> Placeholder | bytes:
     if content["class"] == ["_codecs", "encode"]:
-        return bytes_of_text(*_decoded(content["arguments"]))  # as the first folders in this format have it
+        return bytes_of_text(*_decoded(content["arguments"]))  # as in the first folders of this format
     built = Placeholder.__new__(_class(content["class"]), *_decoded(content["arguments"]))
     origin = origin_of(built)
     origin.called, origin.member = bool(content["called"]), content["member"]
@@ -158,7 +158,7 @@ def _unplaceholder(content: Any) -> Placeholder | bytes:
     return built
 
 
-# Each tag with its exact type, how its content is written, and how it is read.
+# For each tag: its exact type, and the functions that encode and decode its content.
 _CODECS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$tuple": (tuple, lambda items: [encode(i) for i in items], lambda items: tuple(_decoded(i) for i in items)),
     "$dict": (dict, lambda tree: _pairs(tree.items()), lambda pairs: dict(_unpaired(pairs))),

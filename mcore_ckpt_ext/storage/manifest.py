@@ -1,6 +1,6 @@
-"""A manifest: the SHA-256 of each file of a folder and of each tensor in it, as a text that `sha256sum -c` reads.
+"""A manifest: the SHA-256 of each file and tensor of a folder, as text that `sha256sum -c` reads.
 
-GNU's `sha256sum` compares the files without this package: lines of tensors begin with `#`, which makes them comments:
+GNU `sha256sum` can compare the files without this package, because lines of tensors begin with `#` and are comments:
 
     # mcore_ckpt_ext manifest 1
     3b1c...  common.pt
@@ -30,7 +30,7 @@ _LIMIT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TensorDigest:
-    """The SHA-256 of a tensor's elements, row by row, little-endian; shape in elements."""
+    """The SHA-256 of a tensor's elements in row-major order, little-endian; shape in elements."""
 
     kind: str
     name: str
@@ -41,9 +41,9 @@ class TensorDigest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The SHA-256 of files by their path in the folder, and of tensors.
+    """The SHA-256 of each file, by relative path, and of each tensor.
 
-    `has_tensors` is False of a manifest that another program wrote, which lists files alone.
+    `has_tensors` is False for a manifest of another program, which lists only files.
     """
 
     files: dict[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Manifest:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The text of a manifest."""
+    """Return the text of a manifest."""
     files = [_file_line(name, digest) for name, digest in sorted(manifest.files.items())]
     tensors = [f"{_TENSOR}{json.dumps(asdict(one))}" for one in manifest.tensors]
     return "\n".join([_HEAD, *files, *tensors, _end(len(files), len(tensors)), ""])
@@ -62,7 +62,7 @@ def read_manifest(path: Path) -> Manifest:
     """Read a manifest, or a list of files that `sha256sum` printed.
 
     Raises:
-        UnreadableCheckpointError: it cannot be read, is incomplete, or is something else.
+        UnreadableCheckpointError: the file cannot be read, is incomplete, or is not a manifest.
     """
     try:
         if path.stat().st_size > _LIMIT:
@@ -74,13 +74,13 @@ def read_manifest(path: Path) -> Manifest:
         ) from error
     except ValueError as error:
         raise UnreadableCheckpointError(
-            "this is no manifest, or a damaged one", found=shorten(str(error)), where=str(path),
+            "this file is not a manifest, or is damaged", found=shorten(str(error)), where=str(path),
             hint="pass a file that `mcore-ckpt verify PATH --record FILE` or `sha256sum` wrote",
         ) from error  # fmt: skip
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether a file begins as a manifest of this package."""
+    """Return whether a file begins like a manifest of this package."""
     with path.open("rb") as stream:
         return stream.read(len(_HEAD)) == _HEAD.encode()
 
@@ -137,14 +137,14 @@ def _is_shape(shape: object) -> bool:
     return isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
 
 
-def differing(stated: Iterable[TensorDigest], found: Iterable[TensorDigest]) -> list[tuple[TensorDigest, str]]:
-    """The tensors that two manifests do not have alike, and how they differ."""
+def differing(recorded: Iterable[TensorDigest], found: Iterable[TensorDigest]) -> list[tuple[TensorDigest, str]]:
+    """Return the tensors that differ between a manifest and a checkpoint, each with its difference."""
     have = {(one.kind, one.name): one for one in found}
     differences: list[tuple[TensorDigest, str]] = []
-    for one in stated:
+    for one in recorded:
         other = have.pop((one.kind, one.name), None)
         if other is None:
-            differences.append((one, "missing: it is recorded, and not in the checkpoint"))
+            differences.append((one, "missing: it is recorded, but not in the checkpoint"))
         elif (other.dtype, other.shape) != (one.dtype, one.shape):
             what = f"it is {other.dtype} {other.shape}, recorded is {one.dtype} {one.shape}"
             differences.append((one, what))

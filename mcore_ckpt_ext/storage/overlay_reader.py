@@ -1,4 +1,4 @@
-"""Reading from two folders as if they were one: files of the second are named by their whole path."""
+"""Reads two folders as one: files of the second folder are named by their full path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_ckpt_ext.storage.files import FolderReader
 
 
 class OverlayReader(FolderReader):
-    """Reads the files of one folder by their names in it, and those of another by `name_of`."""
+    """Reads files of one folder by their relative path, and files of another by `name_of`."""
 
     def __init__(self, own: FolderReader, other: FolderReader) -> None:
         super().__init__(own.folder)
@@ -18,7 +18,7 @@ class OverlayReader(FolderReader):
         self._prefix = f"{other.folder}/"
 
     def name_of(self, file: str) -> str:
-        """What a file of the other folder is called here."""
+        """Return the name by which this reader finds a file of the other folder."""
         return self._prefix + file
 
     @override

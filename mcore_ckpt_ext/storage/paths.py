@@ -1,4 +1,4 @@
-"""Users' paths: on this machine, or in a remote store through fsspec (`s3://bucket/run`, `gs://...`, `memory://...`)."""
+"""Parses paths: local or remote, through fsspec (`s3://bucket/run`, `gs://...`, `memory://...`)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, cast
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 
-_LOCAL = {"file", "local"}  # as fsspec names this machine's own files
+_LOCAL = {"file", "local"}  # fsspec's protocols for local files
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """A path object; a remote one behaves like `pathlib.Path` (universal_pathlib).
+    """Return a path object; a remote one behaves like `pathlib.Path` (universal_pathlib).
 
     Raises:
         UnsupportedCheckpointError: the libraries for that store are not installed.
-        UsageError: the path is empty, which would be the current folder: a shell's variable was not set.
+        UsageError: the path is empty. It would mean the current folder; usually a shell variable is unset.
     """
     if is_remote(path):
         found = cast("Path", path)
-        # Of this machine all the same: what holds for its files must hold for them, too.
+        # A local file given as a remote path is treated like every other local file.
         return Path(found.path) if _LOCAL & set(_protocols(found)) else found  # type: ignore[attr-defined]
     text = os.fspath(path)
     if not text:
@@ -49,10 +49,10 @@ def _protocols(path: Path) -> tuple[str, ...]:
 
 
 def is_remote(path: object) -> bool:
-    """Whether a path object belongs to a remote store."""
+    """Return whether a path object refers to a remote store."""
     return hasattr(path, "fs") and hasattr(path, "storage_options")
 
 
 def file_system(path: Path) -> Any:
-    """The fsspec file system of a remote path."""
+    """Return the fsspec file system of a remote path."""
     return cast("Any", path).fs

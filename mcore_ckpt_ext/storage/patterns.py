@@ -8,11 +8,11 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shorten
 
-_SECONDS = 2.0  # of the processor
+_SECONDS = 2.0  # of processor time
 
 
 def is_pattern(value: object) -> bool:
-    """Whether this is a pattern; errors as of `matched`."""
+    """Return whether a value is a valid regular expression; raises as `matched` does."""
     library = _library()
     try:
         return isinstance(value, str) and bool(library.compile(value))
@@ -21,10 +21,14 @@ def is_pattern(value: object) -> bool:
 
 
 def matched(pattern: str, name: str, *, whole: bool = False) -> Mapping[str, Any] | None:
-    """What a pattern finds at the beginning of a name, or in the `whole` of it; by the names of its groups.
+    """Match a pattern at the beginning of a name, or the `whole` name.
+
+    Returns:
+        The named groups; None if the pattern does not match.
 
     Raises:
-        UnsupportedCheckpointError: it takes too long, or `regex`, which can stop, is not installed.
+        UnsupportedCheckpointError: matching takes too long, or the package `regex`, which has timeouts, is not
+            installed.
     """
     library = _library()
     try:
@@ -40,7 +44,7 @@ def matched(pattern: str, name: str, *, whole: bool = False) -> Mapping[str, Any
 def _library() -> ModuleType:
     try:
         import regex
-    except ImportError as error:  # installed without its dependencies, as images of frameworks are
+    except ImportError as error:  # this package was installed without its dependencies, as in framework images
         raise UnsupportedCheckpointError(
             "patterns need the package regex, which is not installed", hint="pip install regex"
         ) from error

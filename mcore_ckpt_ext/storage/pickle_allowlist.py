@@ -1,8 +1,8 @@
-"""What may stand in a pickle that this package writes: a closed list of names, each in the one form that it needs.
+"""The allowlist of names in pickles that this package writes, and the form that each may have.
 
-Whoever loads a written file runs what its pickle names, so the source has no say in what is named: classes and
-functions are on this list, their arguments have the types and sizes that they have in honest checkpoints, and
-everything else is refused here, or left out by callers that ask first (`first_unwritable`).
+Loading a written file runs the functions that its pickle names, so the source checkpoint must not choose them. Only
+classes and functions of this list are written, with arguments of the types and sizes of intact checkpoints. Everything
+else is refused here, or left out by callers that check first (`first_unwritable`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES, TensorReferen
 
 Name = tuple[str, str]
 
-# Python's own, by the names that protocol 2 has for them.
+# Python's own classes, by their names in protocol 2.
 CLASSES: dict[object, Name] = {
     **{kind: ("__builtin__", kind.__name__) for kind in (
         object, float, complex, bool, list, dict, tuple, set, frozenset, bytes, bytearray, slice,
@@ -64,10 +64,10 @@ _WRITABLE: set[Name] = {
 
 
 def checked_name(module: str, name: str) -> Name:
-    """A name that a written pickle may contain.
+    """Check that a written pickle may contain a name, and return the name.
 
     Raises:
-        TypeError: it may not.
+        TypeError: the name is not on the list.
     """
     if (module, name) not in _WRITABLE or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
         raise TypeError(f"{f'{module}.{name}'[:200]!r}")
@@ -75,15 +75,15 @@ def checked_name(module: str, name: str) -> Name:
 
 
 def is_own(placeholder: Placeholder) -> bool:
-    """Whether an object belongs to an index that this package makes, not to what a source holds."""
+    """Return whether an object belongs to an index that this package creates, not to a source checkpoint."""
     return (placeholder.pickled_module, placeholder.pickled_name) in _INDEX
 
 
 def first_unwritable(tree: Any, unread_tensors: bool = False) -> str | None:
-    """The first thing in a tree that may not be written, in words; None where all of it may.
+    """Return a description of the first object in a tree that may not be written; None if all may.
 
     Args:
-        tree: what a checkpoint holds.
+        tree: a state of a checkpoint.
         unread_tensors: allow tensors whose elements have not been read.
     """
     seen: dict[int, Any] = {}
@@ -101,7 +101,7 @@ def first_unwritable(tree: Any, unread_tensors: bool = False) -> str | None:
 
 
 def _parts(node: Any) -> list[Any] | None:
-    """The parts of a node; None where it may not be written."""
+    """Return the children of a node; None if the node may not be written."""
     kind = type(node)
     if kind in (dict, collections.OrderedDict):
         return [*node.keys(), *node.values()]
@@ -138,7 +138,10 @@ def _is_in_its_form(node: Placeholder) -> bool:
 
 
 def _array(node: Placeholder, origin: Origin) -> bool:
-    """`ndarray.__reduce__`: `_reconstruct(ndarray, (0,), b"b")`, then version, shape, dtype, order and bytes."""
+    """Check the form of `ndarray.__reduce__`.
+
+    It is `_reconstruct(ndarray, (0,), b"b")`, then version, shape, dtype, order and bytes.
+    """
     kind, shape, mark = node.arguments
     state: Any = origin.state
     ((version, sizes, dtype, is_fortran, data),) = state
@@ -156,7 +159,10 @@ def _scalar(node: Placeholder, origin: Origin) -> bool:
 
 
 def _numpy_dtype(node: Placeholder, origin: Origin) -> bool:
-    """`dtype.__reduce__` of a plain number: `dtype("u4", False, True)`, then the byte order and nothing else."""
+    """Check the form of `dtype.__reduce__` for numbers.
+
+    It is `dtype("u4", False, True)`, then only the byte order.
+    """
     code, align, copy = node.arguments
     plain = type(code) is str and code[:1] in "biuf" and code[1:] in ("1", "2", "4", "8")
     states = [(3, order, None, None, None, -1, -1, 0) for order in "<|="]
@@ -181,7 +187,7 @@ def _item_size(dtype: object) -> int:
 
 
 class _OutputUnpickler(SafeUnpickler):
-    """Reads what is about to be written, and knows only the names on the list."""
+    """Reads a pickle that is about to be written, and accepts only names on the list."""
 
     def find_class(self, module: str, name: str) -> Any:
         checked_name(module, name)
@@ -189,33 +195,34 @@ class _OutputUnpickler(SafeUnpickler):
 
 
 def check_output(data: bytes) -> Any:
-    """Read a pickle that is about to be written as if it were an input, by the stricter list; returns what it holds.
+    """Load a pickle that is about to be written, accepting only names on the list, and return its content.
 
     Raises:
-        TypeError: it names something else.
+        TypeError: the pickle contains another name.
     """
     return _OutputUnpickler(data, "what is to be written").load()
 
 
-def hides_a_pickle(data: bytes) -> bool:
-    """Whether bytes that their owner will unpickle hold anything that may not be written; empty bytes hold nothing.
+def has_unsafe_pickle(data: bytes) -> bool:
+    """Return whether bytes that will be unpickled contain anything that may not be written.
 
-    Transformer Engine unpickles the bytes of its extra states (module/base.py, `set_extra_state`, 1.x to 2.x).
+    Empty bytes contain nothing. Transformer Engine unpickles the bytes of its extra states (module/base.py,
+    `set_extra_state`, 1.x to 2.x).
     """
     try:
         pickled = pickle_in(data)
         if not pickled:
             return False
-        # Another pickle may follow, which torch's oldest format would load as well.
+        # A second pickle may follow, which torch's oldest format would load as well.
         if weigh(pickled, Budget(len(pickled), "an extra state")) != len(pickled):
             return True
         return first_unwritable(check_output(pickled), unread_tensors=True) is not None
-    except Exception:  # noqa: BLE001  whatever it is, it is not what an honest owner wrote
+    except Exception:  # noqa: BLE001  any error means that these bytes are not intact
         return True
 
 
 def pickle_in(data: bytes) -> bytes:
-    """The pickle in bytes: the bytes themselves, or that of a torch archive that all zip readers agree on.
+    """Return the pickle in bytes: the bytes themselves, or the pickle of an unambiguous torch archive.
 
     Raises:
         ValueError, zipfile.BadZipFile: the archive is ambiguous.

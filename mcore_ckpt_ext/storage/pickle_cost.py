@@ -1,16 +1,16 @@
 """Estimates the cost of loading a pickle from its opcodes, without loading it.
 
-A pickle makes an object once and may refer to it often, so its size says nothing about the work of loading it:
+A pickle creates an object once and may refer to it many times, so its size does not limit the cost of loading it:
 
-- a tuple of two references to a tuple of two references, and so on, has 2**40 leaves in 400 bytes. Where it is the key
-  of a dict, the unpickler visits them all, because Python's tuples do not remember their hash;
+- nested tuples of two references each have 2**40 leaves in 400 bytes. If such a tuple is the key of a dict, the
+  unpickler visits all leaves, because Python's tuples do not cache their hash;
 - numbers and tuples can be chosen to have one hash, and a dict compares each such key with all others;
-- six bytes call `bytearray`, for another copy of what was pickled once;
-- five bytes name a memo index for which the unpickler allocates 64 GiB, 16 bytes for each number up to it. A pickler
-  counts what it has written, so no honest index exceeds the pickle's own length.
+- six bytes call `bytearray`, which copies an object once more;
+- five bytes name a memo index for which the unpickler allocates 64 GiB, 16 bytes for each index up to it. A pickler
+  counts the objects that it has written, so no valid index exceeds the length of the pickle.
 
-`weigh` takes the unpickler's steps on sizes of objects instead of the objects, and spends what hashing and calls would
-cost. It is several times slower than loading, so large indexes go a shorter way (`plain_pickle`). Opcodes:
+`weigh` executes the pickle on sizes instead of objects, and spends the cost of hashing and calls from a budget. It is
+several times slower than loading, so large indexes use a faster check (`plain_pickle`). Source of the opcodes:
 `pickletools.opcodes` of Python 3.10 to 3.14.
 """
 
@@ -20,10 +20,10 @@ from typing import Any
 
 from mcore_ckpt_ext.storage.budget import Budget
 
-# What is on the unpickler's stack: the size of something without parts, the parts of a tuple or of what a call made,
-# or the parts of something that can grow.
+# An item on the unpickler's stack: the size of an object without parts, the parts of a tuple or of an object that a
+# call created, or the list of parts of an object that can grow.
 _Cell = Any
-# Opcodes by the length of their argument, or of the number before it that says how long it is.
+# Opcodes with the length of their argument, or of the number before it that gives its length.
 _FIXED = dict.fromkeys(b"N\x88\x89)", 0) | {ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("G"): 8}
 _COUNTED = {
     ord("\x8c"): 1, ord("X"): 4, 0x8D: 8, ord("U"): 1, ord("T"): 4, ord("C"): 1, ord("B"): 4, 0x8E: 8, 0x96: 8,
@@ -32,14 +32,14 @@ _LONGS = {0x8A: 1, 0x8B: 4}
 _LINES = {ord("I"), ord("L"), ord("F"), ord("S"), ord("V")}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _DEEPEST = 1000
-# Bytes of a whole number: honest ones have 16. Larger ones would be calculated with for each time they are referred to.
+# Bytes of an integer; those of intact files have 16. Each reference to a larger one would cost a computation.
 _LONGEST, _WORD = 1 << 11, 8
-_OBJECT = ((),)  # made by a call without arguments; none that has a hash of its own is made so
+_OBJECT = ((),)  # created by a call without arguments; its hash is not computed from parts
 _HASHED, _CALLED = "the keys of dicts", "the arguments of calls"
 
 
 class _Scale:
-    """The unpickler's stack and memo, with sizes in place of objects."""
+    """The unpickler's stack and memo, with sizes instead of objects."""
 
     def __init__(self, data: bytes, budget: Budget) -> None:
         self._data, self._budget = data, budget
@@ -49,7 +49,7 @@ class _Scale:
         self._keys = 0
 
     def run(self) -> int:
-        """Take all steps; return where the pickle ends."""
+        """Execute all opcodes, and return the position after the pickle."""
         data, position = self._data, 0
         while True:
             code = data[position]
@@ -67,7 +67,7 @@ class _Scale:
                 length = int.from_bytes(data[position:first], "little")
                 if length > _LONGEST:
                     raise ValueError(f"a whole number of {length:,} bytes")
-                # Python does not remember the hash of a large one, which many can have: as something with parts.
+                # A large integer counts as an object with parts: its hash is not cached, and many can have one hash.
                 self._stack.append(1 + length if length <= _WORD else (1 + length,))
                 position = first + length
             elif code in _LINES:
@@ -80,7 +80,7 @@ class _Scale:
                 position = self._structure(code, position)
 
     def _structure(self, code: int, position: int) -> int:
-        """Take one step that uses the stack or the memo; return where the next one is."""
+        """Execute one opcode that uses the stack or the memo, and return the position of the next."""
         data, stack = self._data, self._stack
         match chr(code):
             case "h":
@@ -174,11 +174,11 @@ class _Scale:
 
     def _top(self, count: int) -> list[_Cell]:
         if len(self._stack) < count:
-            raise ValueError("the pickle takes more than it has put down")
+            raise ValueError("the pickle removes more items from the stack than it has added")
         return self._stack[-count:]
 
     def _marked(self) -> list[_Cell]:
-        """Take everything since the last mark, and return to what lay before it."""
+        """Remove and return all items since the last mark."""
         parts, self._stack = self._stack, self._below.pop()
         return parts
 
@@ -204,15 +204,16 @@ class _Scale:
                 self._budget.spend(self._keys, "keys that may have one hash")
 
     def _call(self, count: int) -> None:
-        """Arguments or state are copied; `dict`, `set` and `str` visit all that is in them."""
+        """Spend the cost of a call: it copies arguments or state, and `dict`, `set` and `str` visit all parts."""
         self._walk(self._top(count)[1:], _CALLED)
 
     def _walk(self, cells: list[_Cell], purpose: str) -> None:
         """Spend a step for each part.
 
         Raises:
-            OverBudgetError: there are too many.
-            ValueError: they lie so deep that Python, which hashes tuples without a look at its stack, would crash.
+            OverBudgetError: there are too many parts.
+            ValueError: the parts are nested so deeply that Python would crash: it hashes tuples recursively without a
+                check.
         """
         spend, begun = self._budget.spend, [iter(cells)]
         while begun:
@@ -230,10 +231,10 @@ class _Scale:
 
 
 def weigh(data: bytes, budget: Budget) -> int:
-    """Spend what it costs to load a pickle; return where it ends.
+    """Spend the cost of loading a pickle, and return the position after it.
 
     Raises:
-        OverBudgetError: it costs more than its size allows.
-        ValueError, LookupError: it cannot be loaded.
+        OverBudgetError: loading costs more than the size of the pickle allows.
+        ValueError, LookupError: the pickle cannot be loaded.
     """
     return _Scale(data, budget).run()

@@ -1,8 +1,8 @@
-"""Pickles as torch writes them, of what `safe_pickle` reads: the way back, which imports and executes nothing either.
+"""Writes objects that `safe_pickle` has read as torch pickles them, without importing their classes.
 
-Tensors are written as references to records of the archive; what may be named at all says `writable`. Names are written
-by the opcode GLOBAL, whose argument ends at a line break, for torch's own safe reader knows no other
-(torch/_weights_only_unpickler.py, 2.4 to 2.13); they come from that closed list, letter by letter.
+Tensors are written as references to records of the archive. Only names in `pickle_allowlist` are written. They are
+written with the opcode GLOBAL, whose argument ends at a line break: torch's own safe unpickler supports no other
+(torch/_weights_only_unpickler.py, 2.4 to 2.13).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of, placehol
 from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES
 
 TORCH_PROTOCOL, INDEX_PROTOCOL = 2, 4
-"""Of what `torch.save` writes, and of `.metadata`, which torch writes by `pickle.dump`: such an index is read fast."""
+"""The pickle protocols of `torch.save`, and of `.metadata`, which torch writes with `pickle.dump`."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeclaredTensor:
-    """A contiguous tensor whose elements are written later: `tag` tells its writer which one it is."""
+    """A contiguous tensor whose elements are written later; its writer identifies it by `tag`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     tag: object
 
 
-# A storage of the archive in the order of their records `data/0`, `data/1`, ...: a tensor at hand, or a declared one.
+# The content of one of the records `data/0`, `data/1`, ...: a tensor, or a declared tensor.
 Leaf: TypeAlias = "torch.Tensor | DeclaredTensor"
 
 
@@ -45,9 +45,9 @@ class _Storage:
 
 
 class TreePickler(pickle._Pickler):
-    """The pickler in Python, which can write a global without importing it."""
+    """A pickler in Python, which can write a global without importing it."""
 
-    # What the standard library's own class has, and its type stubs leave out.
+    # Attributes of the standard library's class that its type stubs omit.
     memo: dict[int, tuple[int, Any]]
     write: Callable[[bytes], object]
     get: Callable[[int], bytes]
@@ -61,15 +61,15 @@ class TreePickler(pickle._Pickler):
         self._texts: dict[str | bytes, str | bytes] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        """A storage is a record of the archive."""
+        """Return the reference to the record of a storage; None for other objects."""
         if not isinstance(obj, _Storage):
             return None
         return ("storage", self._named("torch", STORAGE_NAMES[name_of(obj.dtype)]), obj.key, "cpu", obj.numel)
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
-        """Method of the standard pickler for any object."""
+        """Write an object (a method of the standard pickler)."""
         if type(obj) in (str, bytes):
-            # Which equal strings are one object depends on what the process did before; the pickle must not.
+            # Whether equal strings are one object depends on the history of the process; the pickle must not.
             obj = self._texts.setdefault(obj, obj)
         if is_tensor(obj) or isinstance(obj, DeclaredTensor):
             self._save_tensor(obj)
@@ -81,10 +81,10 @@ class TreePickler(pickle._Pickler):
             if not self._remembered(obj):
                 self.save_global(obj)
         else:
-            super().save(obj, save_persistent_id)  # type: ignore[misc]  # left out of the type stubs, too
+            super().save(obj, save_persistent_id)  # type: ignore[misc]  # also missing in the type stubs
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        """Method of the standard pickler for classes, functions, and objects that reduce to a name."""
+        """Write a class, a function, or an object that reduces to a name (a method of the standard pickler)."""
         if is_dtype(obj) or isinstance(obj, Dtype):
             module, named = "torch", name_of(obj)
         elif isinstance(obj, type) and obj in CLASSES:
@@ -99,7 +99,7 @@ class TreePickler(pickle._Pickler):
         self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
 
     def _checked(self, module: str, name: str) -> Name:
-        """A name that may be written."""
+        """Check that a name may be written, and return it."""
         return checked_name(module, name)
 
     def _check_placeholder(self, obj: Placeholder) -> None:
@@ -134,7 +134,7 @@ class TreePickler(pickle._Pickler):
             self.write(pickle.BUILD)
 
     def _save_tensor(self, leaf: Leaf) -> None:
-        """As `torch.Tensor.__reduce_ex__` does it for a contiguous tensor that owns its storage (torch/_tensor.py)."""
+        """Write a contiguous tensor as `torch.Tensor.__reduce_ex__` does, with its own storage (torch/_tensor.py)."""
         if self._remembered(leaf):
             return
         if name_of(leaf.dtype) not in STORAGE_NAMES:
@@ -159,15 +159,15 @@ def dumps(tree: Any, protocol: int = TORCH_PROTOCOL) -> tuple[bytes, list[Leaf]]
     """Pickle a tree of plain objects, placeholders and tensors, as `torch.save` does.
 
     Args:
-        tree: what is to be pickled.
-        protocol: of the pickle; torch's own safe reader reads what `torch.save` writes.
+        tree: the object to be pickled.
+        protocol: pickle protocol; torch's own safe unpickler only supports that of `torch.save`.
 
     Returns:
-        The pickle, read back, and the leaves whose elements belong into the records `data/0`, `data/1`, ... of the
-        archive.
+        The pickle, and the tensors whose elements are the records `data/0`, `data/1`, ... of the archive. The pickle
+        has been read back to check it.
 
     Raises:
-        UnsupportedCheckpointError: something in it may not be written.
+        UnsupportedCheckpointError: an object in the tree may not be written.
     """
     buffer = io.BytesIO()
     pickler = TreePickler(buffer, protocol)
@@ -176,7 +176,7 @@ def dumps(tree: Any, protocol: int = TORCH_PROTOCOL) -> tuple[bytes, list[Leaf]]
         check_output(buffer.getvalue())
     except (TypeError, AttributeError, pickle.PicklingError, RecursionError) as error:
         raise UnsupportedCheckpointError(
-            "the output would contain a class that is not allowed: whoever loads it would run its code",
+            "the output would contain a class that is not allowed: loading it would run the code of that class",
             found=str(error),
             hint="convert --to canonical, which holds data only; if this is an honest class, please report it",
         ) from error
@@ -184,7 +184,7 @@ def dumps(tree: Any, protocol: int = TORCH_PROTOCOL) -> tuple[bytes, list[Leaf]]
 
 
 def named_object(module: str, name: str, state: object) -> Placeholder:
-    """An object of a class that need not be installed, as a pickle would build it: its attributes, or other state."""
+    """Return an object as a pickle would build it from its state; its class need not be installed."""
     built = Placeholder.__new__(placeholder_class(module, name))
     if state != {}:
         built.__setstate__(state)

@@ -1,7 +1,7 @@
-"""Memory through which bytes go to a device: while one block travels, the next is read.
+"""Stages bytes for a device in pinned memory: the next block is read while one is being copied.
 
-A copy from memory that the system may move waits for a copy of its own inside the driver; one from pinned memory does
-not (`cudaMemcpyAsync`).
+A copy from pageable memory is synchronous, because the driver copies it once more; a copy from pinned memory is
+asynchronous (`cudaMemcpyAsync`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _BLOCKS = 2
 
 
 class Stages:
-    """Blocks in turn, for each thread its own.
+    """Staging blocks, used in turn; each thread has its own.
 
     Args:
-        make: makes memory of some bytes.
+        make: allocates host memory of a given number of bytes.
         sent: see `wait_for_copies`.
     """
 
@@ -33,12 +33,12 @@ class Stages:
         self._own = threading.local()
 
     def send(self, nbytes: int, fill: Callable[[torch.Tensor], None], places: torch.Tensor) -> None:
-        """Fill a block with at most STAGE_BYTES, and begin to copy it to the device.
+        """Fill a block with at most STAGE_BYTES, and start copying it to the device.
 
         Args:
-            nbytes: how many bytes.
-            fill: fills a block of that many.
-            places: where they belong, on the device; the block holds elements of the same dtype.
+            nbytes: number of bytes.
+            fill: fills a block of `nbytes` bytes.
+            places: destination on the device; the block holds elements of the same dtype.
         """
         blocks: list[torch.Tensor] = self._own.__dict__.setdefault("blocks", [])
         waits: list[Callable[[], None]] = self._own.__dict__.setdefault("waits", [])
@@ -54,10 +54,10 @@ class Stages:
         waits[number] = self._sent(places.device)
 
     def wait(self) -> None:
-        """Wait until everything that this thread has sent is there."""
+        """Wait until all copies that this thread started are finished."""
         for wait in self._own.__dict__.get("waits", ()):
             wait()
 
 
 def _nothing() -> None:
-    """Nothing has been sent yet."""
+    """Do nothing: no copy has been started."""

@@ -1,7 +1,7 @@
-"""Publishing a folder: written beside its destination under another name, and renamed when it is whole.
+"""Publishes a folder: it is written next to its destination, and renamed when it is complete.
 
-A kill at any moment leaves what was there before, or the new folder; what is unfinished bears `.partial-` in its name.
-The unfinished folder is this user's own (mode 0700) and never another's, one for each destination, and locked.
+If the process is killed at any moment, the destination is either as before or the new folder. An unfinished folder has
+`.partial-` in its name. It belongs to this user (mode 0700), there is one for each destination, and it is locked.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CheckReplaceable = Callable[[Path], None]
 
 
 def _anything(path: Path) -> None:
-    """Accept any folder: the caller has checked it."""
+    """Accept any folder, because the caller has checked it."""
 
 
 def _partial_name(destination: Path) -> str:
-    """The name of the unfinished folder of a destination, which a file system takes wherever it takes the other one."""
+    """Return the name of the unfinished folder of a destination, shortened to what a file system accepts."""
     suffix = f".partial-{hashlib.sha256(os.fsencode(destination)).hexdigest()[:12]}"
     name = os.fsencode(destination.name)
     if len(name) + len(suffix) <= _NAME_BYTES:
@@ -45,18 +45,18 @@ def _partial_name(destination: Path) -> str:
 
 
 class Publication:
-    """One destination folder in the making; `folder` is where its files are written."""
+    """A destination folder that is being written; its files are written to `folder`."""
 
     def __init__(
         self, destination: Path, fingerprint: str, rank: int = 0, replaceable: CheckReplaceable = _anything
     ) -> None:
-        """Name the places; nothing is touched yet.
+        """Compute the paths; nothing is written yet.
 
         Args:
             destination: the folder to publish, an absolute path.
-            fingerprint: identifies what is written, so that only the same work is ever continued.
-            rank: this process among those that share the work; the first opens and publishes.
-            replaceable: looks at what would be replaced, before the work and again when it is moved aside.
+            fingerprint: identifies the conversion, so that only the same one is continued.
+            rank: rank of this process among those that share the work; rank 0 opens and publishes.
+            replaceable: checks the folder that would be replaced, before the work and again before it is removed.
         """
         self.destination = destination
         self._name = _partial_name(destination)
@@ -66,11 +66,11 @@ class Publication:
         self._replaces: tuple[int, int] | None = None
 
     def open(self, *, force: bool = False, resume: bool = False) -> None:
-        """Make or reopen the unfinished folder, and lock the destination until `close`.
+        """Create or reopen the unfinished folder, and lock the destination until `close`.
 
         Args:
             force: replace an existing destination.
-            resume: continue what an interrupted run left; otherwise it is written anew.
+            resume: continue an interrupted run; otherwise its files are discarded.
 
         Raises:
             DestinationError: the destination exists, cannot be written, or is being written by another process.
@@ -80,19 +80,19 @@ class Publication:
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             self._parent = self._held.enter_context(Folder.at(self.destination.parent))
             self._root = self._held.enter_context(self._locked_root())
-            self._put_back()
+            self._restore_replaced()
             self._check_destination(force)
-            if not (resume and self._continues()):
+            if not (resume and self._can_continue()):
                 self._begin()
             self._enter()
         except OSError as error:
             raise cannot_write(self.destination, error) from error
 
     def join(self) -> None:
-        """Take part, in the processes that did not open it.
+        """Join the publication in the processes that did not open it.
 
         Raises:
-            DestinationError: the unfinished folder cannot be entered.
+            DestinationError: the unfinished folder cannot be opened.
         """
         if self._rank:
             try:
@@ -103,10 +103,12 @@ class Publication:
                 raise cannot_write(self.destination, error) from error
 
     def done(self) -> dict[int, int]:
-        """Records that interrupted runs say to have finished, with their CRC-32, by number; not yet to be believed.
+        """Return the CRC-32 of records that interrupted runs have recorded as finished, by number.
+
+        The caller must check them: the records may not have reached the disk.
 
         Raises:
-            DestinationError: the disk refuses.
+            DestinationError: the journal cannot be read.
         """
         found: dict[int, int] = {}
         try:
@@ -115,17 +117,17 @@ class Publication:
             raise cannot_write(self.destination, error) from error
         for text in texts:
             for line in text.splitlines():
-                # The last line may be half written: the process was killed.
+                # The last line may be incomplete, because the process was killed.
                 with contextlib.suppress(ValueError, TypeError):
                     number, crc = json.loads(line)
                     found[int(number)] = int(crc)
         return found
 
     def note(self, number: int, crc: int) -> None:
-        """Write into the journal that a record is finished.
+        """Record a finished record in the journal.
 
         Raises:
-            DestinationError: the disk refuses.
+            DestinationError: the journal cannot be written.
         """
         try:
             descriptor = self._root.open(f"{_JOURNAL}{self._rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -137,11 +139,11 @@ class Publication:
             raise cannot_write(self.destination, error) from error
 
     def publish(self) -> None:
-        """Flush all files and give the folder its name, in one step.
+        """Flush all files, and rename the folder to its destination atomically.
 
         Raises:
-            DestinationError: the disk refuses, or the destination is not what it was at the beginning; it is left as
-                it is, and so is what was written.
+            DestinationError: writing fails, or the destination has changed since the beginning. The destination and the
+                written files are then left as they are.
         """
         try:
             self.content.flush()
@@ -156,11 +158,11 @@ class Publication:
             raise cannot_write(self.destination, error) from error
 
     def close(self) -> None:
-        """Let go; what is unfinished stays for a later run."""
+        """Release the lock; an unfinished folder remains for a later run."""
         self._held.close()
 
     def _check_destination(self, force: bool) -> None:
-        """At the destination, before the work."""
+        """Check that the destination is free or may be replaced."""
         status = _status(self.destination)
         if status is not None and not force:
             raise DestinationError(
@@ -197,16 +199,16 @@ class Publication:
                     found=f"flock: {error.strerror}", where=str(root.path),
                     hint="mount it with locks (Lustre: -o flock), or write to a local disk and copy the result",
                 ) from error  # fmt: skip
-            # Whoever held it may have removed the folder when it was done.
+            # The process that held the lock may have removed the folder when it finished.
             if _identity(root.status()) == _identity(self._parent.status(self._name)):
                 return root
             root.close()
 
     def _entered_root(self) -> Folder:
-        """The unfinished folder, if it is this user's own.
+        """Open the unfinished folder, which must belong to this user.
 
         Raises:
-            DestinationError: it is a link, another user's, or others may write to it.
+            DestinationError: the folder is a link, belongs to another user, or is writable by others.
         """
         status = self._parent.status(self._name)
         root = self._parent.enter(self._name) if status is None or stat.S_ISDIR(status.st_mode) else None
@@ -221,23 +223,23 @@ class Publication:
             hint="remove it, or choose a destination in a folder of your own",
         )
 
-    def _put_back(self) -> None:
-        """What a run had moved aside when it was killed, before the new folder had the name."""
+    def _restore_replaced(self) -> None:
+        """Restore a destination that a killed run had moved away before its new folder was renamed."""
         if self._root.status(_REPLACED) is not None and _status(self.destination) is None:
             move_new(self._root, _REPLACED, self._parent, self.destination.name)
 
-    def _continues(self) -> bool:
-        """Whether there is unfinished work to continue.
+    def _can_continue(self) -> bool:
+        """Return whether an interrupted run can be continued.
 
         Raises:
-            DestinationError: there is, but it is other work. Hours of it may be thrown away by the user alone.
+            DestinationError: the interrupted run was another conversion. Only the user may discard its result.
         """
         try:
             fingerprint, made = json.loads(self._root.read(_WORK, _WORK_LIMIT) or b"")
         except (ValueError, TypeError):
             return False
         status = self._root.status(_CONTENT)
-        # After an exchange of names, what is called content is the folder that was replaced.
+        # After an exchange of names, `content` is the folder that was replaced.
         if status is None or status.st_ino != made:
             return False
         if fingerprint != self._fingerprint:
@@ -274,7 +276,7 @@ class Publication:
             raise self._changed("the destination was created by something else during the conversion") from error
 
     def _replace(self) -> None:
-        """Move the old folder aside, take its name, and look at what was moved before it is removed."""
+        """Move the old folder away, rename the new one, and check the old one before it is removed."""
         if exchange(self._root, _CONTENT, self._parent, self.destination.name):
             aside = _CONTENT
         else:

@@ -1,4 +1,4 @@
-"""Reading and writing folders of a remote store through fsspec."""
+"""Reads and writes folders of remote stores through fsspec."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _JOURNAL, _CLAIM = "journal", "claim"
 
 
 def folder_reader(folder: Path) -> FolderReader:
-    """The reader for a folder, wherever it is."""
+    """Return the reader for a local or remote folder."""
     return RemoteFolderReader(folder) if is_remote(folder) else FolderReader(folder)
 
 
 class RemoteFolderReader(FolderReader):
-    """Reads byte ranges of remote files; small ranges come from cached blocks, because each request costs time."""
+    """Reads byte ranges of remote files; small ranges come from cached blocks to save requests."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -78,7 +78,7 @@ class RemoteFolderReader(FolderReader):
             offset += len(buffer)
 
     def close(self) -> None:
-        """Forget the kept blocks."""
+        """Drop the cached blocks."""
         with self._guard:
             self._blocks.clear()
 
@@ -123,15 +123,16 @@ class RemoteFolderReader(FolderReader):
 
 
 class Upload:
-    """A destination folder of a remote store, in the making.
+    """An upload to a destination folder of a remote store.
 
-    No store renames a folder in one step. So files are put under their own names, those that say that all are there
-    come last, and a journal beside the folder says what an interrupted upload has done. Stores have no locks either:
-    a claim beside the folder says whose it is. It is never taken over unasked, and looked at before each file.
+    Remote stores cannot rename a folder atomically. So files are uploaded under their final names, and the files that
+    make the folder a complete checkpoint come last. A journal next to the folder records the progress, so that an
+    interrupted upload can continue. Stores have no locks either: a claim file next to the folder names the process that
+    writes. It is never taken over without `--resume`, and is checked before each file.
     """
 
     def __init__(self, destination: Path, fingerprint: str, rank: int = 0) -> None:
-        """Name the places; nothing is touched yet."""
+        """Compute the paths; nothing is written yet."""
         self.destination = destination
         self._files = file_system(destination)
         name = hashlib.sha256(str(destination).encode()).hexdigest()[:12]
@@ -143,11 +144,11 @@ class Upload:
         self._guard = threading.Lock()
 
     def open(self, *, force: bool, resume: bool) -> None:
-        """Check the destination, and claim it.
+        """Check the destination, and write the claim.
 
         Raises:
-            DestinationError: it exists, or is claimed, and was not made by an interrupted upload of the same; or the
-                store refuses.
+            DestinationError: the destination exists or is claimed, except by an interrupted upload of the same
+                conversion; or the store cannot be written.
         """
         work = self._claim()
         if work and not resume:
@@ -177,19 +178,19 @@ class Upload:
             (self._beside / _CLAIM).write_text(json.dumps(self._claimed))
 
     def join(self) -> None:
-        """Take part, in the processes that did not open it: the claim is theirs, too.
+        """Join the upload in the processes that did not open it: they share the claim.
 
         Raises:
-            DestinationError: the store refuses.
+            DestinationError: the store cannot be read.
         """
         if self._rank:
             self._claimed = self._claim()
 
     def check_claim(self) -> None:
-        """Look at the claim again.
+        """Check that the claim is still that of this upload.
 
         Raises:
-            DestinationError: another conversion claimed the destination since, or the store refuses.
+            DestinationError: another conversion has claimed the destination, or the store cannot be read.
         """
         if self._claim() != self._claimed:
             raise DestinationError(
@@ -199,32 +200,32 @@ class Upload:
             )
 
     def _claim(self) -> list[str]:
-        """The claim that is there; empty where there is none."""
+        """Return the content of the claim file; empty if there is none."""
         with self._answering():
             try:
                 found = json.loads((self._beside / _CLAIM).read_text())
             except FileNotFoundError:
                 return []
             except ValueError:
-                return [""]  # somebody's, half written
+                return [""]  # of another process, incompletely written
         return found if isinstance(found, list) and found else [""]
 
     def done(self) -> dict[str, int]:
-        """Files that an interrupted upload finished, with their sizes: each read back, and as its journal says."""
-        said: dict[str, list[int]] = {}
+        """Return the files that an interrupted upload has finished, with their sizes, after reading each back."""
+        journaled: dict[str, list[int]] = {}
         with self._answering():
             for journal in self._beside.glob(f"{_JOURNAL}*") if self._beside.exists() else ():
-                # It may be half written: the process was killed.
+                # It may be incomplete, because the process was killed.
                 with contextlib.suppress(OSError, ValueError, TypeError):
-                    said |= json.loads(journal.read_text())
-        self._noted = {name: found for name, found in said.items() if self._there(name) == found}
+                    journaled |= json.loads(journal.read_text())
+        self._noted = {name: found for name, found in journaled.items() if self._there(name) == found}
         return {name: size for name, (size, _) in self._noted.items()}
 
     def put(self, local: Path, name: str) -> None:
-        """Upload a file and write into the journal that it is there.
+        """Upload a file, and record it in the journal.
 
         Raises:
-            DestinationError: the store refuses, or another conversion claimed the destination.
+            DestinationError: the store cannot be written, or another conversion has claimed the destination.
         """
         self.check_claim()
         with self._answering():
@@ -234,7 +235,7 @@ class Upload:
                 self._journal.write_text(json.dumps(self._noted))
 
     def withdraw(self, names: Iterable[str]) -> None:
-        """Remove files that make a folder pass for whole, as far as the store lets, and as long as it is claimed."""
+        """Try to remove the files that make the folder a complete checkpoint, if the claim is still valid."""
         with contextlib.suppress(Exception):
             if self._claim() == self._claimed:
                 for name in names:
@@ -244,16 +245,16 @@ class Upload:
                 self._journal.write_text(json.dumps(self._noted))
 
     def publish(self) -> None:
-        """Remove the journal: everything is there."""
+        """Remove the journal and the claim of a finished upload."""
         with self._answering():
             self._files.rm(str(self._beside.path), recursive=True)  # type: ignore[attr-defined]  # a remote path
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Within this scope, what a store says becomes a refusal; its library may have errors of its own.
+        """Convert all errors of a store's library into errors of this package.
 
         Raises:
-            DestinationError: the store refuses, or does not answer.
+            DestinationError: the store cannot be read or written.
         """
         try:
             yield
@@ -270,7 +271,7 @@ class Upload:
             ) from error  # fmt: skip
 
     def _there(self, name: str) -> list[int] | None:
-        """Size and CRC-32 of a file of the destination; None where it cannot be read."""
+        """Return size and CRC-32 of a file of the destination; None if it cannot be read."""
         try:
             with self._files.open(self._place(name), "rb") as stream:
                 return _size_and_crc(stream)

@@ -1,4 +1,4 @@
-"""Reads rows of stored arrays straight into memory, by as few calls and copies as pay."""
+"""Reads rows of stored arrays into memory with few system calls and copies."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from mcore_ckpt_ext.planning.overlap import Run, in_parts
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 
-# What lies between two rows is read along where it is less than a page: then no page is touched that is not anyway, and
-# copying it costs less than a call. Rows that are shorter than a page pass through a cache of the processor to their
-# places.
+# Gaps between rows are read as well if they are smaller than a page: this touches no further page, and copying costs
+# less than a system call. Rows shorter than a page are then copied from a buffer that fits the processor's cache.
 _READ_ALONG_BYTES = 4095
 _LONG_ROW_BYTES = 1 << 12
 _ALONG_BYTES = 1 << 19
-# Longer ones go there many by one call, and what lies between them goes nowhere, up to as much as they hold: that takes
-# half to three quarters of the time of a call for each row, beyond this limit hardly less.
+# Longer rows are read many per call (`preadv`), with gaps no larger than a row read into a scratch buffer. This takes
+# half to three quarters of the time of one call per row; with gaps beyond this limit it saves little.
 _MOST_SKIPPED_BYTES = 1 << 13
-# Each of them, and what follows it, is a buffer of the call, which takes 1024 (IOV_MAX of Linux).
+# Each row and each gap is a buffer of the call, which accepts 1024 (IOV_MAX of Linux).
 _ROWS_AT_ONCE = 512
-# Rows that follow each other in the file go to their places by one call, unless they are as short as this.
+# Rows without gaps are read many per call, unless they are as short as this.
 _SHORT_ROW_BYTES = 1024
-# What is passed to `on_read` right after it was read: half of a processor's own cache, or less.
+# Upper limit for the bytes of one call of `on_read`: half of a core's own cache, or less.
 _SHOWN_BYTES = 1 << 19
 
 
 class RowReader:
-    """Reads runs of elements of stored arrays to their places in memory; safe to use from several threads."""
+    """Reads runs of elements of stored arrays into memory; safe to use from several threads."""
 
     def __init__(self, reader: FolderReader) -> None:
         self._reader = reader
@@ -44,13 +43,13 @@ class RowReader:
         destination: torch.Tensor,
         on_read: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Read elements to their places.
+        """Read elements into a tensor.
 
         Args:
-            location: where the stored array lies.
-            runs: which elements go where.
+            location: location of the stored array.
+            runs: source and destination of the elements.
             destination: 1-D, contiguous, in ordinary memory, of the array's dtype.
-            on_read: receives the first and the end of elements that now lie in one piece, a part at a time.
+            on_read: called with the begin and the end of each contiguous part of `destination` that has just been read.
 
         Raises:
             UnreadableCheckpointError: the file is damaged or too short; some elements may have been written.
@@ -73,17 +72,17 @@ class RowReader:
                 on_read(target, target + count * length)
 
     def _scatter(self, file: str, offset: int, gap: int, rows: Iterator[memoryview]) -> None:
-        """Read rows of which each lies `gap` bytes behind the one before it, many by one call."""
+        """Read rows that are `gap` bytes apart, many per call."""
         skipped = self._thread_buffer(gap)[:gap] if gap else None
-        while some := list(islice(rows, _ROWS_AT_ONCE)):
-            buffers = some if skipped is None else [buffer for row in some for buffer in (row, skipped)][:-1]
+        while batch := list(islice(rows, _ROWS_AT_ONCE)):
+            buffers = batch if skipped is None else [buffer for row in batch for buffer in (row, skipped)][:-1]
             self._reader.scatter(file, offset, buffers)
-            offset += len(some) * (len(some[0]) + gap)
+            offset += len(batch) * (len(batch[0]) + gap)
 
     def _read_along(
         self, file: str, offset: int, memory: memoryview, size: int, run: tuple[int, int, int, int, int]
     ) -> None:
-        """Read rows with what lies between them, and copy them to their places; elements are of `size` bytes."""
+        """Read rows together with the gaps between them, and copy the rows; elements have `size` bytes."""
         target, length, count, source_stride, target_stride = run
         at_once = max(1, _ALONG_BYTES // (source_stride * size))
         scratch, whole = self._thread_buffer(at_once * source_stride * size), f"i{size}"
@@ -91,14 +90,14 @@ class RowReader:
             rows = min(at_once, count - row)
             span = ((rows - 1) * source_stride + length) * size
             self._reader.read_into(file, offset + row * source_stride * size, scratch[:span])
-            # numpy, because torch would wake a thread on every processor for so little.
+            # numpy, because torch would start threads on all processors for these few bytes.
             found = numpy.ndarray((rows, length), whole, scratch, 0, (source_stride * size, size))
             begin = (target + row * target_stride) * size
             places = numpy.ndarray((rows, length), whole, memory, begin, (target_stride * size, size))
             numpy.copyto(places, found)
 
     def _thread_buffer(self, nbytes: int) -> memoryview:
-        """Memory of this thread that was touched before, so that the system need not find and clear any."""
+        """Return a buffer of this thread, which is reused so that the system need not clear new pages."""
         found: memoryview | None = getattr(self._scratch, "memory", None)
         if found is None or len(found) < nbytes:
             found = self._scratch.memory = memoryview(bytearray(max(nbytes, _ALONG_BYTES)))
@@ -106,7 +105,7 @@ class RowReader:
 
 
 def are_read_together(length: int, count: int, stride: int, size: int) -> bool:
-    """Whether rows of `length` elements of `size` bytes, `stride` elements apart, are read in one piece."""
+    """Return whether rows of `length` elements of `size` bytes, `stride` elements apart, are read in one piece."""
     return count > 1 and 0 <= (stride - length) * size <= _READ_ALONG_BYTES
 
 
@@ -116,12 +115,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _are_scattered(row_bytes: int, gap: int) -> bool:
-    """Whether rows that lie `gap` bytes apart go to their places many by one call."""
+    """Return whether rows that lie `gap` bytes apart are read many per call."""
     if gap == 0:
         return row_bytes > _SHORT_ROW_BYTES
     return row_bytes >= _LONG_ROW_BYTES and 0 < gap <= min(row_bytes, _MOST_SKIPPED_BYTES)
 
 
 def _rows_in(memory: memoryview, begin: int, step: int, row_bytes: int, count: int) -> Iterator[memoryview]:
-    """The places of `count` rows, `step` bytes apart."""
+    """Return the memory of `count` rows, `step` bytes apart."""
     return (memory[place : place + row_bytes] for place in (begin + row * step for row in range(count)))

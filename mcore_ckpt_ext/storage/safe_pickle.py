@@ -1,8 +1,7 @@
-"""Unpickling that executes nothing a checkpoint brings along.
+"""Unpickles untrusted data without executing any code of a checkpoint.
 
-A short list of classes and functions is real. Every other class becomes an inert placeholder, so that a checkpoint can
-be read where Megatron is not installed. What no checkpoint needs, such as a function of the standard library, is
-refused by name.
+A short list of classes and functions is used as it is. Every other class becomes a placeholder, so that checkpoints can
+be read without Megatron. Names that no checkpoint needs, such as functions of the standard library, are refused.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from mcore_ckpt_ext.storage.pickle_stubs import (
     Placeholder,
     Record,
     Stateless,
-    inert_class,
     origin_of,
     record_class,
+    stub_class,
 )
 from mcore_ckpt_ext.storage.plain_pickle import plain_form
 from mcore_ckpt_ext.storage.tensor_reference import (
@@ -41,7 +40,7 @@ from mcore_ckpt_ext.storage.tensor_reference import (
 
 
 class _Function(Stateless):
-    """A function that a pickle finds by name; of a plain Python function, it could set the defaults."""
+    """A function that a pickle can name; the defaults of a plain Python function could be overwritten."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -51,10 +50,10 @@ class _Function(Stateless):
 
 
 class _Namespace(metaclass=PickleStub):
-    """Stands for the class `argparse.Namespace`: a pickle gets genuine instances of it, but never the class itself."""
+    """A stub for `argparse.Namespace` that creates real instances, but never exposes the class itself."""
 
     def __new__(cls, **content: object) -> argparse.Namespace:  # type: ignore[misc]
-        """Make a genuine instance."""
+        """Return an `argparse.Namespace`."""
         return argparse.Namespace(**content)
 
 
@@ -65,7 +64,10 @@ def _parameter(data: TensorReference, *_: object) -> TensorReference:
 
 @_Function
 def _with_attributes(build: object, _: object, arguments: tuple[Any, ...], *__: object) -> TensorReference:
-    """A tensor with Python attributes (torch/_tensor.py, `_rebuild_from_type_v2`), as Megatron's masters are."""
+    """Rebuild a tensor with Python attributes, such as Megatron's master weights.
+
+    Source: `_rebuild_from_type_v2`, torch/_tensor.py.
+    """
     if build is TensorReference:
         return TensorReference(*arguments)
     if build is _parameter:
@@ -79,8 +81,8 @@ _FLOAT8_CLASS_METHOD = (_FLOAT8, "Float8Tensor", "_make_in_reduce_ex")  # up to 
 
 
 @_Function
-def _inert_getattr(owner: object, name: str) -> object:
-    """How Python 3.11 pickles a member of an enum: `getattr(class, name)`. Only placeholders have attributes to get."""
+def _safe_getattr(owner: object, name: str) -> object:
+    """Replace `getattr`, with which Python 3.11 pickles enum members; only placeholders have attributes."""
     if isinstance(owner, type) and issubclass(owner, Placeholder):
         if (owner.pickled_module, owner.pickled_name, name) == _FLOAT8_CLASS_METHOD:
             return Float8Reference
@@ -93,7 +95,7 @@ def _inert_getattr(owner: object, name: str) -> object:
 
 
 def _raw_bytes(kind: type) -> _Function:
-    """`bytes` or `bytearray`, of given content only: called with a number, they would make that many zeros."""
+    """Return a constructor of `bytes` or `bytearray` that refuses a number, which would create that many zeros."""
 
     def build(*arguments: Any) -> Any:
         if arguments and not isinstance(arguments[0], (bytes, bytearray, str, list)):
@@ -104,10 +106,10 @@ def _raw_bytes(kind: type) -> _Function:
 
 
 def bytes_of_text(text: object, codec: object = "utf-8") -> bytes:
-    """`_codecs.encode`, by which protocol 2 writes bytes.
+    """Replace `_codecs.encode`, with which protocol 2 writes bytes.
 
     Raises:
-        TypeError: it is asked for something else.
+        TypeError: the arguments are not a string and Latin-1.
     """
     if type(text) is not str or codec not in ("latin1", "latin-1"):
         raise TypeError(f"text in {format_value(codec)}")
@@ -115,7 +117,7 @@ def bytes_of_text(text: object, codec: object = "utf-8") -> bytes:
 
 
 def _layout_name(name: object) -> str:
-    """`torch.serialization._get_layout`, whose result nobody uses."""
+    """Replace `torch.serialization._get_layout`, whose result is not used."""
     if type(name) is not str:
         raise TypeError(f"a layout named {format_value(name)}")
     return name
@@ -146,28 +148,28 @@ _REAL: dict[tuple[str, str], object] = {
             "set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple, "int": int,
             "float": float, "complex": complex, "bool": bool, "bytes": _raw_bytes(bytes),
             "bytearray": _raw_bytes(bytearray), "str": str, "slice": slice, "object": object,
-            "getattr": _inert_getattr,
+            "getattr": _safe_getattr,
         }.items()
     },
-    ("__builtin__", "long"): int,  # Python 2's names, which protocol 2 keeps
+    ("__builtin__", "long"): int,  # names of Python 2, which protocol 2 uses
     ("__builtin__", "unicode"): str,
     **{("torch", name): StorageType(dtype_named(dtype)) for dtype, name in STORAGE_NAMES.items()},
 }  # fmt: skip
 
-_REPEATED = 1 << 10  # bytes: a pickle that is no longer than this, such as a tensor's, may come again
-_MANY_BYTES = 1 << 16  # from here on, a pickle is worth the making of the patterns that tell whether it is plain
-_FEW = 64  # entries that may be looked at or copied for each byte of a pickle
+_REPEATED = 1 << 10  # bytes; pickles up to this size, such as those of tensors, are often repeated
+_MANY_BYTES = 1 << 16  # bytes from which compiling the patterns for plain pickles pays
+_FEW = 64  # entries that may be visited or copied for each byte of a pickle
 
 
 class SafeUnpickler(pickle.Unpickler):
-    """Resolves globals by the rules of this module, and tensors to references."""
+    """Resolves globals by the rules of this module, and returns tensors as references."""
 
     def __init__(self, data: bytes, where: str) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._where = where
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a global."""
+        """Return the object or stub for a global."""
         real = _REAL.get((module, name))
         if real is not None:
             return real
@@ -175,10 +177,10 @@ class SafeUnpickler(pickle.Unpickler):
             return dtype_named(name)
         if module.startswith(_METADATA_MODULES):
             return record_class(name)
-        return inert_class(module, name, self._where)
+        return stub_class(module, name, self._where)
 
     def persistent_load(self, reference: Any) -> StorageReference:
-        """What stands for a storage."""
+        """Return the reference for a storage."""
         try:
             tag, storage_type, key, _, numel = reference
         except (TypeError, ValueError) as error:
@@ -191,13 +193,13 @@ class SafeUnpickler(pickle.Unpickler):
 
 
 class _NotPlainError(Exception):
-    """A pickle with more in it than its opcodes show."""
+    """A pickle is not plain, although its opcodes look like it."""
 
 
 class _LittleState(Placeholder):
-    """A placeholder that copies only a small state: the pickle may have one large state for a thousand of them.
+    """A placeholder that accepts only a small state, because many placeholders may share a large one.
 
-    It takes no tuple, which could be of tuples, and the key of a dict next.
+    It accepts no tuple, which could contain tuples and become the key of a dict.
     """
 
     def __setstate__(self, state: object) -> None:
@@ -212,14 +214,14 @@ def _with_little_state(kind: type[Placeholder]) -> type[Placeholder]:
 
 
 class _PlainUnpickler(SafeUnpickler):
-    """Makes what keeps its arguments, sizes and dtypes only, which `plain_pickle` counts on."""
+    """Creates only sizes, dtypes and objects that store their arguments, as `plain_pickle` requires."""
 
     def __init__(self, data: bytes, where: str) -> None:
         super().__init__(data, where)
         self._by_hash: dict[int, list[tuple[Any, ...]]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a global."""
+        """Return the object or stub for a global."""
         found = super().find_class(module, name)
         if isinstance(found, type) and issubclass(found, Placeholder):
             return _with_little_state(found)
@@ -228,10 +230,10 @@ class _PlainUnpickler(SafeUnpickler):
         raise _NotPlainError
 
     def persistent_load(self, reference: Any) -> Any:
-        """A tuple that was to be looked at, or what a call makes."""
+        """Return a tuple after checking it, or the result of a call."""
         *called, arguments = reference
         if not called:
-            # The arguments of a size: a tuple of one of numbers, which are large or it would have been plain.
+            # The arguments of a size: a tuple with a tuple of numbers. They are large; small ones are plain.
             of_size = len(arguments) == 1 and type(arguments[0]) is tuple
             values = arguments[0] if of_size else arguments
             if len(values) > _FEW or tuple in map(type, values) or self._is_one_of_many(arguments):
@@ -244,10 +246,10 @@ class _PlainUnpickler(SafeUnpickler):
         raise _NotPlainError
 
     def _is_one_of_many(self, values: tuple[Any, ...]) -> bool:
-        """Whether a few tuples had this one's hash: a dict of such keys would compare each with all others."""
+        """Return whether several tuples have this hash: a dict would compare each such key with all others."""
         try:
             alike = self._by_hash.setdefault(hash(values), [])
-        except TypeError:  # no dict has it for a key
+        except TypeError:  # not hashable, so not a key of a dict
             return False
         if values not in alike:
             alike.append(values)
@@ -255,15 +257,15 @@ class _PlainUnpickler(SafeUnpickler):
 
 
 def safe_loads(data: bytes, where: str) -> Any:
-    """Unpickle `data`; tensors come back as `TensorReference`.
+    """Unpickle `data`; tensors become `TensorReference` objects.
 
     Args:
         data: the pickle.
-        where: file and record, for the error message.
+        where: file and record, for error messages.
 
     Raises:
-        UnsafePickleError: it asks for something that is not data, or is no pickle at all.
-        OverBudgetError: it asks for far more work or memory than its size explains.
+        UnsafePickleError: the pickle contains more than data, or the bytes are not a pickle.
+        OverBudgetError: the pickle needs far more work or memory than its size justifies.
     """
     try:
         if len(data) >= _MANY_BYTES and (plain := plain_form(data)) is not None:
@@ -282,8 +284,8 @@ def safe_loads(data: bytes, where: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def _is_bounded(data: bytes) -> bool:
-    """Whether a pickle passes `weigh`; remembered, because tensors of one shape have equal pickles."""
-    with suppress(Exception):  # the caller weighs it again, and reports what is wrong
+    """Return whether a pickle passes `weigh`; cached, because tensors of one shape have equal pickles."""
+    with suppress(Exception):  # the caller weighs it again, and reports the error
         weigh(data, Budget(len(data), ""))
         return True
     return False

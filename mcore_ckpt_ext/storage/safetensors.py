@@ -1,4 +1,4 @@
-"""Files of the safetensors library: length of the header, header in JSON, elements."""
+"""Safetensors files: the length of the header, the header in JSON, the elements."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_text import parsed
 
 WRITER = "mcore_ckpt_ext"
-"""In the header of every file that this package writes, so that it can be recognized."""
+"""The writer in the header of every file of this package, which identifies it."""
 SUFFIX = ".safetensors"
 METADATA = "__metadata__"
-"""The key of a header under which a file is described, and no array."""
+"""The key of the header that describes the file instead of an array."""
 _CHECKSUMS = "mcore_ckpt_ext.crc32"
-"""Of `__metadata__`: the CRC-32 of each array of the file in hexadecimal, in the order of their names."""
+"""The key in `__metadata__` with the CRC-32 of each array in hexadecimal, in the order of their names."""
 _DIGITS = 8
-_HEADER_LIMIT = 100_000_000  # as the library
+_HEADER_LIMIT = 100_000_000  # as in the library
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _DTYPE_NAMES = {short: name for name, short in _DTYPES.items()}
 _NOT_READ = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "U16", "U32", "U64", "C64")
-"""The other dtypes of the library (`Dtype`, safetensors/src/tensor.rs, 0.8)."""
+"""Other dtypes of the library, which are not supported (`Dtype`, safetensors/src/tensor.rs, 0.8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class Declared:
 
 
 def lay_out_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputFile, list[int]]:
-    """The file, and the byte at which each array begins."""
+    """Plan a file, and return it with the first byte of each array."""
     return _lay_out(name, arrays, {})
 
 
 def lay_out_checked_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputFile, list[int], list[int]]:
-    """The file, and for each array the byte at which it begins and the byte at which its CRC-32 stands as text."""
+    """Plan a file with checksums; return it, and the first byte of each array and of its CRC-32 text."""
     file, starts = _lay_out(name, arrays, {_CHECKSUMS: "0" * _DIGITS * len(arrays)})
     first = file.literals[0][1].index(f'"{_CHECKSUMS}": "'.encode()) + len(f'"{_CHECKSUMS}": "')
     order = {key: number for number, key in enumerate(sorted(array.key for array in arrays))}
@@ -88,14 +88,14 @@ def _lay_out(name: str, arrays: Sequence[Declared], about: Mapping[str, str]) ->
 
 
 def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, ...], RawArray]]:
-    """(key, shape, where it lies) of every array of a file.
+    """Return the key, the shape and the location of every array of a file.
 
-    As the library has it (`validate` and `read_metadata`, safetensors/src/tensor.rs, 0.3 to 0.8), the arrays lie one
-    after the other, in any order, and fill the file: every byte has one meaning.
+    Arrays are adjacent, in any order, and fill the file, as the library requires (`validate` and `read_metadata`,
+    safetensors/src/tensor.rs, 0.3 to 0.8).
 
     Raises:
-        UnreadableCheckpointError: it is not a safetensors file, is shorter than it says, or its arrays do not fill it.
-        UnsupportedCheckpointError: it has an array of a dtype that is not read.
+        UnreadableCheckpointError: the file is not a safetensors file, is truncated, or its arrays do not fill it.
+        UnsupportedCheckpointError: an array has an unsupported dtype.
     """
     size = reader.size(file)
     header, begin = _header(reader, file)
@@ -127,12 +127,12 @@ def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
 def _with_checksums(
     arrays: list[tuple[str, tuple[int, ...], RawArray]], about: object
 ) -> list[tuple[str, tuple[int, ...], RawArray]]:
-    """The same arrays with their CRC-32s, where the header has one for each of them.
+    """Return the arrays with their CRC-32 checksums, if the header has as many checksums as arrays.
 
-    Another number of them is of another file: a program that drops tensors may keep what it does not know.
+    A program that removes tensors may keep the checksums, because it does not know their key; they are then ignored.
 
     Raises:
-        ValueError: they are no hexadecimal numbers.
+        ValueError: the checksums are not hexadecimal numbers.
     """
     text = about.get(_CHECKSUMS) if isinstance(about, dict) else None
     if not isinstance(text, str) or len(text) != _DIGITS * len(arrays):
@@ -147,22 +147,22 @@ def _with_checksums(
 
 
 def read_arrays(reader: FolderReader, file: str) -> dict[str, Any]:
-    """The header of a file.
+    """Return the header of a file.
 
     Raises:
-        UnreadableCheckpointError: it is not a safetensors file.
+        UnreadableCheckpointError: the file is not a safetensors file.
     """
     return _header(reader, file)[0]
 
 
 def header_in(file: OutputFile) -> dict[str, Any]:
-    """The header of a file that is laid out."""
+    """Return the header of a planned file."""
     text = file.literals[0][1]
     return dict(parsed(text[8:]))
 
 
 def declared_arrays(header: Mapping[str, Any]) -> dict[str, Any]:
-    """What a header states of its arrays, without what it states of the file."""
+    """Return the entries of a header that describe arrays, without the entry that describes the file."""
     return {key: entry for key, entry in header.items() if key != METADATA}
 
 
@@ -177,10 +177,10 @@ def _check_filled(arrays: Sequence[RawArray], begin: int, size: int) -> None:
 
 
 def writer_of(reader: FolderReader, file: str) -> str | None:
-    """Who wrote a file, according to its header.
+    """Return the writer of a file as its header names it; None if it names none.
 
     Raises:
-        UnreadableCheckpointError: it is not a safetensors file.
+        UnreadableCheckpointError: the file is not a safetensors file.
     """
     try:
         found = _header(reader, file)[0].get(METADATA, {}).get("writer")
@@ -190,7 +190,7 @@ def writer_of(reader: FolderReader, file: str) -> str | None:
 
 
 def _header(reader: FolderReader, file: str) -> tuple[dict[str, Any], int]:
-    """The header, and the place where the elements begin."""
+    """Return the header, and the offset of the elements in bytes."""
     size = reader.size(file)
     length = int.from_bytes(reader.read(file, 0, 8), "little") if size >= 8 else size
     if length > min(_HEADER_LIMIT, size - 8):
@@ -213,10 +213,10 @@ def _damaged(reader: FolderReader, file: str, error: Exception) -> UnreadableChe
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
+    """Read a JSON object from a file.
 
     Raises:
-        UnreadableCheckpointError: the file is missing, or holds something else.
+        UnreadableCheckpointError: the file is missing, or is not a JSON object.
     """
     try:
         content = parsed(read_file(path.parent, path.name))
@@ -233,14 +233,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_index(stated: Mapping[str, str], found: Mapping[str, str], index: Path, hint: str) -> None:
-    """Compare an index of tensors with what its files hold: of each tensor, by name, its file.
+def check_index(recorded: Mapping[str, str], found: Mapping[str, str], index: Path, hint: str) -> None:
+    """Compare the file of each tensor in an index with the files that contain the tensors.
 
     Raises:
-        UnreadableCheckpointError: they disagree.
+        UnreadableCheckpointError: the index and the files disagree.
     """
-    missing = [name for name, file in stated.items() if found.get(name) != file]
-    surplus = [name for name in found if name not in stated]
+    missing = [name for name, file in recorded.items() if found.get(name) != file]
+    surplus = [name for name in found if name not in recorded]
     if missing or surplus:
         raise UnreadableCheckpointError(
             "the index and the files disagree about the tensors",
@@ -251,6 +251,6 @@ def check_index(stated: Mapping[str, str], found: Mapping[str, str], index: Path
 
 
 def json_file(name: str, content: object, *, last: bool = False) -> OutputFile:
-    """A JSON file to be written."""
+    """Plan a JSON file."""
     text = json.dumps(content, indent=2).encode() + b"\n"
     return OutputFile(name, len(text), ((0, text),), last)

@@ -1,6 +1,6 @@
-"""From codes and scales to numbers, and back.
+"""Decodes quantized weights (codes and scales), and encodes weights to fp8.
 
-The arithmetic is that of transformers on a CPU, bit by bit: `Fp8Dequantize` (integrations/finegrained_fp8.py, 5.23)
+Results equal those of transformers on a CPU bit for bit: `Fp8Dequantize` (integrations/finegrained_fp8.py, 5.23)
 multiplies in float32 and rounds once; `convert_moe_packed_tensors` (integrations/mxfp4.py) scales by powers of two.
 """
 
@@ -17,22 +17,22 @@ from mcore_ckpt_ext.planning.array_location import ScaleCodec
 # E2M1: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _EXPONENT_BIAS = 127
-# Elements at once: what they are computed in takes a multiple of their own size.
+# Elements per step; intermediate results take a multiple of their size.
 _AT_ONCE = 1 << 19
 
 ReadCodes: TypeAlias = "Callable[[int, int], torch.Tensor]"
-"""Reads codes, or scales: the first one, and how many."""
+"""Reads codes or scales, given the index of the first and their number."""
 
 
 def decode(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
-    """Numbers of a quantised matrix, in the order of its rows.
+    """Decode elements of a quantized matrix, in row-major order.
 
     Args:
-        extent: the matrix.
-        first: the first element.
-        count: how many.
-        codes: reads its codes.
-        scales: reads its scales.
+        extent: the quantized matrix.
+        first: index of the first element.
+        count: number of elements.
+        codes: reads the codes of the matrix.
+        scales: reads the scales of the matrix.
     """
     found = torch.empty(count, dtype=getattr(torch, extent.dtype))
     columns = extent.columns
@@ -60,7 +60,7 @@ def _in_one_row(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, sc
 
 
 def _whole_rows(extent: ScaleCodec, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
-    """Numbers are multiplied where they lie, band by band: each further pass over them costs as much as reading."""
+    """Decode whole rows in place, band by band: every further pass over them costs as much as reading."""
     (height, width), columns, across = extent.block, extent.columns, _across(extent)
     first, last = row // height, -(-(row + rows) // height)
     grid = _values(extent, scales(first * across, (last - first) * across)).view(-1, across)
@@ -79,11 +79,11 @@ def _across(extent: ScaleCodec) -> int:
 
 
 def _read(extent: ScaleCodec, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
-    """Numbers in memory of their own, not yet scaled."""
+    """Return the numbers of codes in new memory, not scaled yet."""
     if extent.packed:
         return _unpacked(first, count, codes)
     found = codes(first, count)
-    # Looked up, for torch's own conversion of fp8 takes five times as long on a CPU (2.13, measured).
+    # A table is five times as fast on a CPU as torch's own conversion of fp8 (2.13, measured).
     if found.dtype.itemsize == 1 and found.is_floating_point():
         return _numbers_of(found.dtype).index_select(0, found.view(torch.uint8).int())
     return found.to(torch.float32, copy=True)
@@ -91,7 +91,7 @@ def _read(extent: ScaleCodec, first: int, count: int, codes: ReadCodes) -> torch
 
 @cache
 def _numbers_of(dtype: torch.dtype) -> torch.Tensor:
-    """The number of each code of one byte."""
+    """Return the number for each code of one byte."""
     return torch.arange(1 << 8, dtype=torch.uint8).view(dtype).float()
 
 
@@ -114,14 +114,14 @@ def _unpacked(first: int, count: int, codes: ReadCodes) -> torch.Tensor:
 
 
 def block_scales(band: torch.Tensor, width: int, name: str) -> torch.Tensor:
-    """The scale of each block of a band: its largest absolute value becomes the largest of fp8 (E4M3).
+    """Return the scales of a band's blocks, which map the largest absolute value to that of fp8 (E4M3).
 
-    As DeepSeek's `act_quant` has it (DeepSeek-V3, inference/kernel.py); of zeros it is 1.
+    Computed as in DeepSeek's `act_quant` (DeepSeek-V3, inference/kernel.py); the scale of a block of zeros is 1.
 
     Args:
         band: `[rows of a block, columns]`, in float32.
-        width: columns of a block.
-        name: of the matrix, for messages.
+        width: number of columns of a block.
+        name: name of the matrix, for messages.
 
     Raises:
         UnsupportedCheckpointError: a number is not finite.
@@ -132,10 +132,10 @@ def block_scales(band: torch.Tensor, width: int, name: str) -> torch.Tensor:
         )  # fmt: skip
     largest = torch.stack([part.abs().max() for part in torch.split(band, width, dim=1)])
     scales = largest / torch.finfo(torch.float8_e4m3fn).max
-    return torch.where(scales > 0, scales, torch.ones(()))  # of what is smaller than any scale, too
+    return torch.where(scales > 0, scales, torch.ones(()))  # also for values too small for any scale
 
 
 def encode(band: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
-    """The codes of a band for the scales of its blocks, `[rows, columns]`."""
+    """Return the fp8 codes of a band, `[rows, columns]`, given the scales of its blocks."""
     spread = scales.repeat_interleave(width)[: band.shape[1]]
     return (band / spread).to(torch.float8_e4m3fn)

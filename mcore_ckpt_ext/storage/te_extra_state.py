@@ -1,11 +1,11 @@
-"""What modules of Transformer Engine pickle of themselves: read as data, and written anew.
+"""Reads the extra states that modules of Transformer Engine pickle, as data, and writes them again.
 
-Source: `get_extra_state` (transformer_engine/pytorch/module/base.py), 2.0 to 2.20.2, for bytes of a plain pickle, and
-1.x for a stream with a torch archive; `_encode_extra_state` (megatron/core/extensions/transformer_engine.py,
-core_v0.12.1 to 0.19.2) pickles the same for each expert. It holds scales, histories of largest values, and the recipe,
-an object of a short list of classes that are written by their names alone. In a plain pickle a tensor is a call with
-the bytes of its storage, in torch's oldest format (`torch.storage._load_from_bytes`).
-Nothing of the source's bytes is written again: whoever loads them runs what they name.
+Source: `get_extra_state` (transformer_engine/pytorch/module/base.py) writes a plain pickle in 2.0 to 2.20.2, and a
+stream with a torch archive in 1.x. `_encode_extra_state` (megatron/core/extensions/transformer_engine.py, core_v0.12.1
+to 0.19.2) pickles the same for each expert. A state contains scales, amax histories, and the recipe, an object of one
+of a few classes that are written by name. In a plain pickle a tensor is a call with the bytes of its storage in torch's
+oldest format (`torch.storage._load_from_bytes`).
+The original bytes are never copied, because loading them runs the functions that they name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mcore_ckpt_ext.storage.tensor_reference import StorageType
 
 _RECIPES = "transformer_engine.common.recipe"
 _HELPER, _FORMAT = (_RECIPES, "_FormatHelper"), (_RECIPES, "Format")
-# Dataclasses of plain settings, pickled by their attributes.
+# Dataclasses of plain settings, pickled with their attributes.
 _SETTINGS: set[Name] = {
     *((_RECIPES, name) for name in (
         "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling",
@@ -38,27 +38,30 @@ _SETTINGS: set[Name] = {
     )),
     ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"),
 }  # fmt: skip
-# `Format`: its members by name, as Python 3.11 pickles them, and what they are made from.
+# Members of `Format` by name, as Python 3.11 pickles them, and the numbers of which they consist.
 _MEMBERS = {"E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344)}
 _LOADED: Name = ("torch.storage", "_load_from_bytes")
 _OF_BYTES = {_LOADED, ("megatron.core.safe_globals", "safe_load_from_bytes")}
 _PLAIN = {("collections", "OrderedDict"), ("torch", "Size"), ("torch._utils", "_rebuild_tensor_v2")}
 _PLAIN |= {(module, name) for module in ("builtins", "__builtin__") for name in ("getattr", "dict", "list", "tuple")}
-# What torch's oldest format begins with: two numbers, pickled (torch/serialization.py, `_legacy_save`).
+# The first bytes of torch's oldest format: two pickled numbers (torch/serialization.py, `_legacy_save`).
 _OLDEST = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
 _DEEPEST, _STEPS_TO_COPY = 20, 16
 PROTOCOL = 4
 
 
 class UnknownStateError(Exception):
-    """A state that holds something else than modules of Transformer Engine write."""
+    """An extra state that modules of Transformer Engine do not write."""
 
 
 def read_state(content: bytes) -> dict[str, Any] | None:
-    """What a module stored; tensors are read, and recipes are placeholders. None where it stored nothing.
+    """Read the state that a module has stored, with its tensors; recipes become placeholders.
+
+    Returns:
+        None if the module has stored nothing.
 
     Raises:
-        UnknownStateError: it is something else.
+        UnknownStateError: the bytes are not such a state.
     """
     try:
         archive = _Records(content) if content.startswith(b"PK") else None
@@ -66,16 +69,20 @@ def read_state(content: bytes) -> dict[str, Any] | None:
         if found is not None and (type(found) is not dict or not all(type(key) is str for key in found)):
             raise TypeError(f"a {type(found).__name__}")
         _check(found)
-    except Exception as error:  # what is damaged can fail in any way
+    except Exception as error:  # damaged bytes can cause any error
         raise UnknownStateError(f"{type(error).__name__}: {error}") from error
     return found
 
 
 def write_state(content: Mapping[str, Any], stream: bool) -> Any:
-    """A state as such a module takes it: a tensor of the bytes of a pickle, or a `stream` with an archive.
+    """Return a state in the form that a module loads.
+
+    Args:
+        content: the state.
+        stream: return a stream with a torch archive, as in 1.x, instead of a tensor with the bytes of a pickle.
 
     Raises:
-        UnknownStateError: of a stream, which 1.x writes: it has no recipe.
+        UnknownStateError: the state has a recipe, which streams of 1.x do not contain.
     """
     buffer = io.BytesIO()
     if stream:
@@ -88,27 +95,27 @@ def write_state(content: Mapping[str, Any], stream: bool) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two recipes, or settings, are the same."""
-    return bool(_told(one) == _told(other))
+    """Return whether two recipes or settings are equal."""
+    return bool(_comparable(one) == _comparable(other))
 
 
-def _told(node: Any) -> Any:
+def _comparable(node: Any) -> Any:
     if isinstance(node, Placeholder):
-        # A recipe remembers its own description once somebody has asked for it.
-        states: list[Any] = [_told(state) for state in origin_of(node).state]
+        # A recipe caches its own description.
+        states: list[Any] = [_comparable(state) for state in origin_of(node).state]
         for state in states:
             state.pop("_cached_repr", None)
-        return node.pickled_module, node.pickled_name, _told(list(node.arguments)), states
+        return node.pickled_module, node.pickled_name, _comparable(list(node.arguments)), states
     if type(node) is dict:
-        return {key: _told(value) for key, value in node.items()}
-    return [_told(part) for part in node] if type(node) in (list, tuple) else node
+        return {key: _comparable(value) for key, value in node.items()}
+    return [_comparable(part) for part in node] if type(node) in (list, tuple) else node
 
 
 def _check(node: Any, depth: int = 0) -> None:
-    """Refuse what is neither data nor a recipe in its own form.
+    """Refuse everything except data and recipes in their known form.
 
     Raises:
-        TypeError: it is.
+        TypeError: the state contains something else.
     """
     if depth > _DEEPEST:
         raise TypeError("a state of states")
@@ -145,7 +152,7 @@ class _Records:
     """The tensors of a torch archive in memory.
 
     Raises:
-        ValueError: it has compressed records, or more in them than it has bytes.
+        ValueError: records are compressed, or together larger than the archive.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -162,7 +169,7 @@ class _Records:
 
 
 class _Unpickler(SafeUnpickler):
-    """Knows the names that such a state may hold; tensors are read."""
+    """Resolves only the names that such a state may contain, and reads tensors."""
 
     def __init__(self, data: bytes, archive: _Records | None) -> None:
         super().__init__(data, "an extra state")
@@ -171,7 +178,7 @@ class _Unpickler(SafeUnpickler):
 
     @classmethod
     def whole(cls, data: bytes, archive: _Records | None) -> Any:
-        """What a pickle holds that ends where the data do."""
+        """Load a pickle, which must end where the data ends."""
         if weigh(data, Budget(len(data), "an extra state")) != len(data):
             raise ValueError("something follows the pickle")
         return cls(data, archive).load()
@@ -203,14 +210,14 @@ class _Unpickler(SafeUnpickler):
         numel = math.prod(shape)
         if type(storage) is not torch.Tensor or len(shape) != len(stride) or min((offset, *shape, *stride)) < 0:
             raise TypeError("a tensor that cannot be")
-        if numel > storage.numel():  # elements of such a view lie upon each other
+        if numel > storage.numel():  # elements of such a view overlap
             raise ValueError("a tensor larger than its storage")
         self._budget.spend(_STEPS_TO_COPY * numel * storage.itemsize, "copies of its tensors")
         return torch.as_strided(storage, tuple(shape), tuple(stride), offset).contiguous()
 
 
 class _Oldest(_Unpickler):
-    """The persistent objects of torch's oldest format: a storage is its dtype and length."""
+    """Resolves the persistent references of torch's oldest format to dtype and length of a storage."""
 
     def persistent_load(self, reference: Any) -> Any:
         tag, kind, _, _, numel, view = reference
@@ -220,7 +227,7 @@ class _Oldest(_Unpickler):
 
 
 def _stored(data: object) -> torch.Tensor:
-    """A storage, or a tensor, by the bytes of its own file."""
+    """Return the storage or tensor in the bytes of a file that is embedded in a pickle."""
     if type(data) is not bytes:
         raise TypeError("a storage of something else than bytes")
     found = _Unpickler.whole(pickle_in(data), _Records(data)) if data.startswith(b"PK") else _of_oldest_format(data)
@@ -230,7 +237,10 @@ def _stored(data: object) -> torch.Tensor:
 
 
 def _of_oldest_format(data: bytes) -> torch.Tensor:
-    """After what it begins with: about the machine, the storage, a list of its key, its length and its elements."""
+    """Read a storage in the oldest format.
+
+    After the first bytes come the system's properties, the storage, a list of its key, its length and its elements.
+    """
     if not data.startswith(_OLDEST):
         raise ValueError("no storage")
     rest, found = data[len(_OLDEST) :], []
@@ -255,14 +265,14 @@ def _format(value: object) -> Placeholder:
 
 
 def _member(owner: object, name: object) -> Placeholder:
-    """A member of `Format` as Python 3.11 pickles it."""
+    """Return a member of `Format`, given the call with which Python 3.11 pickles it."""
     if owner is not _format or name not in _MEMBERS:
         raise TypeError("an attribute")
     return _format(placeholder_class(*_HELPER)(*_MEMBERS[str(name)]))
 
 
 class _Pickler(TreePickler):
-    """Writes tensors with their elements, and the names of recipes."""
+    """Writes tensors with their elements, and recipes by name."""
 
     def _save_tensor(self, leaf: Any) -> None:
         if self._remembered(leaf):
@@ -282,7 +292,7 @@ class _Pickler(TreePickler):
 
 
 def archive_of(tree: Any) -> bytes:
-    """A torch archive of a tree, in the same bytes each time."""
+    """Return the bytes of a torch archive of a tree; equal trees give equal bytes."""
     draft = plan_archive(tree)
     content = bytearray(draft.length)
     for position, data in draft.literals:

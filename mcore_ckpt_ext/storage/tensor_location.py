@@ -1,4 +1,4 @@
-"""Where a tensor's elements lie in a file."""
+"""The location of a tensor's elements in a file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mcore_ckpt_ext.storage.files import FolderReader
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Where a tensor's elements lie: byte `offset` of `file`, `numel` elements of `dtype`, row-major in `shape`.
+    """The location of a tensor's elements: byte `offset` of `file`, row-major in `shape`, of `dtype`.
 
     Attributes:
-        scaled: where the elements are fp8 numbers: what they are multiplied by, and what they then are rounded to.
+        scaled: for fp8 elements, the scale and the dtype of the decoded elements; otherwise None.
     """
 
     file: str
@@ -38,7 +38,7 @@ class TensorLocation:
         return self.dtype if self.scaled is None else self.scaled[1]
 
     def decoded(self, elements: torch.Tensor) -> torch.Tensor:
-        """The elements as the tensor shows them; as they lie, unless they are fp8 numbers."""
+        """Return decoded elements: fp8 elements multiplied by their scale, all others unchanged."""
         if self.scaled is None:
             return elements
         scale, dtype = self.scaled
@@ -47,15 +47,15 @@ class TensorLocation:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveTemplate:
-    """What the archives of all tensors of one shape and dtype have in common: all but elements and checksums.
+    """The common bytes of all archives of one shape and dtype: everything but elements and checksums.
 
     Attributes:
-        length: of the archive.
-        front: what precedes the elements: the description of the tensor.
-        directory: what the archive ends in.
+        length: length of the archive in bytes.
+        front: the bytes before the elements: the description of the tensor.
+        directory: the zip directory at the end of the archive.
         kept: the parts of the directory between its checksums.
-        dtype: of the elements.
-        shape: of the tensor.
+        dtype: dtype of the elements.
+        shape: shape of the tensor.
     """
 
     length: int
@@ -66,7 +66,11 @@ class ArchiveTemplate:
     shape: tuple[int, ...]
 
     def payload(self, reader: FolderReader, file: str, offset: int) -> TensorLocation | None:
-        """Where the elements of the archive at that place lie; None where it is not such a one."""
+        """Return the location of the elements in the archive at `offset` of `file`.
+
+        Returns:
+            None if the archive there does not match this template.
+        """
         if reader.read(file, offset, len(self.front)) != self.front:
             return None
         directory = reader.read(file, offset + self.length - len(self.directory), len(self.directory))

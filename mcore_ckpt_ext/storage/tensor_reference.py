@@ -1,4 +1,4 @@
-"""Pickled tensors as references: what a pickle says about them, without their data."""
+"""References to pickled tensors: their description without their data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mcore_ckpt_ext.storage.budget import elements_of
 from mcore_ckpt_ext.storage.dtypes import Dtype, dtype_named
 from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, Stateless, origin_of
 
-# `torch.FloatStorage` and its siblings, by which torch.save names a storage's dtype (torch/serialization.py).
+# Classes such as `torch.FloatStorage`, with which torch.save names the dtype of a storage (torch/serialization.py).
 STORAGE_NAMES = {
     "float64": "DoubleStorage", "float32": "FloatStorage", "float16": "HalfStorage", "bfloat16": "BFloat16Storage",
     "int64": "LongStorage", "int32": "IntStorage", "int16": "ShortStorage", "int8": "CharStorage",
@@ -16,7 +16,7 @@ STORAGE_NAMES = {
 
 
 class StorageReference(Stateless):
-    """What a pickled tensor says about its storage: the archive's record `key` holds `numel` elements of `dtype`."""
+    """A reference to a storage: record `key` of the archive holds `numel` elements of `dtype`."""
 
     def __init__(self, dtype: Dtype, key: str, numel: int) -> None:
         self.dtype, self.key, self.numel = dtype, key, numel
@@ -31,7 +31,7 @@ class TensorReference(Stateless):
         """Keep the description; `more` are the further arguments of `torch._utils._rebuild_tensor_v2`.
 
         Raises:
-            TypeError, ValueError: there can be no such tensor, or marks give its elements another meaning.
+            TypeError, ValueError: no tensor can be like this, or it is marked as negated or conjugated.
         """
         marks = more[2] if len(more) > 2 else None  # `metadata` of that function
         if isinstance(marks, dict) and any(marks.values()):
@@ -52,7 +52,7 @@ class TensorReference(Stateless):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without gaps."""
+        """True if the elements lie in row-major order without gaps."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:
@@ -62,7 +62,7 @@ class TensorReference(Stateless):
 
 
 class StorageType(Stateless):
-    """What a pickle names by one of `STORAGE_NAMES`: only the dtype matters."""
+    """A storage class of `STORAGE_NAMES` in a pickle; only its dtype matters."""
 
     def __init__(self, dtype: Dtype) -> None:
         self.dtype = dtype
@@ -76,7 +76,7 @@ _FLOAT8 = {
 
 
 class Float8Reference(Stateless):
-    """A pickled Float8Tensor of Transformer Engine without its data: fp8 numbers, all to be multiplied by one number.
+    """A pickled Float8Tensor of Transformer Engine without its data: fp8 elements with one scale.
 
     Source: `Float8Tensor.__reduce_ex__`, transformer_engine/pytorch/tensor/float8_tensor.py, 2.13.0, 2.16.0, 2.20.2.
     """
@@ -87,15 +87,15 @@ class Float8Reference(Stateless):
         """Keep the description.
 
         Args:
-            data: the numbers' bytes.
-            fp8_dtype: what stands for Transformer Engine's number of their dtype.
-            scale: the number that all are multiplied by (`scale_inv` there).
-            dtype: what the tensor shows itself as.
-            shape: its shape.
-            transpose: their bytes in columns, where they are kept in no other way.
+            data: the fp8 elements as bytes.
+            fp8_dtype: Transformer Engine's enum member for their dtype.
+            scale: the factor of all elements (`_scale_inv` in Transformer Engine).
+            dtype: the dtype that the tensor presents.
+            shape: shape of the tensor.
+            transpose: the transposed elements, if only these are stored.
 
         Raises:
-            TypeError, ValueError: there can be no such tensor.
+            TypeError, ValueError: no tensor can be like this.
         """
         if not isinstance(data, TensorReference) or not isinstance(scale, TensorReference) or transpose is not None:
             raise TypeError("an fp8 tensor without rows of numbers, or without a scale")
@@ -110,11 +110,12 @@ class Float8Reference(Stateless):
 
 
 def _number(dtype: object) -> object:
-    """What a member of Transformer Engine's enum of dtypes is: its number, or its name.
+    """Return the number or the name of a member of Transformer Engine's dtype enum.
 
-    It is an `IntEnum` in 2.20, which is called with its number, and one of pybind11 before, whose state that is.
+    In 2.20 it is an `IntEnum`, pickled as a call with its number; before, an enum of pybind11, pickled with its number
+    or name as state.
     """
     if isinstance(dtype, Placeholder):
-        told = (*dtype.arguments, *origin_of(dtype).state)
-        return told[0] if told else None
+        values = (*dtype.arguments, *origin_of(dtype).state)
+        return values[0] if values else None
     return dtype

@@ -1,7 +1,7 @@
-"""Torch archives (what `torch.save` writes), alone in a file or embedded in a `.distcp`.
+"""Reads torch archives (files of `torch.save`), which may be embedded in a `.distcp` file.
 
-An archive is an uncompressed zip: `data.pkl` describes the object, each storage is a record `data/<key>`. The
-central directory is read here where it is plain, else by the standard library; a tensor's elements are then plain
+An archive is an uncompressed zip: `data.pkl` describes the object, and each storage is a record `data/<key>`. A plain
+central directory is parsed by this package, any other by the standard library. So the elements of a tensor are plain
 bytes of the outer file.
 """
 
@@ -33,11 +33,11 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _END = 4096
 _SHORT = 64
 _TENSOR, _SMALL = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n", 512
-_STEPS_TO_KEEP = 16  # keeping a byte costs more than looking at it
+_STEPS_TO_KEEP = 16  # storing a byte costs more than visiting it
 _BYTE_ORDER = "byteorder"
 _DESCRIBING = ("data.pkl", _BYTE_ORDER)
 WRITER_MEMBER = ".data/writer"
-"""It lies beside torch's `.data/serialization_id`; readers look at neither."""
+"""The record with the writing program, next to torch's `.data/serialization_id`; torch reads neither."""
 
 
 class TorchArchive:
@@ -47,7 +47,7 @@ class TorchArchive:
         """Read the archive's directory.
 
         Raises:
-            UnreadableCheckpointError: there is no whole archive at that place.
+            UnreadableCheckpointError: there is no complete archive at this position.
         """
         self._reader, self._file, self._offset = reader, file, offset
         size = reader.size(file)
@@ -74,7 +74,7 @@ class TorchArchive:
             ]
 
     def _read_ends(self) -> tuple[tuple[int, bytes], ...]:
-        """What lies at both ends, and where: a small object is described at the front, the directory is at the back."""
+        """Return the first and the last bytes of the archive, each with their position."""
         if self._length <= 2 * _END:
             return ((0, self._reader.read(self._file, self._offset, self._length)),)
         tail = self._length - _END
@@ -82,7 +82,7 @@ class TorchArchive:
         return (0, front), (tail, back)
 
     def _read(self, position: int, count: int) -> bytes:
-        """`count` bytes from `position` of the archive."""
+        """Return `count` bytes from `position` of the archive."""
         for begin, data in self._ends:
             if begin <= position and position + count <= begin + len(data):
                 return data[position - begin : position - begin + count]
@@ -90,7 +90,7 @@ class TorchArchive:
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """The file, its first byte there, and its length."""
+        """The file, and the archive's first byte and length in it."""
         return self._file, self._offset, self._length
 
     @property
@@ -100,17 +100,17 @@ class TorchArchive:
 
     @property
     def content(self) -> tuple[tuple[int, int], ...]:
-        """Size and checksum of each of its storages: archives that differ in one hold other numbers."""
+        """Size and checksum of each storage; if one differs, the archives have different elements."""
         storages = (member for name, member in self._members.items() if name.startswith("data/"))
         return tuple((member.file_size, member.CRC) for member in storages)
 
     @property
     def where(self) -> str:
-        """The file and the place in it, for error messages."""
+        """The file and the position of the archive in it, for error messages."""
         return f"{self._reader.folder}/{self._file} at byte {self._offset}"
 
     def load(self) -> Any:
-        """The archived object, unpickled safely; tensors as `TensorReference`."""
+        """Unpickle the archived object safely; tensors become `TensorReference` objects."""
         start, info = self._record("data.pkl")
         self._check_byte_order()
         data = self._read(start, info.file_size)
@@ -123,7 +123,7 @@ class TorchArchive:
         return loaded
 
     def _check_byte_order(self) -> None:
-        """Torch swaps the bytes of what a machine of the other order wrote (`torch/serialization.py`, `_load`)."""
+        """Refuse archives of the other byte order, which torch converts (`torch/serialization.py`, `_load`)."""
         if _BYTE_ORDER not in self._members:
             return
         start, info = self._record(_BYTE_ORDER)
@@ -138,10 +138,10 @@ class TorchArchive:
             )
 
     def payload(self, tensor: TensorReference) -> TensorLocation:
-        """Where the elements of a tensor of this archive lie.
+        """Return the location of a tensor's elements.
 
         Raises:
-            UnreadableCheckpointError: it is not contiguous, or larger than its storage's record.
+            UnreadableCheckpointError: the tensor is not contiguous, or is larger than the record of its storage.
         """
         start, info = self._record(f"data/{tensor.storage.key}")
         dtype = tensor.storage.dtype
@@ -157,21 +157,21 @@ class TorchArchive:
         return found
 
     def scaled_payload(self, tensor: Float8Reference) -> TensorLocation:
-        """Where the numbers of an fp8 tensor of this archive lie.
+        """Return the location of an fp8 tensor's elements.
 
         Raises:
-            UnreadableCheckpointError: they are not there, or their scale is not.
+            UnreadableCheckpointError: the elements or their scale are missing, or the scale is not finite.
         """
         (scale,) = self.with_values([tensor.scale])
         if not math.isfinite(scale):
             raise UnreadableCheckpointError("the scale of an fp8 tensor is not a number", where=self.where)
         return replace(self.payload(tensor.data), dtype=tensor.fp8_dtype, scaled=(float(scale), tensor.dtype))
 
-    def stencil(self, tensor: TensorReference, payload: TensorLocation) -> ArchiveTemplate | None:
-        """What other archives have in common with this one, of nothing but a tensor, if they are of one like it.
+    def template(self, tensor: TensorReference, payload: TensorLocation) -> ArchiveTemplate | None:
+        """Return a template for other archives that contain only a tensor of the same shape and dtype.
 
         Returns:
-            None where too much of it lies elsewhere than at the two ends that have been read.
+            None if the description of the tensor is not within the first bytes, or the directory is not plain.
         """
         front, start = self._ends[0][1], payload.offset - self._offset
         described = max((self._members[name].header_offset for name in _DESCRIBING if name in self._members), default=0)
@@ -184,13 +184,13 @@ class TorchArchive:
         return ArchiveTemplate(self._length, front[:start], directory, kept, payload.dtype, payload.shape)
 
     def with_values(self, tree: Any) -> Any:
-        """A small object of this archive, as `load` gives it, with its tensors read: a gradient scaler's scale.
+        """Read the tensors of a small object that `load` has returned, such as the state of a gradient scaler.
 
-        What the archive refers to twice is read once, and is one tensor; nobody else compares these checksums.
+        A tensor that is referenced twice is read once and remains one tensor. Checksums are compared.
 
         Raises:
-            UnreadableCheckpointError: a tensor is not there, or is damaged.
-            OverBudgetError: its tensors are many views of the same elements.
+            UnreadableCheckpointError: a tensor is missing or damaged.
+            OverBudgetError: the tensors are many views of the same elements.
         """
         budget = Budget(self._length, self.where)
         read: dict[TensorReference, torch.Tensor] = {}
@@ -224,14 +224,14 @@ class TorchArchive:
         return torch.frombuffer(bytearray(data), dtype=place.dtype.torch).reshape(place.shape)
 
     def writer(self) -> str | None:
-        """Who claims to have written it (`plan_archive`)."""
+        """Return the writing program that the archive names (`plan_archive`); None if it names none."""
         if WRITER_MEMBER not in self._members:
             return None
         start, info = self._record(WRITER_MEMBER)
         return self._read(start, min(info.file_size, _SHORT)).decode(errors="replace")
 
     def verify_checksums(self, only: str | None = None) -> None:
-        """Compare the CRC-32 of every record, or of one, with the directory.
+        """Compare the CRC-32 of all records, or of one, with the directory.
 
         Raises:
             UnreadableCheckpointError: a record differs.
@@ -242,10 +242,10 @@ class TorchArchive:
                 raise self._damaged(name)
 
     def place_of(self, name: str) -> tuple[int, int, int]:
-        """The first byte of a record in the file, its size, and its CRC-32 in the directory.
+        """Return the first byte of a record in the file, its size, and its CRC-32 from the directory.
 
         Raises:
-            UnreadableCheckpointError: there is none, or it is not within the archive.
+            UnreadableCheckpointError: the record does not exist, or lies outside of the archive.
         """
         start, info = self._record(name)
         return self._offset + start, info.file_size, info.CRC
@@ -256,7 +256,7 @@ class TorchArchive:
         )
 
     def _record(self, name: str) -> tuple[int, Member]:
-        """Position in the archive and directory entry of a record; the local header tells how long itself is."""
+        """Return the position of a record's content in the archive, and its directory entry."""
         info = self._members.get(name)
         if info is None or info.compress_type != zipfile.ZIP_STORED:
             raise UnreadableCheckpointError(
@@ -272,8 +272,8 @@ class TorchArchive:
 
 @lru_cache(maxsize=4096)
 def _tensor_of(data: bytes) -> TensorReference | None:
-    """What a small pickle of nothing but a tensor makes: remembered, for tensors of one shape have equal pickles."""
-    with suppress(CheckpointError):  # the caller loads it again, and says where it is
+    """Load a small pickle of a tensor; cached, because tensors of one shape have equal pickles."""
+    with suppress(CheckpointError):  # the caller loads it again, and reports the file
         tensor = safe_loads(data, "")
         if isinstance(tensor, TensorReference):
             return tensor
@@ -281,11 +281,11 @@ def _tensor_of(data: bytes) -> TensorReference | None:
 
 
 def _unambiguous(members: list[Member]) -> dict[str, Member]:
-    """The records by name, without the archive's own top folder.
+    """Return the records by name, without the archive's top folder.
 
     Raises:
-        ValueError: two readers could take different records for the same: torch takes the first of a name, whatever its
-            case (miniz, `mz_zip_reader_locate_file_v2`), below the top folder of the first record.
+        ValueError: readers could choose different records for one name. torch uses the first record of a name in the
+            top folder of the first record, and ignores case (miniz, `mz_zip_reader_locate_file_v2`).
     """
     found = {name_in_archive(info.filename): info for info in members}
     if len({name.casefold() for name in found}) != len(members) or len({_top(info) for info in members}) > 1:
@@ -298,5 +298,5 @@ def _top(member: Member) -> str:
 
 
 def name_in_archive(member: str) -> str:
-    """A record's name without the archive's own top folder (`archive/data/0` is `data/0`)."""
+    """Return a record's name without the archive's top folder: `data/0` for `archive/data/0`."""
     return member.partition("/")[2]

@@ -1,6 +1,6 @@
-"""Bytes begin their way to the disk while more are made: a flush at the end then has little left to wait for.
+"""Starts writing bytes to the disk early, so that the flush at the end has little left to wait for.
 
-Linux by itself leaves them in memory for up to half a minute (`/proc/sys/vm/dirty_expire_centisecs`).
+By default Linux keeps written bytes in memory for up to 30 seconds (`/proc/sys/vm/dirty_expire_centisecs`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import sys
 from functools import cache
 from typing import Any
 
-_WRITE = 2  # SYNC_FILE_RANGE_WRITE, sync_file_range(2): begin, and do not wait
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE, sync_file_range(2): start, do not wait
 
 
 def begin_to_flush(descriptor: int, position: int, count: int) -> None:
-    """Have the system write a stretch of a file to the disk; a flush is needed all the same, and tells what went wrong.
+    """Start writing a byte range of a file to the disk; a flush is still needed, and reports errors.
 
     Args:
-        descriptor: of the open file.
+        descriptor: descriptor of the open file.
         position: first byte.
         count: number of bytes.
     """
@@ -27,5 +27,5 @@ def begin_to_flush(descriptor: int, position: int, count: int) -> None:
 
 @cache
 def _sync_file_range() -> Any:
-    """The system's function; None where it has none."""
+    """Return `sync_file_range` of the system; None if it has none."""
     return getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform.startswith("linux") else None

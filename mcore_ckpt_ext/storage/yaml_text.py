@@ -1,8 +1,8 @@
-"""YAML as data: what it says, of bounded size, and nothing constructed of it.
+"""Parses YAML as plain data of bounded size; no object is constructed from a tag.
 
-A tag names a class, and an anchor repeats what stands elsewhere, again and again. Tags are refused, but for those of
-plain values; what anchors repeat counts as often as it is repeated. Reading goes event by event (PyYAML's `parse`), so
-that a text is refused where it first asks for too much.
+A tag names a class, and an alias repeats a value. Tags other than those of plain values are refused. A repeated value
+is counted each time. The text is parsed event by event (PyYAML's `parse`), so that it is refused as soon as it exceeds
+a limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.storage.budget import Budget
 
 MOST_BYTES = 8 << 20
-"""Descriptions of jobs have tens of KiB."""
+"""Upper limit for the size of a text; descriptions of jobs have tens of KiB."""
 _MOST_DEPTH = 64
 _MOST_NUMBER = 64
 _PLAIN = "tag:yaml.org,2002:"
@@ -23,38 +23,38 @@ _Sized: TypeAlias = tuple[Any, int]
 
 
 def parsed_yaml(text: str, where: str) -> Any:
-    """The content of a text in YAML: dicts with texts as keys, lists, and plain values.
+    """Parse YAML into dicts with strings as keys, lists, and plain values.
 
     Args:
         text: the text.
-        where: its file, for messages.
+        where: path of the file, for messages.
 
     Raises:
-        ValueError: it is none, is nested too deeply, names a class, or gives one key two values.
-        OverBudgetError: its anchors stand for far more than it holds.
+        ValueError: the text is not YAML, is nested too deeply, names a class, or has a key twice.
+        OverBudgetError: its aliases repeat far too many values.
         UnsupportedCheckpointError: PyYAML is not installed.
     """
     try:
         import yaml
-    except ImportError as error:  # installed without its dependencies, as images of frameworks are
+    except ImportError as error:  # this package was installed without its dependencies, as in framework images
         raise UnsupportedCheckpointError(
             "a file in YAML cannot be read without PyYAML", where=where, hint="pip install pyyaml"
         ) from error
     if len(text) > MOST_BYTES:
         raise ValueError(f"more than {MOST_BYTES:,} characters")
     try:
-        # libyaml's parser is ten times as fast, and not everywhere.
+        # libyaml's parser is ten times as fast, but not always available.
         events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         return _Reader(events, Budget(len(text), where)).document()
     except yaml.YAMLError as error:
-        told = " ".join(str(error).split())
-        # Since libyaml 0.2.6 (PyYAML 6.0.4) its own limit may come first: it looks far ahead.
+        message = " ".join(str(error).split())
+        # Since libyaml 0.2.6 (PyYAML 6.0.4) its own limit may be reached first, because it reads far ahead.
         is_deep = "nesting depth" in str(getattr(error, "problem", None))
-        raise ValueError(f"it is nested too deeply: {told}" if is_deep else told) from error
+        raise ValueError(f"it is nested too deeply: {message}" if is_deep else message) from error
 
 
 def dumped_yaml(content: Any) -> str:
-    """The text of plain values.
+    """Return plain values as YAML.
 
     Raises:
         UnsupportedCheckpointError: PyYAML is not installed.
@@ -68,7 +68,7 @@ def dumped_yaml(content: Any) -> str:
 
 
 class _Reader:
-    """Builds what the events of a text say; every value comes with the number of values that it stands for."""
+    """Builds values from YAML events, and counts the values that each one contains, repetitions included."""
 
     def __init__(self, events: Iterator[Any], budget: Budget) -> None:
         from yaml.constructor import SafeConstructor
@@ -79,7 +79,7 @@ class _Reader:
         self._anchors: dict[str, _Sized] = {}
 
     def document(self) -> Any:
-        """The text's only document; None of an empty one."""
+        """Return the only document of the text; None if the text is empty."""
         found: Any = None
         documents = 0
         for event in self._events:
@@ -122,7 +122,8 @@ class _Reader:
         return found, total
 
     def _mapping(self, event: Any, depth: int) -> _Sized:
-        # A set is written as its members, each with nothing (`params_to_save` of Megatron-Bridge's adapters, 0.3.1).
+        # A set is written as a mapping from its members to null (`params_to_save` of Megatron-Bridge's adapters,
+        # 0.3.1).
         _check_tag(event, "map", "set")
         found: dict[str, Any] = {}
         total = 1
@@ -149,7 +150,7 @@ class _Reader:
         if tag not in (f"{_PLAIN}bool", f"{_PLAIN}int", f"{_PLAIN}float"):
             if not tag.startswith(_PLAIN) or tag.startswith(f"{_PLAIN}python"):
                 raise ValueError(f"it names a class, {tag[:80]!r}")
-            return event.value  # dates, binary data: as they are written
+            return event.value  # dates and binary data remain strings
         if len(event.value) > _MOST_NUMBER:
             raise ValueError("a number of too many digits")
         node = ScalarNode(tag, event.value)

@@ -20,7 +20,7 @@ import torch
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.portable_state import writable_extra_states
-from mcore_ckpt_ext.storage.pickle_allowlist import first_unwritable, hides_a_pickle
+from mcore_ckpt_ext.storage.pickle_allowlist import first_unwritable, has_unsafe_pickle
 from mcore_ckpt_ext.storage.pickle_stubs import placeholder_class
 from mcore_ckpt_ext.storage.pickling import dumps
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
@@ -200,7 +200,7 @@ class TestPicklesInside:
 
     @pytest.mark.parametrize("data", [b"", pickle.dumps(None), pickle.dumps({"a": [1.0]}, 2), stream_of({"a": 1})])
     def test_harmless(self, data: bytes) -> None:
-        assert not hides_a_pickle(data)
+        assert not has_unsafe_pickle(data)
 
     @pytest.mark.parametrize(
         "data",
@@ -217,7 +217,7 @@ class TestPicklesInside:
         ids=range(8),
     )
     def test_hostile(self, data: bytes) -> None:
-        assert hides_a_pickle(data)
+        assert has_unsafe_pickle(data)
 
     @pytest.mark.parametrize("kind", [io.BytesIO, lambda data: torch.frombuffer(bytearray(data), dtype=torch.uint8)])
     def test_it_is_written_empty(self, kind: Callable[[bytes], Any]) -> None:

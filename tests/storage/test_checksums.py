@@ -103,7 +103,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
 def passing(checksums: Checksums, payload: TensorLocation, data: bytes, borders: list[int]) -> None:
     pieces = list(zip(borders, borders[1:], strict=False))
     for start, stop in pieces[::2] + pieces[1::2]:
-        assert checksums.passed(payload, start, memoryview(data)[start:stop]) == zlib.crc32(data[start:stop])
+        assert checksums.add_piece(payload, start, memoryview(data)[start:stop]) == zlib.crc32(data[start:stop])
 
 
 def test_a_record_whose_pieces_have_passed_needs_no_other_look(stored: Stored) -> None:
@@ -135,12 +135,12 @@ def test_what_has_not_passed_is_read(stored: Stored) -> None:
 def test_only_what_has_not_passed_is_read(stored: Stored) -> None:
     checksums, payload = stored.looked_at(Confirmed)
     passing(checksums, payload, stored.data, [0, 3000])
-    checksums.passed(payload, 5000, memoryview(stored.data)[5000:-100])
+    checksums.add_piece(payload, 5000, memoryview(stored.data)[5000:-100])
     before = checksums._reader.bytes_read
     (left,) = checksums.rest()
     left()
     assert checksums._reader.bytes_read - before == 2000 + 100
-    assert checksums.right == {stored.place}
+    assert checksums.verified == {stored.place}
 
 
 def test_rows_that_are_not_packed_in_memory_pass(stored: Stored) -> None:
@@ -149,17 +149,17 @@ def test_rows_that_are_not_packed_in_memory_pass(stored: Stored) -> None:
     rows = Runs(*(numpy.array([number]) for number in (0, 1, 10, NUMEL // 10, 10, 17)))
     plan, room = Plan([], [Copy(stored.extent, 0, rows)]), torch.empty(NUMEL * 17 // 10)
     Transfer(checksums._reader).execute(plan, [room])
-    assert checksums.of_plan(plan, [room], lambda extent: payload) == []
-    assert (checksums.rest(), checksums.right) == ([], {stored.place})
+    assert checksums.add_plan(plan, [room], lambda extent: payload) == []
+    assert (checksums.rest(), checksums.verified) == ([], {stored.place})
 
 
 def test_pieces_that_overlap_prove_nothing(stored: Stored) -> None:
     """As many bytes as the record has, but not all of them: it is read."""
     stored.damage()
     checksums, payload = stored.looked_at()
-    assert checksums.passed(payload, 0, memoryview(stored.data)[:3000])
+    assert checksums.add_piece(payload, 0, memoryview(stored.data)[:3000])
     with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
-        checksums.passed(payload, 0 + 1000, memoryview(stored.data)[: len(stored.data) - 3000])
+        checksums.add_piece(payload, 0 + 1000, memoryview(stored.data)[: len(stored.data) - 3000])
 
 
 def test_what_is_small_is_compared_at_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,14 +172,14 @@ def test_what_is_small_is_compared_at_once(stored: Stored, monkeypatch: pytest.M
 def test_an_archive_is_right_when_its_last_piece_has_passed(stored: Stored) -> None:
     checksums, payload = stored.looked_at(Confirmed)
     passing(checksums, payload, stored.data, [0, 3000])
-    assert checksums.right == set()
+    assert checksums.verified == set()
     passing(checksums, payload, stored.data, [3000, len(stored.data)])
-    assert checksums.right == {stored.place}
+    assert checksums.verified == {stored.place}
 
 
 def test_a_small_archive_is_right_at_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checksums, "WORTH", 1 << 20)
-    assert stored.looked_at(Confirmed)[0].right == {stored.place}
+    assert stored.looked_at(Confirmed)[0].verified == {stored.place}
 
 
 @pytest.mark.parametrize("worth", [1024, 1 << 20])
@@ -195,8 +195,8 @@ def test_damage_is_not_right_and_refuses_nothing(worth: int, stored: Stored, mon
     )
     found = torch.empty(NUMEL)
     Transfer(reader).execute(plan, [found])
-    assert checksums.of_plan(plan, [found], payloads.locate) == []
-    assert checksums.right == set()
+    assert checksums.add_plan(plan, [found], payloads.locate) == []
+    assert checksums.verified == set()
 
 
 def test_a_damaged_record_next_to_the_elements_is_found(stored: Stored) -> None:
@@ -206,7 +206,7 @@ def test_a_damaged_record_next_to_the_elements_is_found(stored: Stored) -> None:
     flip(stored.path, archive.place_of(name)[0])
     checksums, payload = stored.looked_at(Confirmed)
     passing(checksums, payload, stored.data, [0, 3000, len(stored.data)])
-    assert checksums.right == set()
+    assert checksums.verified == set()
 
 
 def test_verify_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

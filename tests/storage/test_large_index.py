@@ -34,7 +34,7 @@ from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.storage import dcp_index, safe_pickle
-from mcore_ckpt_ext.storage.dcp_index import SharedIndex, objects_alone, read_index, using_index
+from mcore_ckpt_ext.storage.dcp_index import SharedIndex, objects_only, read_index, using_index
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredChunk, StoredObject
 from tests.harness.checkpoints import fixture_named
@@ -294,7 +294,7 @@ def test_torch_reads_objects_without_unpickling_a_shared_index(tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemReader, "read_metadata", unpickled)
         with index_shared(handed):
-            with objects_alone():
+            with objects_only():
                 assert objects_of(folder) == 7
             with pytest.raises(CheckpointException, match="unpickled"):
                 objects_of(folder)
@@ -322,7 +322,7 @@ def test_torch_gets_all_else_as_it_is_stored(tmp_path: Path) -> None:
     data, folder = with_object(tmp_path)
     state = {"buffer": torch.zeros(6), "common": {"iteration": 0}}
     with index_shared(SharedIndex(folder, data).without_plans()):
-        with objects_alone():
+        with objects_only():
             assert objects_of(folder) == 7
         torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
     assert state["buffer"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -333,7 +333,7 @@ def test_a_damaged_shared_index_is_left_to_torch(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(b"no index")
     with (
         index_shared(SharedIndex(folder, b"no index")),
-        objects_alone(),
+        objects_only(),
         pytest.raises(CheckpointException, match="UnpicklingError|metadata"),
     ):
         objects_of(folder)
@@ -346,7 +346,7 @@ def test_a_reader_that_keeps_what_it_got_for_a_later_save_gets_all(tmp_path: Pat
     data, folder = with_object(tmp_path)
     known = pickle.loads(data)
     with index_shared(SharedIndex(folder, data).without_plans()), index_read_once():
-        with objects_alone():
+        with objects_only():
             assert FileSystemReader(folder).read_metadata().state_dict_metadata.keys() == {"common.iteration"}
             kept = Keeping(folder).read_metadata()
         also = FileSystemReader(folder).read_metadata()
