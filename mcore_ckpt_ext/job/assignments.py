@@ -1,4 +1,4 @@
-"""Arguments of a job that a user states on the command line, as `NAME=VALUE`."""
+"""Parses arguments of a job that a user passes on the command line as `NAME=VALUE`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UsageError, shorten
 
-# As Python, and Megatron in its list of arguments, spells what JSON spells otherwise.
+# Python's spelling, which Megatron uses in its list of arguments; JSON has another.
 _WORDS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
 def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Return arguments by name; a value that is neither JSON nor a word of Python's stays text.
+    """Parse assignments to arguments by name; a value that is neither JSON nor True, False or None is a string.
 
     Args:
-        texts: each of the form `NAME=VALUE`, such as `num_layers=32` or `swiglu=True`.
+        texts: texts of the form `NAME=VALUE`, such as `num_layers=32` or `swiglu=True`.
 
     Raises:
-        UsageError: one of them is not of that form, or a name is given twice.
+        UsageError: a text does not have this form, or a name is given twice.
     """
     found: dict[str, Any] = {}
     for text in texts:

@@ -1,4 +1,4 @@
-"""Properties of the job that wrote a checkpoint, passed by the user because the checkpoint lacks them."""
+"""Sizes of the job that wrote a checkpoint, passed by the user because the checkpoint lacks them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mcore_ckpt_ext.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Sizes of the job that wrote a checkpoint, as Megatron names them; None is not stated.
+    """Sizes of the job that wrote a checkpoint, by Megatron's names; None if not passed.
 
-    They count for a checkpoint without Megatron's arguments, before what lies beside it and after what its index
-    shows.
+    They are used for a checkpoint without Megatron's arguments. The index of the checkpoint has precedence over them,
+    and they have precedence over files next to the checkpoint.
 
     Example:
         >>> str(open_checkpoint("run", facts=Facts(tensor_model_parallel_size=2)).layout)
@@ -30,26 +30,26 @@ class Facts:
     prefix: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a checkpoint.
+        """Check the values as far as possible without a checkpoint.
 
         Raises:
-            UsageError: a value makes no sense.
+            UsageError: a value is invalid.
         """
         for name, size in self.sizes().items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise UsageError(f"{name} has to be a whole number of 1 or more", found=repr(size))
 
     def sizes(self) -> dict[str, int]:
-        """The values that the user passed, by name."""
+        """Return the sizes that the user passed, by name."""
         return {name: size for name, size in asdict(self).items() if size is not None}
 
     def option(self, name: str) -> str:
-        """The command-line option for a property."""
+        """Return the command-line option for a size."""
         return f"--{self.prefix}{name.replace('_', '-')}"
 
 
 class FactsOfSource(Facts):
-    """The same beside options of the same names that speak of the job that will read."""
+    """Sizes of the source's job, for commands that also have options for the job that will load the result."""
 
     prefix = "source-"
 

@@ -1,7 +1,7 @@
-"""The arguments of a job, as far as this package looks at them: typed, checked once, and honest about what is unknown.
+"""The arguments of a job that this package uses: typed, checked once, and distinguishing unset from None.
 
-Whatever a checkpoint has becomes one `JobArguments`: Megatron's parsed `args`, and what other training loops describe
-their jobs by. Nothing else looks arguments up by name, but for tables of names that are data.
+Every description of a job in a checkpoint becomes a `JobArguments`: Megatron's parsed `args`, and the configurations of
+other training loops. Other code does not look up arguments by name, except with tables of names.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from mcore_ckpt_ext.job.arguments.row import PartialArguments, rows_of
 from mcore_ckpt_ext.job.arguments.run import RunTable
 from mcore_ckpt_ext.versions import Version
 
-# Many times what there has been; they are walked one by one.
+# Far more than any model has had; code iterates over all of them.
 _MOST_EXPERTS_IN_ALL = 1 << 20
 _ROWS = rows_of(ModelTable, RunTable)
 FIELDS = frozenset(_ROWS)
-"""The names of all arguments that are looked at."""
+"""The names of all arguments that are used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobArguments(ModelTable, RunTable, PartialArguments):
     """The known arguments of a job, by Megatron's names.
 
-    Each row of `ModelTable` and `RunTable` is an attribute. It is None where the argument is not known, and where it is
-    None for Megatron, too; `is_set` tells these apart. None has Megatron's default in place of what nobody stated:
-    that is for `job.model_arguments.ModelArguments`.
+    Each row of `ModelTable` and `RunTable` is an attribute. Its value is None if the argument is unknown, and also if
+    Megatron's value is None; `is_set` distinguishes these cases. Unset arguments do not have Megatron's defaults here,
+    but in `job.model_arguments.ModelArguments`.
 
     Attributes:
-        raw: everything that the source says, by name, as it says it.
-        source: what states it, for messages.
-        version: the release of Megatron Core that wrote the source, where that is recorded.
-        is_complete: the source has every argument of its job, as Megatron's own `args` do: one that it does not state
-            did not exist in its version. Other descriptions leave out what they please.
+        raw: all arguments of the source, by name and unchanged.
+        source: origin of the arguments, for messages.
+        version: release of Megatron Core that wrote the source; None if it is not recorded.
+        is_complete: the source has every argument of its job, as Megatron's own `args` have. Then a missing argument
+            did not exist in its version. Other descriptions may omit arguments.
 
     Raises:
         UnreadableCheckpointError: an argument has a value that no job can have.
@@ -69,12 +69,12 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
         version: Version | None = None,
         is_complete: bool = True,
     ) -> JobArguments:
-        """From Megatron's parsed arguments, or anything else with its names; what has no row is kept in `raw`.
+        """Create job arguments from a mapping with Megatron's names; arguments without a row are kept in `raw`.
 
         Args:
             values: values by name.
-            source: what states them.
-            version: the release of Megatron Core that wrote the source, where that is recorded.
+            source: origin of the arguments, for messages.
+            version: release of Megatron Core that wrote the source; None if it is not recorded.
             is_complete: the source has every argument of its job.
 
         Raises:
@@ -83,32 +83,32 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
         return cls(raw=MappingProxyType(dict(values)), source=source, version=version, is_complete=is_complete)
 
     def value_of(self, name: str) -> Any:
-        """An argument by its name; None where it is not known."""
+        """Return an argument by name; None if it is unknown."""
         return self.raw.get(name)
 
     def is_set(self, name: str) -> bool:
-        """Whether the source states an argument, be it None."""
+        """Return whether the source has an argument, even if its value is None."""
         return name in self.raw
 
     def absent_in_version(self, name: str) -> bool:
-        """Whether the version of the job did not have an argument yet; not where a source merely keeps it to itself."""
+        """Return whether an argument did not exist in the job's version; False if a source merely omits it."""
         return self.is_complete and name not in self.raw
 
     def value(self, name: str) -> Any:
-        """An argument that a table names; None where it is not known.
+        """Return an argument that a table names; None if it is unknown.
 
         Raises:
-            UnsupportedCheckpointError: nothing here looks at it, and the source does not state it either.
+            UnsupportedCheckpointError: this package does not use the argument, and the source does not have it.
         """
         if name not in FIELDS and name not in self.raw:
             raise UnsupportedCheckpointError("unknown argument", found=name, where=self.source)
         return self.raw.get(name)
 
     def whole(self, name: str) -> int:
-        """An argument that must be known, and a whole number.
+        """Return an argument that must be set to an integer.
 
         Raises:
-            UnsupportedCheckpointError: the source does not state it.
+            UnsupportedCheckpointError: the argument is unset, or not an integer.
         """
         value = self.value(name)
         if not is_whole(value):
@@ -117,26 +117,26 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
 
     @property
     def layer_counts(self) -> set[int]:
-        """How many layers the model has, as far as it is known; an encoder and a decoder may have different numbers."""
-        stated = (self.num_layers, *(self.raw.get(name) for name in ("encoder_num_layers", "decoder_num_layers")))
-        return {count for count in stated if isinstance(count, int)}
+        """The known numbers of layers of the model; an encoder and a decoder may have different ones."""
+        counts = (self.num_layers, *(self.raw.get(name) for name in ("encoder_num_layers", "decoder_num_layers")))
+        return {count for count in counts if isinstance(count, int)}
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of the vocabulary without padding; None where a tokenizer said how many."""
+        """Number of tokens without padding; None if it comes from a tokenizer."""
         if not self.vocab_size:
             return None
-        # Up to 0.17 the end of a document was one more (null_tokenizer.py).
+        # Up to 0.17 the end-of-document token was an additional one (null_tokenizer.py).
         null = self.tokenizer_type == "NullTokenizer"
         return self.vocab_size + (null and not self.is_set("null_tokenizer_pad_id"))
 
     @property
     def constant_batch_size(self) -> int | None:
-        """Samples of an iteration where all had as many; None where it is not known, or grew (`rampup_batch_size`)."""
+        """Samples per iteration; None if unknown, or if the number grew (`rampup_batch_size`)."""
         return None if self.rampup_batch_size else self.global_batch_size
 
     def replace(self, *, source: str | None = None, **changes: Any) -> JobArguments:
-        """The arguments of a job with these values in place of the present ones; `source`: what states them now."""
+        """Return a copy with some arguments replaced; `source` is the new origin, for messages."""
         return JobArguments.of(
             {**self.raw, **changes}, source=source or self.source, version=self.version, is_complete=self.is_complete
         )
@@ -151,12 +151,12 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
 
 
 def _shown(value: Any) -> str:
-    """Format an untrusted value for a message: of an object only its type, of a large number only its size."""
+    """Format an untrusted value for a message: only the type of an object, and only the size of a large number."""
     if is_whole(value) and value.bit_length() > 64:
         return f"a whole number of {value.bit_length():,} bits"
     return repr(value)[:80] if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
 
 
 def is_hybrid(arguments: JobArguments) -> bool:
-    """Whether a pattern says of each layer which mixer it has (core_v0.9.0 to 0.19.2, by either name)."""
+    """Return whether a pattern gives the mixer of each layer (core_v0.9.0 to 0.19.2, under two names)."""
     return bool(arguments.hybrid_layer_pattern or arguments.raw.get("hybrid_override_pattern"))

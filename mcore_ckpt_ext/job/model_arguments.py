@@ -1,4 +1,4 @@
-"""The model that follows from the arguments of a job: each argument that defines it, with Megatron's default."""
+"""The arguments that define a model, from the arguments of a job and Megatron's defaults."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ _DEFAULTS = {name: row.values.default for name, row in MODEL_ARGUMENTS.items() i
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments(ModelTable, CompleteArguments):
-    """Everything that defines a model: each row of `ModelTable` is an attribute, and has a value.
+    """All arguments that define a model: each row of `ModelTable` is an attribute with a value.
 
-    None is Megatron's own None.
+    None is Megatron's own value None.
 
     Attributes:
-        job: what the job states, from which this was made.
-        values: the arguments by name; those of the job, or their defaults.
+        job: the arguments of the job.
+        values: the values by name, from the job or by default.
     """
 
     job: JobArguments = field(repr=False)
     values: Mapping[str, Any]
 
     def value_of(self, name: str) -> Any:
-        """An argument that defines a model, by its name."""
+        """Return an argument that defines a model, by name."""
         return self.values[name]
 
     def replace(self, **changes: Any) -> ModelArguments:
-        """Return the model with these values of some arguments in place of its own.
+        """Return a copy with some arguments replaced.
 
         Raises:
-            TypeError: one of them does not define a model.
+            TypeError: an argument does not define a model.
         """
         if others := changes.keys() - MODEL_ARGUMENTS.keys():
             raise TypeError(f"no arguments of a model: {', '.join(sorted(others))}")
         return dataclasses.replace(self, values={**self.values, **changes})
 
     def value(self, name: str) -> Any:
-        """An argument that a table names; if the model does not depend on it, what the job states, or None.
+        """Return an argument that a table names: of the model, or of the job; None if it is unset.
 
         Raises:
-            UnsupportedCheckpointError: nothing here looks at it, and the job does not state it either.
+            UnsupportedCheckpointError: this package does not use the argument, and the job does not have it.
         """
         return self.values[name] if name in self.values else self.job.value(name)
 
     def get(self, name: str, unknown: Any = None) -> Any:
-        """Like `value`, for an argument that many jobs do not have: then `unknown`."""
+        """Return an argument as `value` does, or `unknown` if the job does not have it."""
         return self.values[name] if name in self.values else self.job.raw.get(name, unknown)
 
     def required(self, name: str) -> Any:
-        """Like `value`, for an argument that must be known.
+        """Return an argument that must be set.
 
         Raises:
-            UnsupportedCheckpointError: it is not.
+            UnsupportedCheckpointError: the argument is unset.
         """
         value = self.value(name)
         if value is None:
@@ -70,7 +70,7 @@ class ModelArguments(ModelTable, CompleteArguments):
         return value
 
     def as_dict(self) -> dict[str, Any]:
-        """The arguments by name: what the job states, and what that means for the model."""
+        """Return all arguments by name, those of the job and those of the model."""
         return {**self.job.raw, **self.values}
 
 
@@ -78,11 +78,11 @@ _ROTARY = ("rope", "yarn", "mrope")
 
 
 def complete(job: JobArguments) -> ModelArguments:
-    """The model that follows from the arguments of a job.
+    """Return the arguments of a job's model, with Megatron's defaults for unset ones.
 
     Raises:
-        UnsupportedCheckpointError: the job does not say how large it is, or, as a description of another loop, what the
-            base of its rotary positions is.
+        UnsupportedCheckpointError: the size of the model is unknown, or another training loop describes the job without
+            the base of its rotary positions.
     """
     known = {name: value for name in MODEL_ARGUMENTS if (value := job.value_of(name)) is not None}
     for old, new in (("norm_epsilon", "layernorm_epsilon"), ("apply_layernorm_1p", "layernorm_zero_centered_gamma")):
@@ -118,7 +118,7 @@ def _unknown(name: str, job: JobArguments) -> UnsupportedCheckpointError:
 
 
 def has_experts(arguments: ModelArguments, layer: int) -> bool:
-    """Whether a decoder layer has experts (`get_gpt_decoder_layer_specs`, models/gpt/gpt_layer_specs.py)."""
+    """Return whether a decoder layer has experts (`get_gpt_decoder_layer_specs`, models/gpt/gpt_layer_specs.py)."""
     if not arguments.num_experts:
         return False
     frequency = arguments.moe_layer_freq
@@ -126,5 +126,5 @@ def has_experts(arguments: ModelArguments, layer: int) -> bool:
 
 
 def is_gated(arguments: ModelArguments) -> bool:
-    """Whether `linear_fc1` holds a gate, too."""
+    """Return whether `linear_fc1` also contains a gate."""
     return any(arguments.value(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit"))

@@ -1,7 +1,7 @@
 """The differences between releases of Megatron Core, one row each; no other module compares versions.
 
-A row says from which release on something is so, and from which on no longer. Where the version of a job is not
-recorded, one of its arguments shows it: what every release has from there on. The last rows are about PyTorch.
+A row has the first release that does something, and the first release that no longer does it. If the version of a job
+is not recorded, an argument that all releases have from a certain one on shows it. The last rows are about PyTorch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class Arguments(Protocol):
     """The arguments of a job."""
 
     def absent_in_version(self, name: str) -> bool:
-        """Whether the version of the job did not have an argument yet."""
+        """Return whether an argument did not exist in the version of the job."""
 
 
 Span: TypeAlias = "tuple[Version | None, Version | None]"
-"""The first and the last release of a range; None where it has no end there."""
+"""The first and the last release of a range; None if it has no such end."""
 
 
 def _before(version: Version) -> Version:
@@ -29,14 +29,14 @@ def _before(version: Version) -> Version:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Something that only some releases do.
+    """A behavior that only some releases have.
 
     Attributes:
-        what: it, as the end of a sentence that begins with "Megatron", or with "PyTorch".
-        source: where it was read, in Megatron-LM, or in PyTorch.
-        since: the first release that does it; None where the oldest one does.
-        until: the first release that no longer does it; None where the newest one does.
-        shown_by: an argument that jobs have from `since` on, or that those have which no longer do it.
+        what: the behavior, as the end of a sentence that begins with "Megatron" or "PyTorch".
+        source: where it was read in the source of Megatron-LM or PyTorch.
+        since: the first release with this behavior; None if the oldest release has it.
+        until: the first release without this behavior; None if the newest release has it.
+        shown_by: an argument that jobs have from release `since` on, or from release `until` on.
     """
 
     what: str
@@ -46,31 +46,33 @@ class Capability:
     shown_by: str | None = None
 
     def is_of(self, version: tuple[int, int]) -> bool:
-        """Whether a release does it."""
+        """Return whether a release has this behavior."""
         begun = self.since is None or version >= self.since
         return begun and (self.until is None or version < self.until)
 
     @property
     def span(self) -> Span:
-        """The first and the last release that do it."""
+        """The first and the last release with this behavior."""
         return self.since, _before(self.until) if self.until else None
 
     @property
     def span_without(self) -> Span:
-        """The first and the last release that do not do it.
+        """The first and the last release without this behavior.
 
         Raises:
-            ValueError: there are such releases both before and after those that do it.
+            ValueError: there are such releases both before and after those with this behavior.
         """
         if self.since and self.until:
             raise ValueError(f"releases before and after others do not do what Megatron {self.what}")
         return self.until, _before(self.since) if self.since else None
 
     def is_shown_by(self, arguments: Arguments) -> bool:
-        """Whether the release of a job does it, by its arguments; a job that tells little is taken for a recent one.
+        """Return whether a job's release has this behavior, by its arguments.
+
+        If the arguments are incomplete, the newest release is assumed.
 
         Raises:
-            ValueError: no argument shows this one.
+            ValueError: no argument shows this behavior.
         """
         if self.shown_by is None or (self.since is None) == (self.until is None):
             raise ValueError(f"no argument shows whether Megatron {self.what}")
@@ -78,7 +80,7 @@ class Capability:
 
 
 def releases_between(first: Version, last: Version = NEWEST) -> list[Version]:
-    """Return the known releases from `first` to `last`, both included; none where `last` came before `first`."""
+    """Return the known releases from `first` to `last`, both included; empty if `last` precedes `first`."""
     return [version for version in KNOWN if first <= version <= last]
 
 
@@ -88,17 +90,17 @@ FIRST_ARGUMENTS = (
     "quick_geglu", "linear_attention_freq", "dist_ckpt_workers", "cuda_graph_modules",
     "ckpt_load_validate_sharding_integrity",
 )  # fmt: skip
-"""For each known release but the oldest, an argument that appeared in it and is in every later one.
+"""For each known release except the oldest, an argument that it introduced and every later one has.
 
-Compared in megatron/training/arguments.py of every release; forks may have taken one over earlier.
+Compared in megatron/training/arguments.py of every release; a fork may have adopted one earlier.
 """
 
 
 def releases_by_arguments(arguments: Arguments) -> tuple[tuple[Version, str] | None, tuple[Version, str] | None]:
-    """Return between which releases a job's arguments place it, each with the argument that shows it.
+    """Return the oldest and the newest release of a job by its arguments, each with the argument that shows it.
 
     Returns:
-        The oldest release that the job can be of, and the newest one; None where no argument shows it.
+        The oldest and the newest possible release; None for each that no argument shows.
     """
     lacking = [arguments.absent_in_version(name) for name in FIRST_ARGUMENTS]
     known = max((place for place, lacks in enumerate(lacking) if not lacks), default=-1)

@@ -1,4 +1,4 @@
-"""The parts of a model on which other arguments depend, each shown by an argument that only such models have."""
+"""Conditions on the parts of a model on which other arguments depend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that an argument of a job can have, in words and as a test, and the one that it has by default."""
+"""The possible values of an argument, as a description and a test, and its default."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Missing(Enum):
 
 REQUIRED: Final = Missing.REQUIRED
 
-# Many times what there has been. Arguments that say more are damaged, and what they count is walked one by one.
+# Far more than any job has had. Larger values are damaged, and code iterates over layers, experts and ranks.
 MOST_LAYERS = 1 << 16
 MOST_EXPERTS = 1 << 16
 MOST_RANKS = 1 << 22
@@ -30,7 +30,7 @@ _MOST_SAMPLES = 1 << 62
 
 @dataclass(frozen=True)
 class Values(Generic[T, D]):
-    """The values of an argument: those that a job can state, of type T, and those of a complete model, of type D."""
+    """The values of an argument: of type T if a job sets it, and of type D in a complete model."""
 
     kind: Kind[T]
     default: Any
@@ -38,7 +38,7 @@ class Values(Generic[T, D]):
 
 @dataclass(frozen=True)
 class Kind(Generic[T]):
-    """The values that an argument can have, in words and as a test."""
+    """The possible values of an argument, as a description and a test."""
 
     expected: str
     accepts: Callable[[Any], bool]
@@ -54,12 +54,12 @@ class Kind(Generic[T]):
         return Values(self, None)
 
     def default(self, value: T) -> Values[T, T]:
-        """A value of this kind; `value` if the job does not set it."""
+        """Return values of this kind, with a default for jobs that do not set the argument."""
         return Values(self, value)
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number; True and False are none."""
+    """Return whether a value is an integer; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""Rows of the arguments that define a model: a complete model has a value of each.
+"""Rows of the arguments that define a model; a complete model has a value for each.
 
 Sources: megatron/training/arguments.py, argument_utils.py, gpt_builders.py, and in megatron/core transformer_config.py,
 gpt_model.py, attention.py, mlp.py, router.py, moe_utils.py, experts.py; core_v0.7.0 to 0.19.2, and the development head
@@ -67,7 +67,7 @@ class ModelTable:
     max_position_embeddings = Argument(ELEMENT_COUNT.optional, SHAPES, VALUE)
     vocab_size = Argument(ELEMENT_COUNT.optional, SHAPES, None, SAME)
 
-    # What the model is built of.
+    # Implementation and embeddings.
     transformer_impl = Argument(TEXT.default("transformer_engine"), NOTHING)
     untie_embeddings_and_output_weights = Argument(SWITCH.default(False), SHAPES, ON)
     scaled_embeddings = Argument(SWITCH.default(False), is_parsed=False)
@@ -164,7 +164,7 @@ class ModelTable:
     )
     moe_aux_loss_coeff = Argument(NUMBERS.default(0.0), NOTHING, value(WITH_EXPERTS), bridge(WITH_EXPERTS))
 
-    # Attention that is not the usual one.
+    # Variants of attention.
     experimental_attention_variant = Argument(
         TEXT.optional, CHANGES, value(WITH_INDEXED, WITH_LINEAR), bridge(WITH_DELTA_NET, WITH_SPARSE), since="0.16"
     )
@@ -245,7 +245,7 @@ class ModelTable:
         ELEMENT_COUNT.default(4096), changes(WITH_LATENT), None, bridge(WITH_LATENT), is_parsed=False
     )
 
-    # Positions that are scaled as YaRN scales them, with latent attention and without.
+    # Positions scaled by YaRN, with and without latent attention.
     rotary_scaling_factor = Argument(
         ABOVE_ZERO.default(1.0),
         changes(WITH_YARN, WITH_LATENT),

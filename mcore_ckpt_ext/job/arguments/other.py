@@ -1,6 +1,8 @@
-"""Rows of the arguments that no code reads by name, because only one of their values is supported, or for their field.
+"""Rows of the arguments that no code reads by name.
 
-Sources: as in `model.py`; those of Megatron-Bridge's and NeMo's configurations are not of any parser.
+Either only one of their values is supported, or the row only describes a field of Megatron-Bridge.
+
+Sources: as in `model.py`. Arguments of Megatron-Bridge's and NeMo's configurations are in no parser.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from mcore_ckpt_ext.job.arguments.row import NOTHING, Alias, AnyBut, Argument, N
 
 
 class OtherTable:
-    """The arguments that a job states, and that neither `JobArguments` nor `ModelArguments` has."""
+    """Arguments that neither `JobArguments` nor `ModelArguments` has as attributes."""
 
     encoder_num_layers = Argument(ANYTHING.optional, Alias("num_layers"))
     use_mup = Argument(ANYTHING.default(False), since="0.17")

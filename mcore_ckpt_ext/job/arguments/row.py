@@ -1,6 +1,6 @@
-"""A row of the table of Megatron's arguments: everything that this package needs of one argument.
+"""A row of the table of Megatron's arguments: all that this package uses of an argument.
 
-A row is a descriptor. `JobArguments` and `ModelArguments` inherit the tables, and so have an attribute for each row.
+A row is a descriptor. `JobArguments` and `ModelArguments` inherit the tables, so they have an attribute for each row.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ DEFAULT: Final = _Default.DEFAULT
 
 
 class Condition(NamedTuple):
-    """Another argument that has a value; None stands for every value but None, False and 0."""
+    """A condition on the value of another argument; None means any value except None, False and 0."""
 
     argument: str
     value: Any = None
 
     def holds(self, value_of: Callable[[str], Any]) -> bool:
-        """Whether the condition holds in a job.
+        """Return whether a job meets the condition.
 
         Args:
-            value_of: returns an argument of the job by its name.
+            value_of: returns an argument of the job by name.
         """
         found = value_of(self.argument)
         return bool(found) if self.value is None else bool(found == self.value)
@@ -43,7 +43,7 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True)
 class AnyBut:
-    """The neutral values of an argument that is neutral with every value but some; of several at once, each."""
+    """Neutral values of an argument: all except `others`. For a list, each item must be neutral."""
 
     others: tuple[Any, ...]
 
@@ -51,8 +51,8 @@ class AnyBut:
 class Plain(Enum):
     """Effects of an argument that need no further description."""
 
-    SHAPES = "shapes"  # every family expresses it, by the shapes of its parameters if not by a setting
-    NOTHING = "nothing"  # it leaves the forward pass of a trained model as it is
+    SHAPES = "shapes"  # every family expresses it, by a setting or by the shapes of its parameters
+    NOTHING = "nothing"  # it does not change the forward pass of a trained model
 
 
 SHAPES: Final = Plain.SHAPES
@@ -61,11 +61,11 @@ NOTHING: Final = Plain.NOTHING
 
 @dataclass(frozen=True)
 class Changes:
-    """The effect of an argument that changes the forward pass, unless it has its neutral value.
+    """The effect of an argument that changes the forward pass if it differs from its neutral value.
 
     Attributes:
-        only_with: the arguments with one of which it counts; without any it always counts.
-        neutral: the value under which it changes nothing.
+        only_with: the argument has an effect if one of these conditions holds; if empty, always.
+        neutral: the value without effect.
     """
 
     only_with: tuple[Condition, ...] = ()
@@ -74,14 +74,14 @@ class Changes:
 
 @dataclass(frozen=True)
 class Alias:
-    """The effect of another name: of an older release, or of the parser where the configuration has another."""
+    """The effect of an alternative name: that of an older release, or the parser's instead of the configuration's."""
 
     of: str
 
 
 @dataclass(frozen=True)
 class Noted:
-    """The effect of an argument that a Hugging Face model cannot have, and that leaves its weights as they are."""
+    """The effect of an argument that Hugging Face models cannot express and that does not concern the weights."""
 
     why: str
 
@@ -99,14 +99,14 @@ CHANGES = changes()
 
 @dataclass(frozen=True)
 class Flag:
-    """The flag of `pretrain_gpt.py` that sets an argument of a model.
+    """The command-line flag of `pretrain_gpt.py` that sets an argument of a model.
 
     Attributes:
-        form: a flag with a value, one that switches the argument on, or one that switches it off.
-        only_with: the arguments with one of which it applies; without any it always does.
-        unless: the argument with which it does not apply.
-        without: the value that a job has without the flag.
-        spelled: the flag; `--` and the argument's name with dashes, where this is empty.
+        form: the flag has a value, switches the argument on, or switches it off.
+        only_with: the flag applies if one of these conditions holds; if empty, always.
+        unless: the flag does not apply if this condition holds.
+        without: the value of the argument without the flag.
+        spelled: the flag; if empty, `--` and the argument's name with dashes.
     """
 
     form: Literal["value", "on", "off"] = "value"
@@ -116,22 +116,22 @@ class Flag:
     spelled: str = ""
 
     def applies(self, value_of: Callable[[str], Any]) -> bool:
-        """Whether the flag is meant for a model: `value_of` returns its arguments by name."""
+        """Return whether the flag applies to a model, whose arguments `value_of` returns by name."""
         is_of_model = not self.only_with or any(condition.holds(value_of) for condition in self.only_with)
         return is_of_model and not (self.unless and self.unless.holds(value_of))
 
     def spelling(self, argument: str) -> str:
-        """The flag, as it stands on the command line."""
+        """Return the flag as it is written on the command line."""
         return self.spelled or f"--{argument.replace('_', '-')}"
 
 
 def value(*only_with: Condition, unless: Condition | None = None, without: Any = DEFAULT, spelled: str = "") -> Flag:
-    """Return a flag that is followed by the value."""
+    """Return a flag that is followed by a value."""
     return Flag("value", only_with, unless, without, spelled)
 
 
 def switch(*, spelled: str) -> Flag:
-    """Return a flag that switches an argument on, and has another name than it."""
+    """Return a flag that switches an argument on and has another name than the argument."""
     return Flag("on", spelled=spelled)
 
 
@@ -145,13 +145,13 @@ VALUE, ON = Flag(), Flag("on")
 
 @dataclass(frozen=True)
 class BridgeField:
-    """A field of Megatron-Bridge's `run_config.yaml` that is an argument.
+    """A field of Megatron-Bridge's `run_config.yaml` that corresponds to an argument.
 
     Attributes:
-        section: its section of the file; those of `model` are fields of Megatron Core's configuration, too.
-        name: its name; that of the argument, where this is empty.
-        only_with: the argument with which it is that field; None where it always is.
-        is_written: whether the file that is written for a new model states it.
+        section: section of the file; fields of `model` are also fields of Megatron Core's configuration.
+        name: name of the field; if empty, that of the argument.
+        only_with: the field corresponds to the argument only under this condition; None for always.
+        is_written: the field is written for a new model.
     """
 
     section: str = "model"
@@ -161,12 +161,12 @@ class BridgeField:
 
 
 def bridge(*only_with: Condition, name: str = "") -> tuple[BridgeField, ...]:
-    """Return the field of a model, or one for each of several conditions."""
+    """Return a field of section `model`, or one for each condition."""
     return tuple(BridgeField(name=name, only_with=one) for one in only_with) or (BridgeField(name=name),)
 
 
 def reads(*places: str) -> tuple[BridgeField, ...]:
-    """Return fields that are only read, each given as `section.name`, or as `section` with the argument's own name."""
+    """Return fields that are only read, given as `section.name`, or as `section` if the name is the argument's."""
     parts = [place.partition(".") for place in places]
     return tuple(BridgeField(section, name, is_written=False) for section, _, name in parts)
 
@@ -175,35 +175,35 @@ SAME = bridge()
 
 
 class PartialArguments:
-    """Arguments as a job states them: each may be unknown."""
+    """Arguments of a job, each of which may be unknown."""
 
     def value_of(self, name: str) -> Any:
-        """An argument by its name; None where it is not known."""
+        """Return an argument by name; None if it is unknown."""
         raise NotImplementedError
 
 
 class CompleteArguments:
-    """Arguments that all have a value, though that may be Megatron's None."""
+    """Arguments that all have a value, which may be Megatron's None."""
 
     def value_of(self, name: str) -> Any:
-        """An argument by its name."""
+        """Return an argument by name."""
         raise NotImplementedError
 
 
 @dataclass(eq=False)
 class Argument(Generic[T, D]):
-    """A row: one argument. As an attribute of a job or of a model it is the argument's value there.
+    """A row of the table. As an attribute of a job or a model, it is the value of the argument.
 
     Attributes:
-        values: those that it can have. The default is what it means where a job does not have it because its version
-            did not have it yet (megatron/training/arguments.py and TransformerConfig, core_v0.7.0 to 0.19.2).
-        effect: what it does to the forward pass.
-        flag: the flag of `pretrain_gpt.py` that sets it for a model; None where there is none.
-        bridge: the fields of Megatron-Bridge that are this argument.
-        since: the release of Megatron from which on every one has it; empty where the oldest known one has it.
-        until: the first release that no longer has it; empty where the newest one has it.
-        is_parsed: whether any release has it; otherwise other training loops describe their jobs by it.
-        name: that of the argument, which is the attribute's.
+        values: the possible values. The default is the value in jobs whose version does not have the argument
+            (megatron/training/arguments.py and TransformerConfig, core_v0.7.0 to 0.19.2).
+        effect: effect on the forward pass.
+        flag: flag of `pretrain_gpt.py` that sets the argument of a model; None if there is none.
+        bridge: fields of Megatron-Bridge that correspond to the argument.
+        since: first release of Megatron with the argument; empty if the oldest known release has it.
+        until: first release without the argument; empty if the newest release has it.
+        is_parsed: the parser of some release has the argument; otherwise only other training loops use it.
+        name: name of the argument and of the attribute.
     """
 
     values: Values[T, D]
@@ -230,20 +230,20 @@ class Argument(Generic[T, D]):
 
     @property
     def neutral(self) -> Any:
-        """The value under which it does not change the forward pass."""
+        """The value that does not change the forward pass."""
         if isinstance(self.effect, Changes) and self.effect.neutral is not DEFAULT:
             return self.effect.neutral
         return self.values.default
 
     @property
     def without_flag(self) -> Any:
-        """The value that a job has without the flag; None where every job gives it."""
+        """The value of the argument without the flag; None if every job must pass the flag."""
         found = self.values.default if self.flag is None or self.flag.without is DEFAULT else self.flag.without
         return None if found is REQUIRED else found
 
     @property
     def releases(self) -> list[Version]:
-        """The known releases whose parser has it."""
+        """The known releases whose parser has the argument."""
         first, end = parse_version(self.since) or OLDEST, parse_version(self.until)
         found = releases_between(first) if self.is_parsed else []
         return [version for version in found if end is None or version not in releases_between(end)]

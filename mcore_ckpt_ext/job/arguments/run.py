@@ -1,4 +1,4 @@
-"""Rows of the arguments that say how a job runs: its layout, its optimizer, its files, and older names of arguments.
+"""Rows of the arguments of a job: its layout, its optimizer, its files, and older names of arguments.
 
 Sources: megatron/training/arguments.py and megatron/core/transformer/transformer_config.py, core_v0.7.0 to 0.19.2.
 """
@@ -34,7 +34,7 @@ from mcore_ckpt_ext.job.arguments.row import (
 
 
 class RunTable:
-    """The arguments of a job that its model does not depend on, and those that only mean something for the job."""
+    """The arguments of a job that do not define its model."""
 
     # The parallel layout.
     tensor_model_parallel_size = Argument(RANK_COUNT.optional, NOTHING)
@@ -98,7 +98,7 @@ class RunTable:
     fp16 = Argument(SWITCH.optional, NOTHING, None, SAME)
     params_dtype = Argument(ANYTHING.optional, NOTHING)
 
-    # Other names of what the model is, and how its weights are stored.
+    # Other names of arguments of the model, and the storage of its weights.
     group_query_attention = Argument(SWITCH.optional, SHAPES)
     norm_epsilon = Argument(NOT_NEGATIVE.optional, Alias("layernorm_epsilon"), until="0.16")
     apply_layernorm_1p = Argument(SWITCH.optional, Alias("layernorm_zero_centered_gamma"), until="0.16")
@@ -108,7 +108,7 @@ class RunTable:
     moe_grouped_gemm = Argument(SWITCH.optional, NOTHING, ON, bridge(WITH_EXPERTS))
     moe_use_legacy_grouped_gemm = Argument(SWITCH.optional, NOTHING, since="0.11", until="0.17")
 
-    # Models that are not decoders of like layers.
+    # Models that are not decoders of equal layers.
     hybrid_layer_pattern = Argument(TEXT.optional, CHANGES, value(WITH_PATTERN), since="0.17")
     is_hybrid_model = Argument(SWITCH.default(False), since="0.12")
     mamba_state_dim = Argument(ELEMENT_COUNT.default(128), changes(WITH_PATTERN), value(WITH_PATTERN), since="0.12")

@@ -1,8 +1,7 @@
-"""Arguments that no code reads, and that leave the forward pass of a trained model as it is, by name or beginning.
+"""Names and prefixes of arguments that no code reads and that do not change a trained model's forward pass.
 
-They say where and how fast it is computed, in which precision, on which data and towards which loss, how weights begin
-and how they are stored; or they belong to other models than GPT. They need no row of the table: this is all that there
-is to know of them. Sources: as in `model.py`.
+They concern devices, speed, precision, data, the loss, and the initialization or storage of weights, or they belong to
+other models than GPT. They need no row of the table. Sources: as in `model.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _BEGINNINGS = (
     "cpu_offloading_", "cuda_graph_", "ddp_", "distributed_", "flash_", "fp4_", "fp8_", "fsdp_", "kitchen_",
     "megatron_fsdp_", "moe_deepep_", "moe_flex_", "moe_hybridep_", "moe_ncclep_", "moe_paged_stash", "recompute_",
     "tp_comm_",
-    # Inference and generation; what scripts of ModelOpt add, but for what `other.py` has.
+    # Inference and generation; arguments of ModelOpt's scripts, except those in `other.py`.
     "export_default_", "export_draft_", "export_eagle_", "export_force_", "export_freeze_", "export_kd_", "export_kv_",
     "export_legacy_", "export_model_", "export_num_", "export_offline_", "export_quant_", "export_real_", "export_te_",
     "inference_",
-    # What Megatron itself notes.
+    # Values that Megatron itself adds.
     "_",
     # Other models of the repository.
     "biencoder_", "dino_", "retriever_", "retro_encoder_", "retro_num_", "vision_",
@@ -143,5 +142,5 @@ _NAMES = frozenset((*_WITHOUT_ROW, *(name for name, row in ROWS.items() if row.e
 
 
 def without_effect(names: Iterable[str]) -> set[str]:
-    """Those of the arguments that have no effect on the forward pass."""
+    """Return the arguments that have no effect on the forward pass."""
     return {name for name in names if name in _NAMES or name.startswith(_BEGINNINGS)}

@@ -1,1 +1,1 @@
-"""How training loops other than Megatron's describe their jobs: tables of names, pure and without their code."""
+"""Job descriptions of training loops other than Megatron's, read without importing those loops."""

@@ -1,9 +1,8 @@
-"""Megatron-Bridge's `run_config.yaml`: its `ConfigContainer`, read as data; no class that it names is imported.
+"""Reads Megatron-Bridge's `run_config.yaml` as data, without importing the classes that it names.
 
 Source: `save_checkpoint` and `load_checkpoint` of training/checkpointing.py, `ConfigContainer` of training/config.py;
-megatron-bridge 0.2.1 to 0.6.0 and the development head of 22 August 2026. What Bridge itself asks of the file when it
-resumes is `model` (tensor and pipeline parallel size) and `checkpoint` (`save_optim`, `save_rng`,
-`fully_parallel_save`).
+megatron-bridge 0.2.1 to 0.6.0 and the development head of 22 August 2026. When it resumes, Bridge itself only reads
+`model` (tensor and pipeline parallel size) and `checkpoint` (`save_optim`, `save_rng`, `fully_parallel_save`).
 """
 
 from __future__ import annotations
@@ -17,70 +16,70 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.loops.transformer import is_plain, model_arguments, named
 
 RUN_CONFIG = "run_config.yaml"
-"""In an iteration folder: the file by which Megatron-Bridge knows its checkpoints."""
+"""The file in an iteration folder by which Megatron-Bridge recognizes its checkpoints."""
 TRAIN_STATE = "train_state.pt"
-"""In an iteration folder: the iteration, and the samples that were consumed."""
+"""The file in an iteration folder with the iteration and the number of consumed samples."""
 LATEST_TRAIN_STATE = "latest_train_state.pt"
-"""In a run folder: the newest iteration's `train_state.pt`, which Megatron-Bridge prefers to Megatron's tracker."""
+"""The newest `train_state.pt` in a run folder, which Megatron-Bridge prefers to Megatron's tracker file."""
 
 COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-"""What `train_state.pt` counts that Megatron keeps in its arguments (`TrainState`, training/state.py)."""
+"""Counts in `train_state.pt` that Megatron stores in its arguments (`TrainState`, training/state.py)."""
 
 _GEMMA = re.compile(r"megatron\.bridge\.models\.gemma\.gemma_provider\.\w*Gemma\w*Provider\w*")
 _GEMMA3 = re.compile(r"megatron\.bridge\.models\.gemma(_vl\.gemma3_vl|\.gemma3)_provider\.Gemma3\w*Provider")
 _MOST_SCALAR = 1 << 40
 _GEMMA2 = re.compile(r"megatron\.bridge\.models\.gemma\.gemma2_provider\.Gemma2\w*Provider\w*")
-# Of each section but `model`, its fields and the arguments that they are.
+# For each section except `model`: its fields and the corresponding arguments.
 _SECTIONS = {
     section: {name: argument for name, argument, field in BRIDGE_FIELDS if field.section == section}
     for section in dict.fromkeys(field.section for *_, field in BRIDGE_FIELDS if field.section != "model")
 }
-# `save_optim` is what `no_save_optim` is not.
+# Fields with the negated value of an argument.
 _TURNED = {"save_optim": "no_save_optim", "save_rng": "no_save_rng"}
 
 
 def job_arguments(content: Any, source: str) -> JobArguments:
-    """The arguments that the file states.
+    """Return the arguments in a `run_config.yaml`.
 
     Args:
         content: the parsed file.
-        source: the file, for messages.
+        source: path of the file, for messages.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: it is not such a file.
         UnreadableCheckpointError: an argument has a value that no job can have.
     """
     if not isinstance(content, Mapping) or not isinstance(content.get("model"), Mapping):
         raise ValueError("it has no section `model`")
     model = content["model"]
-    inner = model.get("transformer")  # a model's configuration may hold that of its transformer
-    stated = model_arguments({**(inner if isinstance(inner, Mapping) else {}), **model})
+    inner = model.get("transformer")  # a model's configuration may contain that of its transformer
+    found = model_arguments({**(inner if isinstance(inner, Mapping) else {}), **model})
     if _GEMMA3.fullmatch(named(model) or ""):
-        stated |= _of_gemma3(stated)
+        found |= _of_gemma3(found)
     if _GEMMA2.fullmatch(named(model) or ""):
-        stated |= _of_gemma2(stated)
+        found |= _of_gemma2(found)
     if _GEMMA.fullmatch(named(model) or ""):
-        stated |= {"scaled_embeddings": True, **_gelu_of(stated)}
-    if stated.get("hybrid_layer_pattern") is None and isinstance(stated.get("hybrid_override_pattern"), str):
-        stated["hybrid_layer_pattern"] = stated["hybrid_override_pattern"]  # its name before Core 0.17
+        found |= {"scaled_embeddings": True, **_gelu_of(found)}
+    if found.get("hybrid_layer_pattern") is None and isinstance(found.get("hybrid_override_pattern"), str):
+        found["hybrid_layer_pattern"] = found["hybrid_override_pattern"]  # its name before Core 0.17
     for section in _SECTIONS:
-        stated |= section_arguments(section, _section(content, section))
+        found |= section_arguments(section, _section(content, section))
     for name, argument in _TURNED.items():
         value = _section(content, "checkpoint").get(name)
         if isinstance(value, bool):
-            stated[argument] = not value
+            found[argument] = not value
     dtype = named(_section(content, "optimizer").get("main_params_dtype"))
     if dtype is not None:
-        stated["main_params_dtype"] = dtype
-    stated |= _vocabulary(model, _section(content, "tokenizer"))
+        found["main_params_dtype"] = dtype
+    found |= _vocabulary(model, _section(content, "tokenizer"))
     if is_plain(model.get("seq_length")) and model.get("seq_length") is not None:
-        stated["seq_length"] = model["seq_length"]
-        stated.setdefault("max_position_embeddings", model["seq_length"])
-    return JobArguments.of(stated, source=source, is_complete=False)
+        found["seq_length"] = model["seq_length"]
+        found.setdefault("max_position_embeddings", model["seq_length"])
+    return JobArguments.of(found, source=source, is_complete=False)
 
 
 def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields with other names in Gemma 3's providers (gemma/gemma3_provider.py, 0.6.2): two bases, windows, GELU."""
+    """Return arguments that Gemma 3's providers name differently (gemma/gemma3_provider.py, 0.6.2)."""
     found: dict[str, Any] = {"scaled_embeddings": True, "rope_scaling_factor": None, **_gelu_of(model)}
     bases, window, pattern = (model.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
     if isinstance(bases, list) and len(bases) == 2:
@@ -94,12 +93,12 @@ def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gelu_of(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return whether GELU is approximated: so are the providers' own, but the file may state another function."""
+    """Return whether GELU is approximated, as in the providers unless the file has another function."""
     return {"bias_gelu_fusion": model.get("bias_gelu_fusion", True)}
 
 
 def _of_gemma2(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields with other names in Gemma 2's providers (gemma/gemma2_provider.py, 0.3.1 to 0.6.0)."""
+    """Return arguments that Gemma 2's providers name differently (gemma/gemma2_provider.py, 0.3.1 to 0.6.0)."""
     scalar = model.get("query_pre_attn_scalar")
     scale = scalar**-0.5 if isinstance(scalar, (int, float)) and 0 < scalar < _MOST_SCALAR else None
     return {
@@ -110,7 +109,7 @@ def _of_gemma2(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def section_arguments(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that the fields of a section are, as far as their values are plain."""
+    """Return the arguments in the fields of a section whose values are plain."""
     names = _SECTIONS[section]
     return {names[name]: value for name, value in fields.items() if name in names and is_plain(value)}
 
@@ -121,16 +120,17 @@ def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _vocabulary(model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokens, where the file tells them from the rows: a model whose vocabulary is padded states them itself.
+    """Return the number of tokens, if the file distinguishes it from the number of embedding rows.
 
-    Otherwise `model.vocab_size` is what the tokenizer's, padded, has come to.
+    A model with `should_pad_vocab` has it in `model.vocab_size`. Otherwise `model.vocab_size` is padded, and the
+    tokenizer has the number of tokens.
     """
     tokens = model.get("vocab_size") if model.get("should_pad_vocab") else tokenizer.get("vocab_size")
     return {"vocab_size": tokens} if isinstance(tokens, int) and not isinstance(tokens, bool) else {}
 
 
-# What a `_target_` may name in a file that Megatron-Bridge will execute: configuration classes, and functions that are
-# only named (`_call_: false`) or only prepared (`_partial_: true`).
+# Allowed values of `_target_`, which Megatron-Bridge executes: configuration classes, and functions that are not called
+# (`_call_: false`) or only bound (`_partial_: true`).
 _NAMED = re.compile(
     r"(megatron\.(bridge|core|training)|torch\.nn\.(init|functional))(\.[A-Za-z]\w*)+"
     r"|torch\.(b?float\d*\w*|half|double|u?int\d+|bool)|signal\.Signals"
@@ -139,13 +139,13 @@ _NAMED = re.compile(
 
 
 def harmless(content: Any, path: tuple[str, ...] = ()) -> tuple[Any, list[str]]:
-    """The content of a file without what would run other people's code; and the places that were emptied.
+    """Return the content of a file without values that would run foreign code, and the paths of removed values.
 
-    Megatron-Bridge imports what `_target_` names, and calls it.
+    Megatron-Bridge imports and calls the object that `_target_` names.
 
     Args:
         content: the parsed file.
-        path: where in the file this part is.
+        path: path of this part in the file.
     """
     if isinstance(content, list):
         items = [harmless(item, (*path, str(number))) for number, item in enumerate(content)]
@@ -171,12 +171,12 @@ def _is_harmless(node: Mapping[str, Any]) -> bool:
 
 
 def with_facts(content: Mapping[str, Any], layout: Mapping[str, int], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a file for a checkpoint that was written anew.
+    """Return the content of the file for a new checkpoint.
 
     Args:
-        content: that of the source, or a new one.
-        layout: fields of `model` that are not as the file says.
-        checkpoint: fields of `checkpoint` of the new checkpoint.
+        content: content of the source's file, or new content.
+        layout: fields of `model` to be replaced.
+        checkpoint: fields of `checkpoint` to be replaced.
     """
     return {
         **content,

@@ -1,9 +1,10 @@
-"""NeMo 2's checkpoint: `weights/` as Megatron Core writes it, without arguments, and `context/` beside it.
+"""Reads the job description of NeMo 2's checkpoints, without importing the classes that it names.
 
-Source: `TrainerContext.io_dump` (nemo/lightning/io/pl.py, io/mixin.py), `ckpt_utils.py` and
-`MegatronStrategy.save_checkpoint` (nemo/lightning/pytorch/strategies/megatron_strategy.py) of NeMo 2.3.2: `io.json` is
-the Fiddle configuration of model and trainer, in which only what was stated stands; `model.yaml`, which older releases
-lack, is that of the model with its defaults. Nothing that they name is imported.
+A checkpoint has a folder `weights/`, which Megatron Core writes without arguments, and a folder `context/`. Source:
+`TrainerContext.io_dump` (nemo/lightning/io/pl.py, io/mixin.py), `ckpt_utils.py` and
+`MegatronStrategy.save_checkpoint` (nemo/lightning/pytorch/strategies/megatron_strategy.py) of NeMo 2.3.2. `io.json` is
+the Fiddle configuration of model and trainer without defaults. `model.yaml`, which older releases lack, is the
+configuration of the model with defaults.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from mcore_ckpt_ext.job.loops.transformer import is_plain, model_arguments
 WEIGHTS, CONTEXT = "weights", "context"
 """The two folders of a checkpoint."""
 MODEL_FILE, EVERYTHING_FILE = "model.yaml", "io.json"
-"""In the second."""
+"""The files in folder `context`."""
 PREFIX = "module."
-"""What its keys begin with, where Megatron's own do not (`MegatronParallel.sharded_state_dict`)."""
+"""The prefix of all keys, which Megatron's own do not have (`MegatronParallel.sharded_state_dict`)."""
 
-# What `Llama31Config` states beside the factor of its positions, as Megatron has it (`apply_rope_scaling`).
+# Values of `Llama31Config`, besides the scaling factor, that equal Megatron's (`apply_rope_scaling`).
 _LLAMA_3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 _ATTRIBUTE = re.compile(r"Attr\(name='(\w+)'\)", re.ASCII)
 _LAYOUT = (
@@ -33,7 +34,7 @@ _LAYOUT = (
 
 
 def of_model(content: Any, source: str) -> JobArguments:
-    """The arguments that `model.yaml` states.
+    """Return the arguments in `model.yaml`.
 
     Parameters and errors are those of `bridge.job_arguments`.
     """
@@ -43,7 +44,7 @@ def of_model(content: Any, source: str) -> JobArguments:
 
 
 def of_everything(content: Any, source: str) -> JobArguments:
-    """The arguments that `io.json` states: of the model, and of the trainer's strategy.
+    """Return the arguments in `io.json`: of the model, and of the trainer's strategy.
 
     Parameters and errors are those of `bridge.job_arguments`.
     """
@@ -61,22 +62,22 @@ def _of_model(model: Mapping[str, Any]) -> dict[str, Any]:
     config = model.get("config")
     if not isinstance(config, Mapping) or not config:
         raise ValueError("it has no configuration of a model")
-    # A dtype that nobody taught YAML is written as its class.
+    # A dtype without a YAML representer is written as its class.
     known = {name: value for name, value in config.items() if value != {"_target_": "torch.dtype", "_call_": True}}
-    stated = model_arguments(known)
+    found = model_arguments(known)
     if isinstance(length := config.get("seq_length"), int):
-        stated |= {"seq_length": length, "max_position_embeddings": length}
+        found |= {"seq_length": length, "max_position_embeddings": length}
     if (factor := config.get("scale_factor")) is not None and all(
         config.get(name) == at for name, at in _LLAMA_3.items()
     ):
-        stated |= {"use_rope_scaling": True, "rope_scaling_factor": factor}
+        found |= {"use_rope_scaling": True, "rope_scaling_factor": factor}
     optim = model.get("optim")
     optimizer = optim.get("config") if isinstance(optim, Mapping) else None
-    return stated | section_arguments("optimizer", optimizer if isinstance(optimizer, Mapping) else {})
+    return found | section_arguments("optimizer", optimizer if isinstance(optimizer, Mapping) else {})
 
 
 def _inner(reader: _Fiddle, root: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """The plain fields of what lies below; nothing where a step of the path is missing."""
+    """Return the plain fields of the configuration at a path; empty if a part of the path is missing."""
     fields = root
     for name in path[:-1]:
         fields = reader.fields(fields.get(name))
@@ -84,10 +85,10 @@ def _inner(reader: _Fiddle, root: Mapping[str, Any], *path: str) -> Mapping[str,
 
 
 class _Fiddle:
-    """Fiddle's JSON (`serialization.dump_json`, fiddle 0.3): objects by key, which refer to one another.
+    """Reads Fiddle's JSON (`serialization.dump_json`, fiddle 0.3): objects by key that refer to each other.
 
-    Objects may refer to each other in circles, or many times to one; here only what lies at a few fixed paths is
-    looked at, so that the work is bounded.
+    References may form cycles, or refer to one object many times. Only a few fixed paths are read, so the work is
+    bounded.
     """
 
     def __init__(self, content: Any) -> None:
@@ -97,7 +98,7 @@ class _Fiddle:
         self.root = content.get("root")
 
     def fields(self, value: Any) -> dict[str, Any]:
-        """The fields of a configuration, as they stand in the file."""
+        """Return the fields of a configuration, unresolved."""
         node = self._resolved(value)
         items = node.get("items") if isinstance(node, Mapping) else None
         found: dict[str, Any] = {}
@@ -107,7 +108,7 @@ class _Fiddle:
         return found
 
     def plain(self, value: Any) -> dict[str, Any]:
-        """The fields that are plain values, lists of such, or names of classes, functions and dtypes."""
+        """Return the fields that are plain values, lists of plain values, or names of classes, functions and dtypes."""
         fields = self.fields(value)
         return {name: found for name, item in fields.items() if (found := self._value(item)) is not None}
 

@@ -1,7 +1,7 @@
-"""Megatron Core's own configuration of a model, which every loop writes down in its own file, as Megatron's arguments.
+"""Converts Megatron Core's model configuration, which every training loop stores, to Megatron's arguments.
 
 Sources: `TransformerConfig` and `ModelParallelConfig` (megatron/core/transformer/transformer_config.py,
-model_parallel_config.py, core_v0.12.1 to 0.19.2), and which argument becomes which field
+model_parallel_config.py, core_v0.12.1 to 0.19.2), and the conversion of arguments to fields
 (`core_transformer_config_from_args`, megatron/training/arguments.py).
 """
 
@@ -14,22 +14,22 @@ from mcore_ckpt_ext.job.arguments.conditions import WITH_YARN
 from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS
 
 _OF_MODEL = [(name, argument, field.only_with) for name, argument, field in BRIDGE_FIELDS if field.section == "model"]
-# Fields and their arguments, which may have another name.
+# Arguments by the names of their fields.
 _RENAMED = {name: argument for name, argument, condition in _OF_MODEL if condition is None}
-# Fields whose values are written as something else than the argument has.
+# Fields whose values have another type than the argument.
 _OTHERWISE = ("params_dtype", "spec", "pipeline_model_parallel_layout", "vocab_size", "lr", "min_lr")
 _SILU = ("silu", "swish")
 _GELU = ("gelu", "fast_gelu", "gelu_fast", "openai_gelu")
-# Where positions are YaRN's outside latent attention (`core_transformer_config_from_args`, since core_v0.15.0, and
-# `GPTModelProvider` of Megatron-Bridge); else there are none, or None.
+# Fields for YaRN without latent attention (`core_transformer_config_from_args`, since core_v0.15.0, and
+# `GPTModelProvider` of Megatron-Bridge); otherwise missing or None.
 _YARN = {name: argument for name, argument, condition in _OF_MODEL if condition == WITH_YARN and name != argument}
 
 
 def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a configuration of a model states, and its other fields under their own names.
+    """Return the arguments in a model's configuration, and its other fields under their own names.
 
     Args:
-        config: its fields by name; values are plain, or say what they stood for (`named`).
+        config: the fields by name; values are plain, or the names of objects (see `named`).
     """
     found = {
         _RENAMED.get(name, name): value
@@ -50,7 +50,7 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that chose the MLP's activation: there it is a flag, here a function, gated or not."""
+    """Return the arguments for the MLP's activation, which a configuration stores as a function and a gate."""
     function, gated = named(config.get("activation_func")), config.get("gated_linear_unit")
     if function is None or not isinstance(gated, bool):
         return {}
@@ -61,15 +61,15 @@ def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
         "squared_relu": not gated and own == "squared_relu",
     }
     is_known = any(found.values()) or own in _GELU
-    found["gated_linear_unit"] = gated and not any(found.values())  # by no flag of Megatron's
+    found["gated_linear_unit"] = gated and not any(found.values())  # Megatron has no flag for it
     if not is_known:
         return {**found, "activation_func": function}
-    # A fused one is the approximation by tanh; not so by default (`bias_activation_fusion`).
+    # Fused GELU is the tanh approximation; by default it is not fused (`bias_activation_fusion`).
     return {**found, "bias_gelu_fusion": own != "gelu" or bool(config.get("bias_activation_fusion"))}
 
 
 def named(value: Any) -> str | None:
-    """The text that stands for a class, a function or a dtype: `torch.bfloat16`; None where there is none."""
+    """Return the name of a class, a function or a dtype, such as `torch.bfloat16`; None if the value is no name."""
     if isinstance(value, Mapping):
         target = value.get("_target_")
         return target if isinstance(target, str) else None
@@ -77,7 +77,7 @@ def named(value: Any) -> str | None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, True, False or None, or a list of such."""
+    """Return whether a value is a number, a string, True, False or None, or a list of these."""
     if isinstance(value, (list, tuple)):
         return all(map(is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))

@@ -1,7 +1,8 @@
-"""verl's folder of a step: `dist_ckpt/` as Megatron Core writes it, without arguments, and files beside it.
+"""Reads the job description of verl's checkpoints.
 
-Source: verl/utils/checkpoint/megatron_checkpoint_manager.py and verl/utils/megatron_utils.py of the development head of
-29 January 2026: `transformer_config.json` holds the fields of `TransformerConfig`, `huggingface/` the model's
+The folder of a step contains `dist_ckpt/`, which Megatron Core writes without arguments, and other files. Source:
+verl/utils/checkpoint/megatron_checkpoint_manager.py and verl/utils/megatron_utils.py of the development head of 29
+January 2026. `transformer_config.json` has the fields of `TransformerConfig`. `huggingface/` has the model's
 configuration, its tokenizer and, without `use_dist_checkpointing`, the only copy of its weights.
 """
 
@@ -23,7 +24,7 @@ STEP = re.compile(r"global_step_(\d{1,18})", re.ASCII)
 
 
 def job_arguments(content: Any, source: str) -> JobArguments:
-    """The arguments that the file states.
+    """Return the arguments in a `transformer_config.json`.
 
     Parameters and errors are those of `bridge.job_arguments`.
     """
