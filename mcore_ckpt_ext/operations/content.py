@@ -14,6 +14,7 @@ from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.findings import COPIES, PROOF, VALUES, Check, Finding, Results, error, warning
 from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, threads
+from mcore_ckpt_ext.operations.recording import TensorHash
 from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
 from mcore_ckpt_ext.operations.workers import Team, map_shares
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -21,6 +22,7 @@ from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 from mcore_ckpt_ext.optimizers.tied_copies import bits_of
 from mcore_ckpt_ext.planning.source_view import SourceView
 from mcore_ckpt_ext.storage.checksums import Checksums
+from mcore_ckpt_ext.storage.manifest import TensorDigest
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 
@@ -37,6 +39,7 @@ class ParameterReport:
     copied: int = 0
     elements: int = 0
     bytes_read: int = 0
+    digests: list[TensorDigest] = field(default_factory=list)
 
 
 @dataclass
@@ -57,10 +60,17 @@ class ContentCheck:
         checkpoint: its packing, where it needs one, has been recovered.
         unreadable: files that are known to be missing or cut; what they hold is left out.
         checksums: compared on the way, if any.
+        digest_tensors: whether to compute the SHA-256 of each tensor, too.
     """
 
     def __init__(
-        self, checkpoint: CheckpointView, state: bool, unreadable: set[str], checksums: Checksums | None = None
+        self,
+        checkpoint: CheckpointView,
+        state: bool,
+        unreadable: set[str],
+        checksums: Checksums | None = None,
+        *,
+        digest_tensors: bool = False,
     ) -> None:
         self._checkpoint = checkpoint
         # The blocks are shared between threads by whoever calls.
@@ -68,6 +78,7 @@ class ContentCheck:
         self._sources = {WEIGHT: cached(checkpoint.weights)}
         self._rooms = Rooms()
         self._unreadable = unreadable
+        self._digest_tensors = digest_tensors
         self._optimizer = checkpoint.optimizer if state else None
         self._shifted = set(self._optimizer.shifted) if self._optimizer else set()
         if self._optimizer is not None:
@@ -102,11 +113,18 @@ class ContentCheck:
     def _check_elements(self, name: str, held: dict[str, LogicalTensor], report: ParameterReport) -> None:
         region = Region.whole(name, next(iter(held.values())).shape)
         tallies = {kind: Tally() for kind in held}
+        hashes = {
+            kind: TensorHash(kind, name, tensor.dtype, tensor.shape)
+            for kind, tensor in held.items()
+            if self._digest_tensors
+        }
         proof = proof_beside(self._checkpoint, [name], self._checkpoint.proof, self._transfer)
         for wanted in blocks((region,)):
             values = {kind: self._read(kind, wanted) for kind in held}
             for kind, block in values.items():
                 count_values(kind, block, tallies[kind])
+                if kind in hashes:
+                    hashes[kind].add(block)
                 report.elements += block.numel()
                 report.bytes_read += block.nbytes
             if FP32_PARAM in values and WEIGHT in values:
@@ -116,6 +134,7 @@ class ContentCheck:
                 mismatch = proof.first_mismatch(values[FP32_PARAM], values[WEIGHT])
                 _tally_mismatch(mismatch, wanted.start, tallies[FP32_PARAM])
                 report.proven += wanted.numel
+        report.digests += [hashed.digest for hashed in hashes.values()]
         for kind, tally in tallies.items():
             report.findings += _judge(kind, name, region.sizes, tally)
 
@@ -171,7 +190,9 @@ def check_parameters(
     advance: Callable[[int], None],
     results: Results,
     team: Team,
-) -> None:
+    *,
+    digest_tensors: bool = False,
+) -> list[TensorDigest]:
     """Check the elements of all parameters.
 
     Args:
@@ -183,8 +204,12 @@ def check_parameters(
         advance: called with the number of bytes that were read.
         results: where findings and checks are added.
         team: the processes that share the parameters.
+        digest_tensors: see `ContentCheck`.
+
+    Returns:
+        The SHA-256 of each tensor, if wanted.
     """
-    content = ContentCheck(checkpoint, state, unreadable, checksums)
+    content = ContentCheck(checkpoint, state, unreadable, checksums, digest_tensors=digest_tensors)
 
     def check(name: str) -> ParameterReport:
         try:
@@ -215,6 +240,7 @@ def check_parameters(
     if copied := sum(report.copied for report in reports):
         results.checks.append(Check(COPIES, f"{copied:,} elements of tied or replicated copies"))
     results.checks.append(Check(VALUES, f"{sum(report.elements for report in reports):,} elements"))
+    return [digest for report in reports for digest in report.digests]
 
 
 def count_values(kind: str, block: torch.Tensor, tally: Tally) -> None:

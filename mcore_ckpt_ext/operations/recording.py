@@ -6,12 +6,12 @@ Tensors are recorded in model space: a conversion to another format or layout ch
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, io_hint, reraise_as_unreadable
-from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
+from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region
@@ -19,6 +19,7 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.findings import RECORDED_FILES, RECORDED_TENSORS, Check, Results, error
 from mcore_ckpt_ext.operations.integrity import digest_of_file
 from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, blocks, cached, threads
+from mcore_ckpt_ext.operations.workers import Team, map_shares
 from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 from mcore_ckpt_ext.storage.manifest import Manifest, TensorDigest, differing, is_manifest, manifest_text
 from mcore_ckpt_ext.transfer import Transfer, read_slice
@@ -26,6 +27,8 @@ from mcore_ckpt_ext.transfer import Transfer, read_slice
 _MANIFEST = "the manifest"
 STORED = "stored"
 """The kind of tensors that are recorded as they are stored, because their model is not known."""
+Key = tuple[str, str]
+"""Kind and name of a tensor."""
 Content = CheckpointView | Listing
 """What tensors are read from: an open checkpoint, or the stored tensors of a folder whose model is not known."""
 
@@ -45,21 +48,43 @@ def check_destination(path: Path) -> None:
     )
 
 
-def record(path: Path, folder: Path, content: Content, workers: int) -> None:
+class TensorHash:
+    """The SHA-256 of a tensor that is read block by block, in order."""
+
+    def __init__(self, kind: str, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        self._of = (kind, name, dtype, shape)
+        self._sha256 = hashlib.sha256()
+
+    def add(self, values: torch.Tensor) -> None:
+        """Add the next block."""
+        self._sha256.update(memoryview(values.contiguous().view(torch.uint8).numpy()))
+
+    @property
+    def digest(self) -> TensorDigest:
+        """The digest of all blocks so far."""
+        return TensorDigest(*self._of, self._sha256.hexdigest())
+
+
+def record(
+    path: Path, folder: Path, content: Content, digests: Sequence[TensorDigest], workers: int, team: Team
+) -> None:
     """Write the manifest of a checkpoint, which a reader sees whole or not at all.
 
     Args:
         path: the manifest; where it lies in the checkpoint's folder, it does not list itself.
         folder: the checkpoint's folder.
         content: its tensors.
+        digests: those that are there already, of tensors that were read.
         workers: threads.
+        team: the processes that share the reading; the first one writes.
 
     Raises:
         CheckpointError: a tensor or a file cannot be read.
         DestinationError: the manifest cannot be written.
     """
-    manifest = Manifest(file_digests(folder, path, workers), tuple(tensor_digests(content, workers)))
-    write_report(path, manifest_text(manifest), what=_MANIFEST)
+    files = file_digests(folder, path, workers, team)
+    manifest = Manifest(files, tuple(tensor_digests(content, digests, workers, team)))
+    team.first(lambda: write_report(path, manifest_text(manifest), what=_MANIFEST))
 
 
 def compare(
@@ -69,6 +94,7 @@ def compare(
     content: Content | None,
     workers: int,
     results: Results,
+    team: Team,
     *,
     files_suffice: bool = True,
 ) -> None:
@@ -81,11 +107,12 @@ def compare(
         content: its tensors; None where it cannot be opened.
         workers: threads.
         results: where findings and checks are added.
+        team: the processes that share the reading; each has all results.
         files_suffice: whether all tensors are in these files.
     """
     before = len(results.findings)
     try:
-        found = file_digests(folder, path, workers)
+        found = file_digests(folder, path, workers, team)
     except UnreadableCheckpointError as problem:
         results.findings.append(error(RECORDED_FILES, str(folder), str(problem)))
         return
@@ -99,22 +126,28 @@ def compare(
         results.findings.append(error(RECORDED_FILES, str(folder / name), "it is not recorded", name))
     results.checks.append(Check(RECORDED_FILES, f"SHA-256 of {len(manifest.files):,} files"))
     if len(results.findings) > before or not files_suffice:
-        compare_tensors(manifest, content, workers, results)
+        compare_tensors(manifest, content, (), workers, results, team)
     elif manifest.has_tensors:
         what = f"{len(manifest.tensors):,} tensors, in files that are as recorded"
         results.checks.append(Check(RECORDED_TENSORS, what))
 
 
-def compare_tensors(manifest: Manifest, content: Content | None, workers: int, results: Results) -> None:
-    """Compare the tensors of a checkpoint with a manifest, whatever its files are."""
+def compare_tensors(
+    manifest: Manifest,
+    content: Content | None,
+    digests: Sequence[TensorDigest],
+    workers: int,
+    results: Results,
+    team: Team,
+) -> None:
+    """Compare the tensors of a checkpoint with a manifest, whatever its files are; for the arguments see `record`."""
     if not manifest.has_tensors or content is None:
         what = "the checkpoint cannot be opened" if manifest.has_tensors else "the manifest lists files alone"
         results.checks.append(Check(RECORDED_TENSORS, what, done=False))
         return
     try:
-        with reraise_as_unreadable(content.folder):
-            found = list(tensor_digests(content, workers))
-    except CheckpointError as problem:
+        found = tensor_digests(content, digests, workers, team)
+    except UnreadableCheckpointError as problem:
         results.findings.append(error(RECORDED_TENSORS, str(content.folder), str(problem)))
         return
     for tensor, what in differing(manifest.tensors, found):
@@ -122,75 +155,108 @@ def compare_tensors(manifest: Manifest, content: Content | None, workers: int, r
     results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {len(manifest.tensors):,} tensors"))
 
 
-def file_digests(folder: Path, manifest: Path, workers: int) -> dict[str, str]:
+def file_digests(folder: Path, manifest: Path, workers: int, team: Team) -> dict[str, str]:
     """The SHA-256 of each file of a folder, by its path in the folder; without the manifest itself.
 
     Raises:
-        UnreadableCheckpointError: a file cannot be read, or is a link out of the folder.
+        UnreadableCheckpointError: a file cannot be read, or is a link out of the folder; on every process.
     """
     own = manifest.absolute()
-    names = sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and path.absolute() != own
-    )
+    sizes = {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.absolute() != own
+    }
 
-    def digest(name: str) -> str:
+    def digest(name: str) -> str | OSError:
         try:
             return digest_of_file(folder, name)
         except OSError as problem:
-            raise UnreadableCheckpointError(
-                "a file of the checkpoint cannot be read", found=problem.strerror, where=str(folder / name),
-                hint=io_hint(problem),
-            ) from problem  # fmt: skip
+            return problem
 
+    found: dict[str, str] = {}
     with threads(workers) as pool:
-        return dict(zip(names, pool.map(digest, names), strict=True))
+        digests = map_shares(team, lambda share: pool.map(digest, share), list(sizes), sizes.__getitem__)
+    for name, result in zip(sizes, digests, strict=True):
+        if isinstance(result, OSError):
+            raise UnreadableCheckpointError(
+                "a file of the checkpoint cannot be read", found=result.strerror, where=str(folder / name),
+                hint=io_hint(result),
+            ) from result  # fmt: skip
+        found[name] = result
+    return found
 
 
-def tensor_digests(content: Content, workers: int) -> Iterator[TensorDigest]:
-    """The SHA-256 of each tensor, those of a checkpoint in model space.
+def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: int, team: Team) -> list[TensorDigest]:
+    """The SHA-256 of each tensor, those of a checkpoint in model space; those not in `digests` are read.
 
     Raises:
-        CheckpointError: a tensor cannot be read.
+        UnreadableCheckpointError: a tensor cannot be read; on every process.
     """
+    tensors = _StoredTensors(content) if isinstance(content, Listing) else _ModelTensors(content)
+    found = {(one.kind, one.name): one for one in digests}
+    unread = [key for key in tensors.keys if key not in found]
+
+    def digest(key: Key) -> TensorDigest | str:
+        try:
+            with reraise_as_unreadable(content.folder):
+                return tensors.digest(key)
+        except CheckpointError as problem:
+            return str(problem)
+
     with threads(workers) as pool:
-        if isinstance(content, Listing):
-            yield from pool.map(_StoredDigests(content), content)
-        else:
-            names = [(kind, name) for kind in content.kinds() for name in content.names(kind)]
-            yield from pool.map(_model_space_digests(content), names)
+        results = map_shares(team, lambda share: pool.map(digest, share), unread, tensors.size)
+    for key, result in zip(unread, results, strict=True):
+        if isinstance(result, str):
+            raise UnreadableCheckpointError(result)
+        found[key] = result
+    return [found[key] for key in tensors.keys]
 
 
-def _model_space_digests(checkpoint: CheckpointView) -> Callable[[tuple[str, str]], TensorDigest]:
-    transfer, rooms = Transfer(checkpoint.reader, workers=1), Rooms()
-    sources = {kind: cached(checkpoint.optimizer) for kind in checkpoint.kinds() if kind != WEIGHT}
-    sources[WEIGHT] = cached(checkpoint.weights)
+class _ModelTensors:
+    """The tensors of a checkpoint, in model space; to be called from several threads."""
 
-    def digest(key: tuple[str, str]) -> TensorDigest:
+    def __init__(self, checkpoint: CheckpointView) -> None:
+        self.keys = [(kind, name) for kind in checkpoint.kinds() for name in checkpoint.names(kind)]
+        self._transfer, self._rooms = Transfer(checkpoint.reader, workers=1), Rooms()
+        self._sources = {kind: cached(checkpoint.optimizer) for kind in checkpoint.kinds() if kind != WEIGHT}
+        self._sources[WEIGHT] = cached(checkpoint.weights)
+
+    def size(self, key: Key) -> int:
+        """Elements of a tensor."""
+        tensor = self._sources[key[0]].logical_tensor(*key)
+        return 0 if tensor is None else prod(tensor.shape)
+
+    def digest(self, key: Key) -> TensorDigest:
+        """Read a tensor; returns its digest."""
         kind, name = key
-        source, sha256 = sources[kind], hashlib.sha256()
+        source = self._sources[kind]
         tensor = source.logical_tensor(kind, name)
         if tensor is None:
             raise UnreadableCheckpointError("a tensor is missing", where=f"{kind} {name}")
+        hashed = TensorHash(kind, name, tensor.dtype, tensor.shape)
         for wanted in blocks((Region.whole(name, tensor.shape),)):
-            _add(sha256, read_slice(source, transfer, kind, wanted, allocate=rooms.of(kind)))
-        return TensorDigest(kind, name, tensor.dtype, tensor.shape, sha256.hexdigest())
-
-    return digest
+            hashed.add(read_slice(source, self._transfer, kind, wanted, allocate=self._rooms.of(kind)))
+        return hashed.digest
 
 
-class _StoredDigests:
-    """Digests of tensors as they are stored; to be called from several threads."""
+class _StoredTensors:
+    """The tensors of a folder as they are stored; to be called from several threads."""
 
     def __init__(self, listing: Listing) -> None:
+        self._tensors = {(STORED, tensor.name): tensor for tensor in listing}
+        self.keys = list(self._tensors)
         self._transfer = Transfer(listing.reader, workers=1)
 
-    def __call__(self, tensor: ListedTensor) -> TensorDigest:
-        sha256, numel = hashlib.sha256(), prod(tensor.shape)
+    def size(self, key: Key) -> int:
+        """Elements of a tensor."""
+        return prod(self._tensors[key].shape)
+
+    def digest(self, key: Key) -> TensorDigest:
+        """Read a tensor; returns its digest."""
+        tensor = self._tensors[key]
+        hashed, numel = TensorHash(STORED, tensor.name, tensor.extent.dtype, tensor.shape), prod(tensor.shape)
         for start in range(0, numel, BLOCK_ELEMENTS):
             count = min(BLOCK_ELEMENTS, numel - start)
-            _add(sha256, self._transfer.elements(tensor.extent, tensor.first + start, count))
-        return TensorDigest(STORED, tensor.name, tensor.extent.dtype, tensor.shape, sha256.hexdigest())
-
-
-def _add(sha256: hashlib._Hash, values: torch.Tensor) -> None:
-    sha256.update(memoryview(values.contiguous().view(torch.uint8).numpy()))
+            hashed.add(self._transfer.elements(tensor.extent, tensor.first + start, count))
+        return hashed.digest

@@ -23,10 +23,12 @@ from mcore_ckpt_ext.operations.findings import (
     warning,
 )
 from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, threads
+from mcore_ckpt_ext.operations.recording import STORED, TensorHash
 from mcore_ckpt_ext.operations.workers import Team, map_shares
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.crc32 import crc32
+from mcore_ckpt_ext.storage.manifest import TensorDigest
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.transfer import Transfer
 
@@ -54,8 +56,14 @@ def listed_bytes(listing: Listing) -> int:
 
 
 def check_stored_tensors(
-    listing: Listing, workers: int, advance: Callable[[int], None], results: Results, team: Team
-) -> None:
+    listing: Listing,
+    workers: int,
+    advance: Callable[[int], None],
+    results: Results,
+    team: Team,
+    *,
+    digest_tensors: bool = False,
+) -> list[TensorDigest]:
     """Check every element of a folder of weights, and the checksums that it has.
 
     Args:
@@ -64,19 +72,25 @@ def check_stored_tensors(
         advance: called with the number of bytes that were read.
         results: where findings and checks are added.
         team: the processes that share archives and tensors.
+        digest_tensors: whether to compute the SHA-256 of each tensor, too.
+
+    Returns:
+        The SHA-256 of each tensor, if wanted.
     """
-    check = _ElementCheck(listing, advance)
+    check = _ElementCheck(listing, advance, digest_tensors=digest_tensors)
     with threads(workers) as pool:
         findings = map_shares(team, lambda share: pool.map(check.archive, share), listing.archives, listing.reader.size)
-        findings += map_shares(team, lambda share: pool.map(check.tensor, share), list(listing), _bytes_of)
+        checked = map_shares(team, lambda share: pool.map(check.tensor, share), list(listing), _bytes_of)
+    findings += [of_one for of_one, _ in checked]
     results.findings.extend(finding for of_one in findings for finding in of_one)
     results.checks.append(Check(VALUES, f"{sum(prod(tensor.shape) for tensor in listing):,} elements"))
-    checked = sum(_bytes_of(tensor) for tensor in listing if _checksum_of(tensor) is not None)
-    if guarded := checked + sum(map(listing.reader.size, listing.archives)):
+    with_checksum = sum(_bytes_of(tensor) for tensor in listing if _checksum_of(tensor) is not None)
+    if guarded := with_checksum + sum(map(listing.reader.size, listing.archives)):
         results.checks.append(Check(CHECKSUMS, f"CRC-32 of {guarded:,} bytes"))
     else:
         what = "no checksums stored: record some with --record FILE, and compare with --against FILE"
         results.checks.append(Check(CHECKSUMS, what, done=False))
+    return [digest for _, digest in checked if digest is not None]
 
 
 def _bytes_of(tensor: ListedTensor) -> int:
@@ -90,8 +104,8 @@ def _checksum_of(tensor: ListedTensor) -> int | None:
 class _ElementCheck:
     """Checks one tensor or archive at a time; to be called from several threads."""
 
-    def __init__(self, listing: Listing, advance: Callable[[int], None]) -> None:
-        self._reader, self._advance = listing.reader, advance
+    def __init__(self, listing: Listing, advance: Callable[[int], None], *, digest_tensors: bool) -> None:
+        self._reader, self._advance, self._digest_tensors = listing.reader, advance, digest_tensors
         self._transfer = Transfer(listing.reader, workers=1)
         self._rooms = Rooms()
 
@@ -105,14 +119,16 @@ class _ElementCheck:
             self._advance(self._reader.size(file))
         return []
 
-    def tensor(self, tensor: ListedTensor) -> list[Finding]:
-        """Check the elements of a tensor."""
+    def tensor(self, tensor: ListedTensor) -> tuple[list[Finding], TensorDigest | None]:
+        """Check the elements of a tensor; its digest, if wanted, comes with the findings."""
+        hashed = TensorHash(STORED, tensor.name, tensor.extent.dtype, tensor.shape) if self._digest_tensors else None
         try:
-            return self._check(tensor)
+            findings = self._check(tensor, hashed)
         except CheckpointError as problem:
-            return [error(COMPLETE, tensor.name, str(problem), tensor.extent.file, tensor.extent.offset)]
+            return [error(COMPLETE, tensor.name, str(problem), tensor.extent.file, tensor.extent.offset)], None
+        return findings, None if hashed is None else hashed.digest
 
-    def _check(self, tensor: ListedTensor) -> list[Finding]:
+    def _check(self, tensor: ListedTensor, hashed: TensorHash | None) -> list[Finding]:
         payload = self._transfer.locate(tensor.extent)
         size, numel, crc = payload.dtype.itemsize, prod(tensor.shape), 0
         begin, tally, wrong_scales = payload.offset + tensor.first * size, Tally(), 0
@@ -122,6 +138,8 @@ class _ElementCheck:
             data = memoryview(block.view(torch.uint8).numpy())
             self._reader.read_into(payload.file, begin + start * size, data)
             crc = crc32(data, crc) if expected is not None else crc
+            if hashed is not None:
+                hashed.add(block)
             count_values("", block, tally)
             wrong_scales += _wrong_scales(block) if tensor.is_scale else 0
             self._advance(len(data))

@@ -52,7 +52,7 @@ from mcore_ckpt_ext.operations.stored_tensors import check_listing, check_stored
 from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checksums import Confirmed
-from mcore_ckpt_ext.storage.manifest import read_manifest
+from mcore_ckpt_ext.storage.manifest import TensorDigest, read_manifest
 from mcore_ckpt_ext.storage.paths import as_path
 
 
@@ -84,7 +84,7 @@ def verify(
         against: a manifest to compare with.
         tensors_only: compare tensors with the manifest, and not files: after a conversion, all files are others.
         team: the processes that share the reading, each with the same arguments; all return the same. The first alone
-            writes a manifest, or compares with one.
+            writes a manifest.
 
     Raises:
         UsageError: options contradict each other, or facts are given of a checkpoint that describes its job itself, or
@@ -110,26 +110,23 @@ def verify(
     located = locate(as_path(path))
     folder = located.folder or as_path(path)
     opens = partial(open_checkpoint, folder, facts=facts, weights=weights)
-    run = _Run(folder, quick, workers, progress, opens, team)
+    run = _Run(folder, quick, workers, progress, opens, team, digest_tensors=record is not None or tensors_only)
     run.results.findings.extend(located.findings)
     if located.folder is not None:
         problems = check_folder(located.folder)
         run.results.findings.extend(problems)
         if not problems:
             run.verify_or_note()
-        compared = Results()
         if manifest is not None and tensors_only:
-            team.first(partial(compare_tensors, manifest, run.content, workers, compared))
+            compare_tensors(manifest, run.content, run.digests, workers, run.results, team)
         elif manifest is not None and against is not None:
-            paths = Path(against), folder
-            whole = weights is None
-            team.first(partial(compare, manifest, *paths, run.content, workers, compared, files_suffice=whole))
-        run.results.extend(team.gather(compared)[0])
+            paths, whole = (Path(against), folder), weights is None
+            compare(manifest, *paths, run.content, workers, run.results, team, files_suffice=whole)
     checks, findings = tuple(run.results.checks), tuple(run.results.findings)
     found = Verification(str(run.folder), quick, checks, findings, iteration=_iteration(run.content))
     if record is None or run.content is None or not found.sound:
         return found
-    team.first(partial(write_manifest, Path(record), folder, run.content, workers))
+    write_manifest(Path(record), folder, run.content, run.digests, workers, team)
     return replace(found, recorded=str(record))
 
 
@@ -144,10 +141,14 @@ class _Run:
         progress: Progress,
         opens: Callable[[], CheckpointView],
         team: Team,
+        *,
+        digest_tensors: bool,
     ) -> None:
         self.folder, self._opens, self._team = folder, opens, team
         self.results = Results()
         self.content: Content | None = None
+        self.digests: list[TensorDigest] = []
+        self._digest_tensors = digest_tensors
         self._quick, self._workers, self._progress = quick, workers, progress
 
     def verify_or_note(self) -> None:
@@ -196,7 +197,11 @@ class _Run:
                 self._error(COVERED, problem)
         if not self._quick:
             counter = ByteCounter(listed_bytes(listing), self._progress)
-            check_stored_tensors(listing, self._workers, counter.add, self.results, self._team)
+            # In model space, a folder's tensors are others than the stored ones.
+            digests = self._digest_tensors and self.content is listing
+            self.digests = check_stored_tensors(
+                listing, self._workers, counter.add, self.results, self._team, digest_tensors=digests
+            )
             counter.finish()
 
     def _check_weights(self, checkpoint: CheckpointView) -> None:
@@ -231,9 +236,10 @@ class _Run:
             if not _has_optimizer_alone(checkpoint):  # else all that could be said of its state hangs on the weights
                 state: list[bool] = []
                 self._team.all(lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
-                check_parameters(
-                    checkpoint, state[0], failed, confirmed, self._workers, counter.add, content, self._team
-                )
+                self.digests = check_parameters(
+                    checkpoint, state[0], failed, confirmed, self._workers, counter.add, content, self._team,
+                    digest_tensors=self._digest_tensors,
+                )  # fmt: skip
         finally:
             checksums.check(confirmed, self._workers, counter.add, self.results, self._team)
             self.results.extend(content)

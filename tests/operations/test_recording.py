@@ -13,13 +13,19 @@ import pytest
 import mcore_ckpt_ext
 from mcore_ckpt_ext import FsdpDtensor, Legacy, TorchDist
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UsageError
+from mcore_ckpt_ext.operations import recording
 from mcore_ckpt_ext.operations.findings import RECORDED_FILES, RECORDED_TENSORS, Verification
+from mcore_ckpt_ext.operations.recording import tensor_digests
+from mcore_ckpt_ext.operations.verification import verify
+from mcore_ckpt_ext.operations.workers import ONE_PROCESS
+from mcore_ckpt_ext.storage.manifest import read_manifest
 from mcore_ckpt_ext.targets import Target
 from tests.harness.checkpoints import CORRUPTED, fixture_named
 from tests.harness.colossalai_folders import colossalai_checkpoint
 from tests.harness.damage import MATRIX, flip, payload_position
 from tests.harness.huggingface import make
 from tests.harness.peft import adapter, peft_folder
+from tests.harness.teams import in_team
 
 CHECKS = (RECORDED_FILES, RECORDED_TENSORS)
 
@@ -120,9 +126,36 @@ def test_formats_without_checksums_get_them(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["p09", "p31", "p43", "p47", "p50"])
 def test_every_kind_of_checkpoint_can_be_recorded(name: str, tmp_path: Path) -> None:
     run = fixture_named(name).run
-    assert mcore_ckpt_ext.verify(run, record=tmp_path / "manifest").recorded
+    found = mcore_ckpt_ext.verify(run, record=tmp_path / "manifest")
+    assert found.recorded
+    # The tensors were digested while they were verified; reading them for that alone gives the same.
+    checkpoint = mcore_ckpt_ext.open_checkpoint(run)
+    assert tensor_digests(checkpoint, (), 2, ONE_PROCESS) == [*read_manifest(tmp_path / "manifest").tensors]
     found = mcore_ckpt_ext.verify(run, against=tmp_path / "manifest", tensors_only=True)
     assert (found.sound, differences(found)) == (True, [])
+
+
+def test_what_is_verified_is_not_read_again_to_be_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def read(*arguments: object) -> None:
+        raise AssertionError(arguments)
+
+    for tensors in (recording._ModelTensors, recording._StoredTensors):
+        monkeypatch.setattr(tensors, "digest", read)
+    for number, folder in enumerate((fixture_named("p02").run, unknown_family(tmp_path / "folder"))):
+        assert mcore_ckpt_ext.verify(folder, record=tmp_path / f"manifest {number}").recorded
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_share_a_record_and_a_comparison(size: int, recorded: tuple[Path, Path], tmp_path: Path) -> None:
+    run, manifest = recorded
+    in_team(size, lambda team: verify(run, record=tmp_path / "shared", team=team))
+    assert (tmp_path / "shared").read_text() == manifest.read_text()
+    damaged = Path(shutil.copytree(run, tmp_path / "copy"))
+    path, position = payload_position(mcore_ckpt_ext.open_checkpoint(damaged), "exp_avg", MATRIX, 3)
+    flip(path, position)
+    alone = verify(damaged, against=manifest)
+    assert len(differences(alone)) == 2
+    assert in_team(size, lambda team: verify(damaged, against=manifest, team=team)) == [alone] * size
 
 
 def test_a_manifest_in_the_checkpoint_is_no_file_of_it(copy: Path) -> None:
