@@ -14,7 +14,7 @@ from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed
 from mcore_ckpt_ext.job.model_arguments import complete
-from mcore_ckpt_ext.model_space.adapters import as_bridge_s, is_adapter, is_swift_s
+from mcore_ckpt_ext.model_space.adapters import is_adapter, is_swift_name, to_bridge_name
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 
@@ -29,12 +29,12 @@ def for_model(checkpoint: CheckpointView, model: CheckpointView) -> CheckpointVi
     return replace(checkpoint, adapters=replace(checkpoint.adapters, model=model))
 
 
-def under_bridge_s_names(checkpoint: CheckpointView) -> CheckpointView:
+def with_bridge_names(checkpoint: CheckpointView) -> CheckpointView:
     """Rename ms-swift's adapters to Megatron-Bridge's names; return any other checkpoint unchanged."""
     names = checkpoint.names(WEIGHT)
-    if not any(map(is_swift_s, names)):
+    if not any(map(is_swift_name, names)):
         return checkpoint
-    view = renamed(checkpoint, {name: as_bridge_s(name) for name in names})
+    view = renamed(checkpoint, {name: to_bridge_name(name) for name in names})
     return replace(view, adapters=replace(view.adapters, by_rank=True))
 
 
@@ -54,7 +54,7 @@ def check_names(checkpoint: CheckpointView, target: Target) -> None:
             f"adapters are not written as {target.name}", where=str(checkpoint.folder),
             hint="--to torch_dist for the loop that wrote them, --to hf for peft",
         )  # fmt: skip
-    if target.for_bridge and any(map(is_swift_s, own)):
+    if target.for_bridge and any(map(is_swift_name, own)):
         raise UnsupportedCheckpointError(
             "adapters of ms-swift are not written for Megatron-Bridge",
             found=join_some(own, 2),
@@ -63,27 +63,27 @@ def check_names(checkpoint: CheckpointView, target: Target) -> None:
         )
 
 
-def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, stated: Mapping[str, Any]) -> Fit:
+def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, passed: Mapping[str, Any]) -> Fit:
     """Find the family of a model with adapters, stored in the same folder as the adapters or in another.
 
     Args:
         checkpoint: the model's checkpoint, or a checkpoint that contains only adapters.
         family: the family that the user names.
-        stated: arguments that the user passes.
+        passed: arguments that the user passes.
 
     Raises:
         UnsupportedCheckpointError: no family fits, or several do.
     """
     if checkpoint.adapters.model is not None:
-        return fit_of_adapters(checkpoint.adapters.model, family, stated)
+        return fit_of_adapters(checkpoint.adapters.model, family, passed)
     if (fit := checkpoint.format_reader.fit) is not None:
         return fit
     where, known = str(checkpoint.folder), checkpoint.arguments
-    model = complete(known.replace(source=where, **stated) if stated else known)
+    model = complete(known.replace(source=where, **passed) if passed else known)
     # No adapter depends on the vocabulary size.
     model = model.replace(vocab_size=checkpoint.tokens or checkpoint.vocabulary_rows or 1)
-    beside = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
-    return family_of_megatron(model, beside or None, family, None, where)
+    others = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
+    return family_of_megatron(model, others or None, family, None, where)
 
 
 def adapters_in(checkpoint: CheckpointView, fit: Fit) -> Adapters:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mcore_ckpt_ext.errors import join_some
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.model_space.adapters import is_adapter, is_swift_s, ordered_by_rank
+from mcore_ckpt_ext.model_space.adapters import is_adapter, is_swift_name, ordered_by_rank
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 _GATED = ("swiglu", "gated_linear_unit", "quick_geglu")
@@ -20,13 +20,13 @@ def ordered_by_size(checkpoint: CheckpointView, running: JobArguments | None = N
     jobs = [job for job in (checkpoint.arguments, running) if job is not None]
     gated = any(job.swiglu or job.gated_linear_unit or job.quick_geglu for job in jobs)
     if not any(job.is_set(name) for job in jobs for name in _GATED):
-        gated = any(map(is_swift_s, names))  # ms-swift may not store these arguments; nearly all models have gates
+        gated = any(map(is_swift_name, names))  # ms-swift may not store these arguments; nearly all models have gates
     return ordered_by_rank(names, gated)
 
 
 def loop_of(names: Sequence[str]) -> str:
     """Return the training loop that uses these adapter names."""
-    return "ms-swift" if any(map(is_swift_s, names)) else "Megatron-Bridge"
+    return "ms-swift" if any(map(is_swift_name, names)) else "Megatron-Bridge"
 
 
 def about_order(checkpoint: CheckpointView) -> list[str]:

@@ -33,9 +33,9 @@ def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
         UsageError: the user's alpha differs from the stored one.
         UnsupportedCheckpointError: alpha is neither stored nor passed, or it is zero or not a finite number.
     """
-    told: Mapping[str, Any] = (run_config_of(checkpoint.folder) or {}).get("peft") or {}
+    settings: Mapping[str, Any] = (run_config_of(checkpoint.folder) or {}).get("peft") or {}
     args = checkpoint.arguments.raw
-    stored = told["alpha"] if told.get("alpha") is not None else args.get("lora_alpha")
+    stored = settings["alpha"] if settings.get("alpha") is not None else args.get("lora_alpha")
     if alpha is not None and stored is not None and alpha != stored:
         raise UsageError(
             "the checkpoint stores the alpha of its adapters", found=f"--lora-alpha {alpha}",
@@ -51,5 +51,5 @@ def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
             hint=f"set lora_alpha in {ADAPTER}" if is_peft(checkpoint.folder)
             else "pass the one used in training: --to hf --lora-alpha N",
         )  # fmt: skip
-    dropout = told.get("dropout", args.get("lora_dropout"))
+    dropout = settings.get("dropout", args.get("lora_dropout"))
     return Scaling(found, bool(args.get("use_rslora")), float(dropout) if isinstance(dropout, (int, float)) else 0.0)

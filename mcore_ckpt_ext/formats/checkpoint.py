@@ -77,16 +77,16 @@ def open_checkpoint(
         if weights is not None and found is not None and found.is_adapter_folder:
             return found.open(folder, replace(options, model=open_checkpoint(weights, family=family))).view
         if weights is not None:
-            lender = open_checkpoint(weights, family=family, transformer_impl=transformer_impl)
+            source = open_checkpoint(weights, family=family, transformer_impl=transformer_impl)
             try:
-                return _with_weights(folder, lender, order_sources, facts)
+                return _with_weights(folder, source, order_sources, facts)
             except ProofError:
                 # The optimizer may use the parameter names of the other layer spec.
-                other = lender.format_reader.other_layer_spec
+                other = source.format_reader.other_layer_spec
                 if other is None:
                     raise
-                lender = open_checkpoint(weights, family=family, transformer_impl=other)
-                return _with_weights(folder, lender, order_sources, facts)
+                source = open_checkpoint(weights, family=family, transformer_impl=other)
+                return _with_weights(folder, source, order_sources, facts)
         if (
             shared_index_of(folder) is None
         ):  # if another rank has read the index for this one, it has compared the digests
@@ -99,12 +99,12 @@ def open_checkpoint(
 
 
 def _with_weights(
-    folder: Path, lender: CheckpointView, order_sources: Sequence[ParameterOrder], facts: Facts
+    folder: Path, source: CheckpointView, order_sources: Sequence[ParameterOrder], facts: Facts
 ) -> CheckpointView:
     checkpoint = open_checkpoint(folder, order_sources=order_sources, facts=facts)
     if has_adapters_alone(checkpoint):
-        return for_model(checkpoint, lender)
-    return checkpoint.format_reader.with_weights_of(lender).view
+        return for_model(checkpoint, source)
+    return checkpoint.format_reader.with_weights_of(source).view
 
 
 def _unknown(folder: Path) -> CheckpointError:

@@ -56,12 +56,12 @@ class Description:
     source: str = ""
     problems: tuple[str, ...] = ()
 
-    def with_model(self, told: Mapping[str, Any]) -> Description:
+    def with_model(self, model: Mapping[str, Any]) -> Description:
         """Add arguments of the model from another source; existing ones take precedence."""
-        return replace(self, arguments=self.arguments.replace(**{**told, **self.arguments.raw}))
+        return replace(self, arguments=self.arguments.replace(**{**model, **self.arguments.raw}))
 
 
-def stated_by_megatron(args: Mapping[str, Any], folder: Path, sidecar: Sidecar | None) -> JobArguments:
+def megatron_arguments(args: Mapping[str, Any], folder: Path, sidecar: Sidecar | None) -> JobArguments:
     """Describe a job by Megatron's own arguments in its checkpoint.
 
     Raises:
@@ -86,9 +86,9 @@ def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar |
     description = found or Description(own or _partial({}, folder), "its own arguments" if own else "")
     counted, problems = _train_state(reader) if description.source == bridge.RUN_CONFIG else ({}, ())
     recorded = {_RECORDED[name]: size for name, size in sidecar.layout.items() if name in _RECORDED} if sidecar else {}
-    stated = {**description.arguments.raw, **counted, **recorded, **facts.sizes()}
-    told = (*description.problems, *problems)
-    return replace(description, arguments=_partial(stated, folder, told), problems=told)
+    known = {**description.arguments.raw, **counted, **recorded, **facts.sizes()}
+    ignored = (*description.problems, *problems)
+    return replace(description, arguments=_partial(known, folder, ignored), problems=ignored)
 
 
 def contradicting(own: JobArguments, folder: Path) -> tuple[str, ...]:
@@ -96,11 +96,11 @@ def contradicting(own: JobArguments, folder: Path) -> tuple[str, ...]:
     found = next((one for looks in _READERS if (one := looks(folder)) is not None), None)
     if found is None:
         return ()
-    said = {name: found.arguments.value(name) for name in _COMPARED if found.arguments.value(name) is not None}
-    other = {name: value for name, value in said.items() if own.value(name) not in (value, None)}
-    told = (f"{found.source} has {name} {value}, but Megatron's arguments have {own.value(name)}, which is used"
+    described = {name: found.arguments.value(name) for name in _COMPARED if found.arguments.value(name) is not None}
+    other = {name: value for name, value in described.items() if own.value(name) not in (value, None)}
+    differences = (f"{found.source} has {name} {value}, but Megatron's arguments have {own.value(name)}, which is used"
             for name, value in other.items())  # fmt: skip
-    return (*found.problems, *told)
+    return (*found.problems, *differences)
 
 
 def _train_state(reader: FolderReader) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -129,38 +129,38 @@ def refuse_facts(facts: Facts, where: Path) -> None:
     )  # fmt: skip
 
 
-def completed(description: Description, shown: Mapping[str, Any], facts: Facts, folder: Path) -> Description:
+def completed(description: Description, inferred: Mapping[str, Any], facts: Facts, folder: Path) -> Description:
     """Add the arguments found in the index, which take precedence.
 
     Args:
         description: from `described`.
-        shown: arguments found in the index.
+        inferred: arguments found in the index.
         facts: the properties that the user passes.
         folder: the folder of the checkpoint.
 
     Raises:
         UsageError: a property that the user passes contradicts the index.
     """
-    stated = description.arguments.raw
-    contradicted = [name for name, value in shown.items() if name in stated and stated[name] not in (value, None)]
+    known = description.arguments.raw
+    contradicted = [name for name, value in inferred.items() if name in known and known[name] not in (value, None)]
     for name in contradicted:
-        if facts.sizes().get(name) == stated[name]:
+        if facts.sizes().get(name) == known[name]:
             raise UsageError(
                 "the checkpoint's index contradicts the option",
-                found=f"{facts.option(name)} {stated[name]}", expected=f"{shown[name]}", where=str(folder),
+                found=f"{facts.option(name)} {known[name]}", expected=f"{inferred[name]}", where=str(folder),
                 hint="leave the option out: the index is used anyway",
             )  # fmt: skip
     source = description.source or SIDECAR_FILE
-    told = [f"{source} has {name} {stated[name]}, but the index has {shown[name]}, which is used"
+    differences = [f"{source} has {name} {known[name]}, but the index has {inferred[name]}, which is used"
             for name in contradicted]  # fmt: skip
-    merged = {**stated, **{name: value for name, value in shown.items() if value is not None or name not in stated}}
+    merged = {**known, **{name: value for name, value in inferred.items() if value is not None or name not in known}}
     arguments = _partial(merged, folder, description.problems)
-    return replace(description, arguments=arguments, problems=(*description.problems, *told))
+    return replace(description, arguments=arguments, problems=(*description.problems, *differences))
 
 
-def _partial(stated: Mapping[str, Any], folder: Path, problems: Sequence[str] = ()) -> JobArguments:
+def _partial(known: Mapping[str, Any], folder: Path, problems: Sequence[str] = ()) -> JobArguments:
     because = "".join(f" ({problem})" for problem in problems)
-    return JobArguments.of(stated, source=f"what is known of the job of {folder}{because}", is_complete=False)
+    return JobArguments.of(known, source=f"what is known of the job of {folder}{because}", is_complete=False)
 
 
 def _of_bridge(folder: Path) -> Description | None:
@@ -181,12 +181,12 @@ def _of_nemo(folder: Path) -> Description | None:
     if folder.name != nemo.WEIGHTS:
         return None
     context = folder.parent / nemo.CONTEXT
-    told = _read(context, nemo.EVERYTHING_FILE, lambda text, where: nemo.of_everything(parsed(text), where))
+    job = _read(context, nemo.EVERYTHING_FILE, lambda text, where: nemo.of_everything(parsed(text), where))
     model = _read(context, nemo.MODEL_FILE, lambda text, where: nemo.of_model(parsed_yaml(text, where), where))
-    if told is None or model is None:
-        return model or told
-    stated = {**model.arguments.raw, **told.arguments.raw}
-    return Description(_partial(stated, folder), model.source, (*told.problems, *model.problems))
+    if job is None or model is None:
+        return model or job
+    known = {**model.arguments.raw, **job.arguments.raw}
+    return Description(_partial(known, folder), model.source, (*job.problems, *model.problems))
 
 
 _READERS = (_of_bridge, _of_verl, _of_nemo)

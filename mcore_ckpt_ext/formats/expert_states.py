@@ -28,7 +28,7 @@ _SIDE_BY_SIDE = re.compile(r"^(scale|scale_inv|amax_history)_(fwd|bwd)$")
 _SETTINGS, _COUNT = "extra_fp8_variables", "num_gemms"
 _ABOUT = "written empty, because one stored state covers several experts (fp8 scaling is reinitialized)"
 
-FoundLayout = tuple[dict[str, Any], list[str]]
+StatesAndNotes = tuple[dict[str, Any], list[str]]
 """States by model-space name, and messages."""
 
 
@@ -49,7 +49,7 @@ def grouped_experts(name: str, numbers: Sequence[int]) -> list[str]:
     return [str(replace(parsed, experts=grouped[1], expert=number, rest=grouped[2])) for number in numbers]
 
 
-def of_each_expert(states: Mapping[str, Any], experts: int) -> FoundLayout:
+def of_each_expert(states: Mapping[str, Any], experts: int) -> StatesAndNotes:
     """Assign an empty state to every expert of grouped linears whose state could not be split."""
     found: dict[str, Any] = {}
     emptied: list[str] = []

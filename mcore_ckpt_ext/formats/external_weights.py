@@ -21,29 +21,29 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 NAME_THEM = "pass the folder of its weights, a Hugging Face folder or a checkpoint: --weights FOLDER"
 
 
-def described_by_model(lender: CheckpointView) -> dict[str, Any]:
+def described_by_model(source: CheckpointView) -> dict[str, Any]:
     """Return the arguments of a checkpoint's model; its layout and job may differ from the optimizer's."""
-    known = lender.arguments
-    told = {name: known.value(name) for name in MODEL_ARGUMENTS if known.is_set(name)}
-    embeddings = lender.logical_tensor(WEIGHT, WORD_EMBEDDINGS)
-    return {**told, "padded_vocab_size": embeddings.shape[0]} if embeddings is not None else told
+    known = source.arguments
+    found = {name: known.value(name) for name in MODEL_ARGUMENTS if known.is_set(name)}
+    embeddings = source.logical_tensor(WEIGHT, WORD_EMBEDDINGS)
+    return {**found, "padded_vocab_size": embeddings.shape[0]} if embeddings is not None else found
 
 
-def external_weights(lender: CheckpointView, arguments: JobArguments) -> dict[str, WeightSpec]:
+def external_weights(source: CheckpointView, arguments: JobArguments) -> dict[str, WeightSpec]:
     """Return the weights of a checkpoint as a job with these arguments shards them, by the rules of Megatron's layers.
 
     A weight without a rule is assumed to be replicated; the master check verifies that later.
     """
     found = {}
-    for name in lender.names(WEIGHT):
-        tensor, cut = lender.named_tensor(WEIGHT, name), None
+    for name in source.names(WEIGHT):
+        tensor, cut = source.named_tensor(WEIGHT, name), None
         with contextlib.suppress(UnsupportedCheckpointError):
             cut = whole_cut(name, tensor.shape, arguments)
         found[name] = WeightSpec(tensor, cut.axis, cut.bands) if cut else WeightSpec(tensor, None)
     return found
 
 
-def check_external_weights(lender: CheckpointView, checkpoint: CheckpointView) -> None:
+def check_external_weights(source: CheckpointView, checkpoint: CheckpointView) -> None:
     """Refuse weights that are not needed, a folder without weights, and a folder that describes another model.
 
     Raises:
@@ -57,9 +57,9 @@ def check_external_weights(lender: CheckpointView, checkpoint: CheckpointView) -
             found="a checkpoint with its own weights" if checkpoint.names(WEIGHT) else "no optimizer",
             where=str(checkpoint.folder), hint="leave --weights out",
         )  # fmt: skip
-    if not lender.names(WEIGHT):
-        raise UsageError("the folder of --weights has no weights", where=str(lender.folder), hint=NAME_THEM)
-    if mismatch := lender.format_reader.mismatch_with(checkpoint):
+    if not source.names(WEIGHT):
+        raise UsageError("the folder of --weights has no weights", where=str(source.folder), hint=NAME_THEM)
+    if mismatch := source.format_reader.mismatch_with(checkpoint):
         raise mismatch
 
 

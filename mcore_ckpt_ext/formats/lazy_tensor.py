@@ -11,7 +11,7 @@ from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
+from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
@@ -69,7 +69,7 @@ class TensorHandle:
         if self.kind != WEIGHT and not self.checkpoint.masters_are_derived(wanted.name):
             masters = values if self.kind == FP32_PARAM else self._read(FP32_PARAM, wanted)
             own = self.checkpoint
-            proof_beside(own, [wanted.name], own.proof, own.transfer).check(
+            proof_at_stored_scales(own, [wanted.name], own.proof, own.transfer).check(
                 masters,
                 self._read(WEIGHT, wanted),
                 lambda position: f"{wanted.name}, element {position} of {wanted}, {self.checkpoint.folder}",

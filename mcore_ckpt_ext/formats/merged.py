@@ -42,7 +42,7 @@ def _merged_weights(weights: Weights, merged: Mapping[str, Merged]) -> WeightsVi
 
 
 def merged_view(
-    base: CheckpointView, adapters: CheckpointView, scaling: Scaling, family: Family | None, stated: Mapping[str, Any]
+    base: CheckpointView, adapters: CheckpointView, scaling: Scaling, family: Family | None, passed: Mapping[str, Any]
 ) -> CheckpointView:
     """Merge adapters of the same or another checkpoint into the weights of a base; the result has no optimizer.
 
@@ -51,27 +51,27 @@ def merged_view(
         adapters: the checkpoint that contains the adapters.
         scaling: the scaling of the adapters.
         family: the family of the base that the user names.
-        stated: arguments of the base that the user passes.
+        passed: arguments of the base that the user passes.
 
     Raises:
         UsageError: the two do not belong together.
         UnsupportedCheckpointError: the weight that an adapter belongs to is unknown.
     """
-    beside = base.folder.resolve() == adapters.folder.resolve()
-    if not beside:
-        _check_apart(base, adapters)
+    are_together = base.folder.resolve() == adapters.folder.resolve()
+    if not are_together:
+        _check_separate_folders(base, adapters)
     view, where = without_optimizer(base), adapters.weights
-    if not beside:
+    if not are_together:
         reader = OverlayReader(base.reader, adapters.reader)
         where = relocated(where, reader.name_of)
         view = replace(view, files=replace(view.files, reader=reader, transfer=Transfer(reader)))
-    merged = _merged(base, adapters, where, scaling, fit_of_adapters(base, family, stated))
-    sources = [base] if beside else [base, adapters]
+    merged = _merged(base, adapters, where, scaling, fit_of_adapters(base, family, passed))
+    sources = [base] if are_together else [base, adapters]
 
     def unread(objects: bool) -> list[UnreadState]:
         return [item for source in sources for item in source.unread(objects=objects)]
 
-    told = [f"adapters are merged into {len(merged)} weights, in fp32, and rounded once",
+    notes = [f"adapters are merged into {len(merged)} weights, in fp32, and rounded once",
             *about_norms(adapters, "this is")]  # fmt: skip
     return replace(
         view,
@@ -80,8 +80,8 @@ def merged_view(
         ),
         states=replace(view.states, extra=lazy(lambda: _of_base(base.extra_states()))),
         unread_keys=unread,
-        messages=lambda seen: [*told, *view.messages(seen)],
-        merger=Merger(sources, told),
+        messages=lambda seen: [*notes, *view.messages(seen)],
+        merger=Merger(sources, notes),
     )
 
 
@@ -105,7 +105,7 @@ def _merged(
     return {name: Merged(base.weights, where, own) for name, own in parts.items()}
 
 
-def _check_apart(base: CheckpointView, adapters: CheckpointView) -> None:
+def _check_separate_folders(base: CheckpointView, adapters: CheckpointView) -> None:
     """For two folders, refuse adapters stored with a model, and a base with adapters of its own.
 
     Raises:

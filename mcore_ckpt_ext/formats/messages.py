@@ -19,11 +19,11 @@ def contradictions(checkpoint: CheckpointView) -> list[str]:
     """Contradictions between metadata and stored content."""
     about_vocabulary = checkpoint.vocabulary_contradiction
     found = [about_vocabulary] if about_vocabulary else []
-    names, stated = checkpoint.names(WEIGHT), checkpoint.arguments.num_layers
+    names, count = checkpoint.names(WEIGHT), checkpoint.arguments.num_layers
     block = pipelined_block(names)
     layers = {layer.number for layer, _ in map(split_layer, names) if layer is not None and layer.block == block}
-    if layers and stated and stated != len(layers):
-        found.append(f"the arguments say num_layers {stated}, but {len(layers)} are stored")
+    if layers and count and count != len(layers):
+        found.append(f"the arguments say num_layers {count}, but {len(layers)} are stored")
     named = iteration_number(checkpoint.folder)
     if named is not None and "iteration" not in checkpoint.common:
         found.append(f"it does not record its iteration: that of its folder, {checkpoint.folder.name}, is used")
@@ -38,7 +38,7 @@ def general_notices(checkpoint: CheckpointView) -> list[str]:
     found += [f"{SIDECAR_FILE} is ignored: {sidecar_problem}"] if sidecar_problem else []
     state = checkpoint.optimizer if checkpoint.optimizer_format else None
     if state is not None and checkpoint.sidecar is not None:
-        doubts = [doubt for buffers in state.buffers for doubt in buffers.disbelieved()]
+        doubts = [doubt for buffers in state.buffers for doubt in buffers.sidecar_problems()]
         found += [f"{SIDECAR_FILE} is ignored: {join_some(doubts, 1)}"] if doubts else []
     if state is not None and PARAM_REMAINDER in state.kinds:
         state.names()  # recovers the packing, which `order_sources` needs

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, format_value
 from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, auxiliary_files
-from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
+from mcore_ckpt_ext.formats.description import ARGUMENTS, megatron_arguments
 from mcore_ckpt_ext.formats.grid import weight_grid
 from mcore_ckpt_ext.formats.messages import general_notices
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
@@ -103,7 +103,7 @@ class FormatReader(FormatTraits, ABC):
                 released=self.released,
                 vocabulary=lambda: self.vocabulary,
                 layers=self.layers,
-                orders=self.witnessed_orders,
+                orders=self.parameter_orders,
                 sidecar=lambda: self.found_sidecar,
                 unbuildable=self.unbuildable,
             ),
@@ -196,7 +196,7 @@ class FormatReader(FormatTraits, ABC):
         Raises:
             UnreadableCheckpointError: an argument has an invalid value.
         """
-        return stated_by_megatron(self.args, self.folder, self.sidecar)
+        return megatron_arguments(self.args, self.folder, self.sidecar)
 
     @cached_property
     def layout(self) -> ParallelLayout:
@@ -210,14 +210,14 @@ class FormatReader(FormatTraits, ABC):
         Raises:
             UnreadableCheckpointError: the recorded iteration is not a valid number.
         """
-        stated = self.common.get("iteration", iteration_number(self.folder) or 0)
-        if type(stated) is not int or not 0 <= stated < _MOST_ITERATIONS:
+        found = self.common.get("iteration", iteration_number(self.folder) or 0)
+        if type(found) is not int or not 0 <= found < _MOST_ITERATIONS:
             raise UnreadableCheckpointError(
-                "invalid iteration number in the checkpoint", found=format_value(stated),
+                "invalid iteration number in the checkpoint", found=format_value(found),
                 expected="a whole number", where=str(self.folder), hint="its common state was edited: "
                     "use another iteration",
             )  # fmt: skip
-        return stated
+        return found
 
     @property
     def released(self) -> bool:
@@ -259,7 +259,7 @@ class FormatReader(FormatTraits, ABC):
         """Return the `torch_dist` array of each name, and its index on the axes of layers and experts."""
         return sharded_keys(self.weights.names(), self.arguments)
 
-    def witnessed_orders(self) -> Sequence[ParameterOrder]:
+    def parameter_orders(self) -> Sequence[ParameterOrder]:
         """Return evidence of the order in which this model's parameters were registered."""
         return self._extra_parameter_orders
 
@@ -271,11 +271,11 @@ class FormatReader(FormatTraits, ABC):
         """Return the reader without the state that legacy files cannot contain."""
         return self
 
-    def with_weights_of(self, lender: CheckpointView) -> FormatReader:
+    def with_weights_of(self, source: CheckpointView) -> FormatReader:
         """Return a reader that takes the weights from another checkpoint, for an optimizer stored without them.
 
         Args:
-            lender: the checkpoint with the weights.
+            source: the checkpoint with the weights.
 
         Raises:
             UsageError: this checkpoint has weights, or the other one has none.
@@ -302,12 +302,12 @@ class FormatReader(FormatTraits, ABC):
     @cached_property
     def found_sidecar(self) -> FoundSidecar:
         """The sidecar, or its problem."""
-        stated, iteration = None, None
+        arguments, iteration = None, None
         with suppress(CheckpointError):  # reported by the code that uses the common state
             iteration = self.common.get("iteration")
-            own = stated_by_megatron(self.args, self.folder, None)
-            stated = own if self.args and own.is_complete else None
-        return find_sidecar(self.folder, stated, iteration)
+            own = megatron_arguments(self.args, self.folder, None)
+            arguments = own if self.args and own.is_complete else None
+        return find_sidecar(self.folder, arguments, iteration)
 
     @property
     def stored_index(self) -> DcpIndex | None:

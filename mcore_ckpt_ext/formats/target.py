@@ -81,8 +81,8 @@ def version_number(version: str | None) -> Version:
     text = installed_version() if version is None else version
     found = parse_version(text)
     if found is None:
-        shown = shorten(repr(text), 40)
-        raise UsageError("invalid version of Megatron", found=shown, expected="for example 0.16.1")
+        found_text = shorten(repr(text), 40)
+        raise UsageError("invalid version of Megatron", found=found_text, expected="for example 0.16.1")
     if not HAS_KNOWN_FORMATS.is_of(found):
         expected = f"{OLDEST} to {NEWEST}, or what follows it"
         raise UsageError("unknown version of Megatron", found=str(found), expected=expected)

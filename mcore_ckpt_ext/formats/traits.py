@@ -48,7 +48,7 @@ class FormatTraits:
         return None
 
     @property
-    def not_looked_at(self) -> list[str]:
+    def ignored_vision_tensors(self) -> list[str]:
         """Return tensors of vision parts that are left out."""
         return []
 

@@ -16,17 +16,17 @@ def vocabulary_rows(checkpoint: CheckpointView) -> int | None:
 
     Release checkpoints may be unpadded; then the padded size is taken from the arguments.
     """
-    stated, table = checkpoint.arguments.padded_vocab_size, word_embeddings_in(checkpoint.names(WEIGHT))
+    recorded, table = checkpoint.arguments.padded_vocab_size, word_embeddings_in(checkpoint.names(WEIGHT))
     tensor = checkpoint.logical_tensor(WEIGHT, table) if table else None
     if tensor is None:
-        return stated
+        return recorded
     rows, multiple = tensor.shape[0], checkpoint.arguments.make_vocab_size_divisible_by or 1
-    return stated if checkpoint.released and stated == -(-rows // multiple) * multiple else rows
+    return recorded if checkpoint.released and recorded == -(-rows // multiple) * multiple else rows
 
 
 def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:
     """Return a contradiction between the arguments and the vocabulary's rows; None if they agree."""
-    stated, rows = checkpoint.arguments.padded_vocab_size, checkpoint.vocabulary_rows
-    if stated is None or stated == rows:
+    recorded, rows = checkpoint.arguments.padded_vocab_size, checkpoint.vocabulary_rows
+    if recorded is None or recorded == rows:
         return None
-    return f"the arguments say padded_vocab_size {stated}, but the vocabulary has {rows} rows, which are used"
+    return f"the arguments say padded_vocab_size {recorded}, but the vocabulary has {rows} rows, which are used"

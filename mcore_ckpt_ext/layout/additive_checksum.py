@@ -63,9 +63,9 @@ def _products(words: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
     multipliers = _multipliers(str(words.device))
     for block in range(start // _BLOCK, -(-(start + words.numel()) // _BLOCK)):
         first, last = max(start, block * _BLOCK), min(start + words.numel(), (block + 1) * _BLOCK)
-        own, beside = words[first - start : last - start], multipliers[first - block * _BLOCK : last - block * _BLOCK]
+        own, factors = words[first - start : last - start], multipliers[first - block * _BLOCK : last - block * _BLOCK]
         # `dot` stores no products, which is several times faster; torch has it for integers on CPUs only.
-        yield (torch.dot(own, beside) if own.device.type == "cpu" else (own * beside).sum()) * _scale(block)
+        yield (torch.dot(own, factors) if own.device.type == "cpu" else (own * factors).sum()) * _scale(block)
 
 
 def added(*parts: int) -> int:

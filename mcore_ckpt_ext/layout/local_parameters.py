@@ -277,8 +277,8 @@ def _cut(
         return None
     if leaf in ("weight", "bias"):
         if is_first_linear(name):
-            stated = bool(arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit)
-            return Cut(0, 2 if (stated if part.gated is None else part.gated) else 1)
+            is_gated = bool(arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit)
+            return Cut(0, 2 if (is_gated if part.gated is None else part.gated) else 1)
         if module in _COLUMN_PARALLEL:
             return Cut(0)
         if module in _ROW_PARALLEL:

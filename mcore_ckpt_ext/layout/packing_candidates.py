@@ -22,20 +22,20 @@ class Proposal:
     Attributes:
         label: the name of the source in messages.
         packing_of: returns the packing of a group.
-        is_witnessed: whether it was recorded, or observed in a model; otherwise it is the order of a known layer spec.
+        is_observed: whether it was recorded, or observed in a model; otherwise it is the order of a known layer spec.
         is_recorded: whether the sidecar recorded it.
     """
 
     label: str
     packing_of: Callable[[OptimizerGroup], Packing | None]
-    is_witnessed: bool = False
+    is_observed: bool = False
     is_recorded: bool = False
 
 
 def by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule = PackingRule.SINCE_0_13) -> Proposal:
     """Return the packing that a rule derives from one parameter order."""
-    witnessed = isinstance(order, ObservedOrder)
-    return Proposal(order.label, lambda group: _packed(models, order, rule, group), witnessed)
+    is_observed = isinstance(order, ObservedOrder)
+    return Proposal(order.label, lambda group: _packed(models, order, rule, group), is_observed)
 
 
 def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
@@ -58,7 +58,7 @@ def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
                 placements.append(Placement(parameter.name, regions, origin + parameter.start))
         return packing or None
 
-    return Proposal("the sidecar", packing_of, is_witnessed=True, is_recorded=True)
+    return Proposal("the sidecar", packing_of, is_observed=True, is_recorded=True)
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,13 @@ class RecoveredPacking:
         order_source: the label of the source.
         packing: the positions of parameters.
         discovered: whether it was found by content alone.
-        disbelieved: why the sidecar's packing was rejected; None if it was not, or there is none.
+        sidecar_problem: why the sidecar's packing was rejected; None if it was not, or there is none.
     """
 
     order_source: str
     packing: Packing
     discovered: bool = False
-    disbelieved: str | None = None
+    sidecar_problem: str | None = None
 
 
 def recover(
@@ -59,15 +59,15 @@ def recover(
         PackingError: no candidate passes, and the search by content fails.
     """
     tried: list[str] = []
-    disbelieved: str | None = None
+    sidecar_problem: str | None = None
     for number, proposal in enumerate(proposals):
         packing, problem = _tried(group, proposal, read)
         if packing is not None and problem is None and proposal.is_recorded:
             problem = _contradiction(group, models, packing, proposals[number + 1 :], read)
         if packing is not None and problem is None:
-            return RecoveredPacking(proposal.label, packing, disbelieved=disbelieved)
+            return RecoveredPacking(proposal.label, packing, sidecar_problem=sidecar_problem)
         tried.append(f"{proposal.label}: {problem}")
-        disbelieved = problem if proposal.is_recorded else disbelieved
+        sidecar_problem = problem if proposal.is_recorded else sidecar_problem
     try:
         found = discover(group, models.candidates(group.rank), _data_parallel_borders(group, models), read)
     except PackingError as error:
@@ -76,7 +76,7 @@ def recover(
             found="; ".join([*tried, f"by content: {error}"]),
             where=str(group),
         ) from error
-    return RecoveredPacking("discovery by content", found, discovered=True, disbelieved=disbelieved)
+    return RecoveredPacking("discovery by content", found, discovered=True, sidecar_problem=sidecar_problem)
 
 
 def _tried(group: OptimizerGroup, proposal: Proposal, read: Bytes) -> tuple[Packing | None, str | None]:
@@ -103,7 +103,7 @@ def _contradiction(
     if models.arguments.spec or any(_places(group, other) == placed for other in others):
         return None
     for other in others:
-        packing, problem = (None, None) if other.is_witnessed else _tried(group, other, read)
+        packing, problem = (None, None) if other.is_observed else _tried(group, other, read)
         if packing is not None and problem is None:
             moved = {name for key, places in _placed(packing).items() for name, _ in {*places} ^ {*placed[key]}}
             return f"{other.label} fits by itself and places parameters differently: {join_some(sorted(moved))}"
@@ -148,7 +148,7 @@ def recover_unproven(
         if packing is not None and problem is None:
             problem = contradiction(packing)
         if packing is not None and problem is None:
-            if proposal.is_witnessed or is_recorded:
+            if proposal.is_observed or is_recorded:
                 return RecoveredPacking(proposal.label, packing)
             fitting.append((proposal, packing))
         tried.append(f"{proposal.label}: {problem or 'it fits'}")

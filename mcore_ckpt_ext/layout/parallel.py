@@ -103,7 +103,7 @@ def _unknown(arguments: JobArguments) -> frozenset[str]:
     """Return the dimensions that arguments leave open: none for Megatron's own, in which a missing size means 1."""
     if arguments.is_complete:
         return frozenset()
-    stated = {
+    known = {
         "tensor": arguments.tensor_model_parallel_size is not None,
         "pipeline": arguments.pipeline_model_parallel_size is not None,
         "virtual_pipeline": arguments.is_set("virtual_pipeline_model_parallel_size")
@@ -114,7 +114,7 @@ def _unknown(arguments: JobArguments) -> frozenset[str]:
         "data": arguments.data_parallel_size is not None,
         "world": arguments.world_size is not None,
     }
-    return frozenset(name for name, is_stated in stated.items() if not is_stated)
+    return frozenset(name for name, is_known in known.items() if not is_known)
 
 
 def _has_no_experts(arguments: JobArguments) -> bool:
@@ -133,10 +133,10 @@ def layers_by_chunk(arguments: JobArguments, layout: ParallelLayout) -> list[lis
     """
     virtual = layout.virtual_pipeline
     if arguments.pipeline_model_parallel_layout:
-        stated = StageLayout.parse(arguments.pipeline_model_parallel_layout)
-        if stated is None or len(stated.stages) != layout.pipeline * virtual:
+        stage_layout = StageLayout.parse(arguments.pipeline_model_parallel_layout)
+        if stage_layout is None or len(stage_layout.stages) != layout.pipeline * virtual:
             return None
-        stages = stated.layers(layout.pipeline)
+        stages = stage_layout.layers(layout.pipeline)
         return stages if stages[-1][-1].stop == arguments.num_layers else None
     counts = _layers_per_stage(arguments, layout.pipeline)
     if (segments := _hybrid_segments(arguments)) and len(segments) == layout.pipeline * virtual:
@@ -201,8 +201,8 @@ def prediction_chunk(arguments: JobArguments, layout: ParallelLayout) -> tuple[i
     """
     if not arguments.pipeline_model_parallel_layout:
         return layout.pipeline - 1, layout.virtual_pipeline - 1
-    stated = StageLayout.parse(arguments.pipeline_model_parallel_layout)
-    return None if stated is None else stated.prediction_chunk(layout.pipeline)
+    stage_layout = StageLayout.parse(arguments.pipeline_model_parallel_layout)
+    return None if stage_layout is None else stage_layout.prediction_chunk(layout.pipeline)
 
 
 # The arguments that determine the positions of parameters in the gradient buffers of a rank: the parallel layout, the

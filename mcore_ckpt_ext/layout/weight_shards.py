@@ -38,12 +38,12 @@ def expert_weight_shards(arguments: JobArguments) -> int:
 
 
 def _number(arguments: JobArguments, name: str) -> int:
-    stated = arguments.raw.get(name)
-    number = 1 if stated is None else stated
+    value = arguments.raw.get(name)
+    number = 1 if value is None else value
     if type(number) is not int or not 0 < number <= _MOST_SHARDS:
         raise UnreadableCheckpointError(
             "the arguments of the job name an impossible number of weight shards",
-            found=f"{name} {format_value(stated)}",
+            found=f"{name} {format_value(value)}",
         )
     return number
 

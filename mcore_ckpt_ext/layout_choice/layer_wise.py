@@ -102,9 +102,9 @@ def layer_wise_stages(
         rule: how parameters are distributed.
         high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
     """
-    apart = layout.expert > 1
-    dense = table.local(layout.tensor, layout.expert_tensor, None if apart else 1)
-    experts = table.local(layout.tensor, layout.expert_tensor, layout.expert) if apart else None
+    is_separate = layout.expert > 1
+    dense = table.local(layout.tensor, layout.expert_tensor, None if is_separate else 1)
+    experts = table.local(layout.tensor, layout.expert_tensor, layout.expert) if is_separate else None
     found = []
     for pipeline, stage in enumerate(held):
         chunks = _chunks(dense, ranges, pipeline, table.copies)

@@ -209,9 +209,9 @@ class ModelTable:
             expert_tensor: tensor parallel size of experts.
             expert: expert parallel size.
         """
-        apart = expert > 1
-        dense = self._totals(tensor, expert_tensor, None if apart else 1)
-        experts = self._totals(tensor, expert_tensor, expert) if apart else None
+        is_separate = expert > 1
+        dense = self._totals(tensor, expert_tensor, None if is_separate else 1)
+        experts = self._totals(tensor, expert_tensor, expert) if is_separate else None
         last = len(ranges) - 1
         found = []
         for rank, spans in enumerate(ranges):

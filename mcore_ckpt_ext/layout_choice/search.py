@@ -103,21 +103,23 @@ class Search:
             self.nearest[rule] = (distance, layout, reason)
 
 
-def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: SearchRequest, buffers: Buffers) -> Search:
+def search(
+    job: JobArguments, table: ModelTable, old: ParallelLayout, request: SearchRequest, buffers: Buffers
+) -> Search:
     """Evaluate all combinations of sizes whose product is the number of GPUs.
 
     Args:
         job: arguments of the model.
         table: its parameters.
         old: the layout of the job that wrote the checkpoint.
-        wish: the hardware and the options.
+        request: the hardware and the options.
         buffers: how the job stores gradients and optimizer.
     """
     result = Search()
 
     @cache
     def splits(pipeline: int, virtual: int) -> StageSplit | None:
-        return next(stage_splits(job, pipeline, virtual, wish.version, job.mtp_num_layers or 0), None)
+        return next(stage_splits(job, pipeline, virtual, request.version, job.mtp_num_layers or 0), None)
 
     @cache
     def holdings(split: StageSplit, tensor: int, expert_tensor: int, expert: int) -> tuple[StageHolding, ...]:
@@ -139,9 +141,9 @@ def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Sear
         return broken is not None
 
     def choice_of(layout: ParallelLayout, split: StageSplit | None = None) -> Choice:
-        return Choice(job, table, layout, split, 1, 1, wish.version)
+        return Choice(job, table, layout, split, 1, 1, request.version)
 
-    sizes = _Sizes(job, old, wish)
+    sizes = _Sizes(job, old, request)
     for dense in sizes.dense_layouts():
         if is_excluded(choice_of(dense), DENSE_RULES):
             continue
@@ -152,36 +154,36 @@ def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Sear
                 split = splits(staged.pipeline, staged.virtual_pipeline)
                 choice = with_batch(choice_of(staged, split))
                 if not is_excluded(choice, STAGE_RULES) and split is not None:
-                    result.found.append(_weighed(choice, shared_out(split, staged), wish, buffers))
-    result.found.sort(key=lambda one: _rank(one, old, wish))
+                    result.found.append(_weighed(choice, shared_out(split, staged), request, buffers))
+    result.found.sort(key=lambda one: _rank(one, old, request))
     return result
 
 
-def _weighed(choice: Choice, held: tuple[StageHolding, ...], wish: SearchRequest, buffers: Buffers) -> FoundLayout:
-    activations = activation_bytes(choice, wish.recomputation)
+def _weighed(choice: Choice, held: tuple[StageHolding, ...], request: SearchRequest, buffers: Buffers) -> FoundLayout:
+    activations = activation_bytes(choice, request.recomputation)
     # Most stages have equal totals.
     by_stage = (memory_of(stage, choice, buffers, activations) for stage in dict.fromkeys(held))
     memory = max(by_stage, key=lambda one: (one.total, one.host))
     return FoundLayout(
         choice,
         memory,
-        _fits(memory, wish),
+        _fits(memory, request),
         bubble_fraction(choice),
         (choice.micro_batch, choice.global_batch) == batch_of(choice.job),
         held,
     )
 
 
-def _fits(memory: Memory, wish: SearchRequest) -> bool | None:
-    if wish.memory is not None and memory.total <= wish.memory:
+def _fits(memory: Memory, request: SearchRequest) -> bool | None:
+    if request.memory is not None and memory.total <= request.memory:
         return True
-    return None if wish.memory is None or wish.is_least else False
+    return None if request.memory is None or request.is_least else False
 
 
-def _rank(one: FoundLayout, old: ParallelLayout, wish: SearchRequest) -> tuple[object, ...]:
+def _rank(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tuple[object, ...]:
     """Return a sort key: fits, keeps the batch, idles least, keeps TP within a node, is similar to the old layout."""
     layout = one.choice.layout
-    crosses = layout.tensor > wish.gpus_per_node
+    crosses = layout.tensor > request.gpus_per_node
     return (
         not one.fits,
         one.fits is False,
@@ -205,11 +207,11 @@ class _Sizes:
     later ones at once. Dimensions of later steps are as near to those of the old layout as possible.
     """
 
-    def __init__(self, job: JobArguments, old: ParallelLayout, wish: SearchRequest) -> None:
-        self._old, self._gpus, self._pins = old, wish.gpus, wish.pins
+    def __init__(self, job: JobArguments, old: ParallelLayout, request: SearchRequest) -> None:
+        self._old, self._gpus, self._pins = old, request.gpus, request.pins
         self._layers, self._experts = job.num_layers or 1, job.num_experts or 1
-        small = [size for size in range(1, isqrt(wish.gpus) + 1) if wish.gpus % size == 0]
-        self._divisors = sorted({*small, *(wish.gpus // size for size in small)})
+        small = [size for size in range(1, isqrt(request.gpus) + 1) if request.gpus % size == 0]
+        self._divisors = sorted({*small, *(request.gpus // size for size in small)})
 
     def dense_layouts(self) -> Iterator[ParallelLayout]:
         """Yield combinations of TP, PP and CP whose product divides the number of GPUs."""

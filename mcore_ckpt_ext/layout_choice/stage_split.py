@@ -139,12 +139,12 @@ def applied_split(
         None if Megatron refuses them, or for a layout string that `layout_string` does not produce.
     """
     chosen = {name: arguments.get(name) for name in _SPLIT_ARGUMENTS}
-    stated = tuple(chosen.items())
+    items = tuple(chosen.items())
     if (text := chosen["pipeline_model_parallel_layout"]) and not is_hybrid(job):
         counts = _balanced(job.num_layers or 0, pipeline * virtual)
         if layout_string(counts, extra_layers) != text:
             return None
-        return StageSplit(tuple(tuple(counts[rank::pipeline]) for rank in range(pipeline)), stated)
+        return StageSplit(tuple(tuple(counts[rank::pipeline]) for rank in range(pipeline)), items)
     layout = replace(ParallelLayout.from_arguments(job), pipeline=pipeline, virtual_pipeline=virtual)
     chunks = layers_by_chunk(job.replace(**chosen), layout)
     if chunks is None or any(span.stop < span.start for rank in chunks for span in rank):
@@ -155,4 +155,4 @@ def applied_split(
     ends = sum(chosen[f"decoder_{end}_pipeline_num_layers"] is not None for end in ("first", "last"))
     if ends and (not all(map(sum, layers)) or (virtual > 1 and pipeline == ends)):
         return None
-    return StageSplit(layers, stated)
+    return StageSplit(layers, items)

@@ -32,15 +32,15 @@ _FIRST_LINEAR = re.compile(
 
 def is_adapter(name: str) -> bool:
     """Return whether a model-space name denotes a tensor of an adapter."""
-    return MARK in name or is_swift_s(name)
+    return MARK in name or is_swift_name(name)
 
 
-def is_swift_s(name: str) -> bool:
+def is_swift_name(name: str) -> bool:
     """Return whether a name denotes a tensor of an adapter in ms-swift."""
     return ".lora_A." in name or ".lora_B." in name
 
 
-def as_bridge_s(name: str) -> str:
+def to_bridge_name(name: str) -> str:
     """Convert ms-swift's name to Megatron-Bridge's; return others, and those of experts, unchanged."""
     return _OF_SWIFT.sub(lambda match: MARK + (IN if match[1] == "A" else OUT), name)
 

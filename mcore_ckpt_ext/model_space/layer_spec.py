@@ -46,10 +46,10 @@ def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
     for name in names:
         if match := _IN_LAYER.match(name):
             layers.setdefault(match[1], []).append(match[2])
-    strange = [layer + suffix for layer, own in layers.items() for suffix in own if _is_strange(suffix, own)]
-    if strange:
+    unknown = [layer + suffix for layer, own in layers.items() for suffix in own if _is_strange(suffix, own)]
+    if unknown:
         raise UnsupportedCheckpointError(
-            "the names of this layer's parameters in the other layer spec are unknown", found=join_some(strange, 3),
+            "the names of this layer's parameters in the other layer spec are unknown", found=join_some(unknown, 3),
             expected="attention, plain or latent, and an MLP or experts",
             hint="keep the layer spec: leave --transformer-impl out",
         )  # fmt: skip

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.fp16_overflow import check_fits
 from mcore_ckpt_ext.operations.reading import cached
-from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
+from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Plan, TargetSlice, derivation_of, make_plan, plans_of
 from mcore_ckpt_ext.planning.write_plan import Block, Quantised, Record, WriteItem
 from mcore_ckpt_ext.storage.checksums import Checksums
@@ -150,7 +150,7 @@ class BlockReader:
             if fill.target == index:
                 # These masters are stored nowhere: padding of the vocabulary (zero on both sides), or accepted losses.
                 masters[fill.start : fill.stop] = weights[fill.start : fill.stop]
-        proof_beside(self._source, wanted.tensors, self._proof, self._transfer).check(
+        proof_at_stored_scales(self._source, wanted.tensors, self._proof, self._transfer).check(
             masters, weights, lambda position: f"element {position} of {wanted.slice}", ": use another iteration"
         )
         with self._lock:

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.operations.recording import TensorHash
 from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
 from mcore_ckpt_ext.operations.workers import Team, map_shares
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
+from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
 from mcore_ckpt_ext.optimizers.tied_copies import bits_of
 from mcore_ckpt_ext.planning.source_view import SourceView
 from mcore_ckpt_ext.storage.checksums import Checksums
@@ -118,7 +118,7 @@ class ContentCheck:
             for kind, tensor in held.items()
             if self._digest_tensors
         }
-        proof = proof_beside(self._checkpoint, [name], self._checkpoint.proof, self._transfer)
+        proof = proof_at_stored_scales(self._checkpoint, [name], self._checkpoint.proof, self._transfer)
         for wanted in blocks((region,)):
             values = {kind: self._read(kind, wanted) for kind in held}
             for kind, block in values.items():

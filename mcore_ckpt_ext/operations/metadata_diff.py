@@ -68,7 +68,7 @@ def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference
 
 def _left_out(checkpoint: CheckpointView) -> str:
     """What of a Hugging Face folder sees images, where the other has none; empty where nothing does."""
-    return join_some(checkpoint.format_reader.not_looked_at, 1)
+    return join_some(checkpoint.format_reader.ignored_vision_tensors, 1)
 
 
 def _format(checkpoint: CheckpointView) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.formats.adapter_only import under_bridge_s_names
+from mcore_ckpt_ext.formats.adapter_only import with_bridge_names
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.external_weights import NAME_THEM
-from mcore_ckpt_ext.formats.hugging_face.images import compared_whole, text_beside, with_images
+from mcore_ckpt_ext.formats.hugging_face.images import as_text_model, compared_whole, with_images
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.merged import merged_view
 from mcore_ckpt_ext.formats.registry import is_adapter_folder
@@ -52,7 +52,7 @@ def open_source(
     require_weights(checkpoint)
     checkpoint = with_first_moments(checkpoint)
     if merge is not None or target.is_model_folder:
-        checkpoint = under_bridge_s_names(checkpoint)
+        checkpoint = with_bridge_names(checkpoint)
     if merge is not None:
         return _merged(checkpoint, target, family, merge)
     from_hugging_face = checkpoint.format_reader.is_model_folder
@@ -61,7 +61,7 @@ def open_source(
     if target.for_bridge:
         checkpoint = with_images(checkpoint)
     elif target.is_model_folder:
-        checkpoint = text_beside(checkpoint)
+        checkpoint = as_text_model(checkpoint)
     if wanted is not None and not from_hugging_face:
         checkpoint = _under_layer_spec(checkpoint, target, wanted)
     if family is not None and not (from_hugging_face or weights) and not target.is_model_folder:

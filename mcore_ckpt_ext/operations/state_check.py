@@ -87,7 +87,7 @@ class StateCheck:
         before, looked_at = len(findings), len(checks)
         for group in optimizer.groups.values():
             with self._refusals(PROOF, str(group)):
-                if reason := optimizer.packing_of(group).disbelieved:
+                if reason := optimizer.packing_of(group).sidecar_problem:
                     findings.append(warning(PROOF, sidecar, f"ignored for {group}: {reason}"))
         wrong = any(finding.severity == "error" for finding in findings[before:])
         recovered = not wrong and all(check.done for check in checks[looked_at:])

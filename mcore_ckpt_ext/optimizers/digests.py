@@ -22,7 +22,7 @@ _BLOCK = 1 << 22
 # Number of elements to compare when choosing between packings, smallest parameters first to include many of them.
 _ENOUGH = 1 << 20
 
-WriteItem = tuple[OptimizerGroup, BucketKey, Placement]
+PlacedParameter = tuple[OptimizerGroup, BucketKey, Placement]
 
 
 def differing(buffers: Buffers, kinds: Collection[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
@@ -75,17 +75,17 @@ def are_of_another_save(
     return others > 1
 
 
-def _smallest(group: OptimizerGroup, packing: Packing) -> Iterator[WriteItem]:
+def _smallest(group: OptimizerGroup, packing: Packing) -> Iterator[PlacedParameter]:
     """Yield the smallest parameters of a packing, up to the number of elements to compare."""
     placed = sorted(
         ((group, key, placement) for key, placements in packing.items() for placement in placements),
         key=lambda item: numel_of(item[2].regions),
     )
-    looked_at = 0
+    compared = 0
     for item in placed:
-        if looked_at and looked_at + numel_of(item[2].regions) > _ENOUGH:
+        if compared and compared + numel_of(item[2].regions) > _ENOUGH:
             return
-        looked_at += numel_of(item[2].regions)
+        compared += numel_of(item[2].regions)
         yield item
 
 
@@ -110,7 +110,7 @@ def check_digests(buffers: Buffers, where: str, share: tuple[int, int] = (0, 1))
         )
 
 
-def _problems(buffers: Buffers, placed: WriteItem, kinds: Collection[str] | None) -> Iterator[str]:
+def _problems(buffers: Buffers, placed: PlacedParameter, kinds: Collection[str] | None) -> Iterator[str]:
     group, key, placement = placed
     recorded = buffers.digests.get((group.child, group.index))
     if recorded is None:
@@ -123,7 +123,7 @@ def _problems(buffers: Buffers, placed: WriteItem, kinds: Collection[str] | None
             yield f"{kind} of {placement.name} at {placement.start} of {key}, {group}: digest {found}, {of_kinds[kind]}"
 
 
-def _stored(buffers: Buffers, placed: WriteItem, kind: str) -> str | None:
+def _stored(buffers: Buffers, placed: PlacedParameter, kind: str) -> str | None:
     group, key, placement = placed
     array = buffers.arrays[group.child, group.index].get((key, kind))
     if array is None:

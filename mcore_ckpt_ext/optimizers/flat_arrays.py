@@ -142,7 +142,7 @@ class Buffers(Protocol):
     def proposed_packings(self) -> Mapping[GroupKey, RecoveredPacking | None]:
         """Return the first candidate for each group that fits sizes and chunk borders, without reading content."""
 
-    def disbelieved(self) -> list[str]:
+    def sidecar_problems(self) -> list[str]:
         """Return why the sidecar's packing is rejected, for each group.
 
         Raises:

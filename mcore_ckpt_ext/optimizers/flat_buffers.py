@@ -28,7 +28,7 @@ from mcore_ckpt_ext.optimizers.digests import are_of_another_save, contradicts
 from mcore_ckpt_ext.optimizers.flat_arrays import MASTERS, Buffers, FlatArray, FlatState, GroupKey, cut
 from mcore_ckpt_ext.optimizers.optimizer_format import Holder
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
+from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Copies, Source, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
@@ -184,18 +184,18 @@ class FlatBuffers(OptimizerState):
         return self._recover(group)
 
     @cached_property
-    def _are_elsewhere(self) -> bool:
+    def _lacks_weights(self) -> bool:
         """Whether some weights cannot be read here; then the packing has to be certain, and is verified on filling."""
         return any(self._weights.logical_tensor("weight", name) is None for name in self.models.weights)
 
     def _recover(self, group: OptimizerGroup) -> RecoveredPacking:
         key = (group.child, group.index)
         if key not in self._recovered:
-            if self._are_elsewhere or any(kind == PARAM_REMAINDER for _, kind in self._arrays[key]):
+            if self._lacks_weights or any(kind == PARAM_REMAINDER for _, kind in self._arrays[key]):
                 contradiction, stale = partial(contradicts, self, group), self._staleness
                 proposals = [one for one in self._proposals() if not (stale and one.is_recorded)]
                 found = recover_unproven(group, self.models, proposals, contradiction, is_recorded=key in self.digests)
-                self._recovered[key] = replace(found, disbelieved=stale)
+                self._recovered[key] = replace(found, sidecar_problem=stale)
             else:
                 self._recovered[key] = recover(group, self.models, self._proposals(), self)
         return self._recovered[key]
@@ -204,18 +204,20 @@ class FlatBuffers(OptimizerState):
         """Return the sources of the packings that were recovered so far."""
         return sorted(
             {
-                f"{recovered.order_source} instead of the sidecar" if recovered.disbelieved else recovered.order_source
+                f"{recovered.order_source} instead of the sidecar"
+                if recovered.sidecar_problem
+                else recovered.order_source
                 for recovered in self._recovered.values()
             }
         )
 
-    def disbelieved(self) -> list[str]:
+    def sidecar_problems(self) -> list[str]:
         """Return why the sidecar's packing is rejected, for each group; recovers all packings.
 
         Raises:
             PackingError: the packing of a group cannot be verified.
         """
-        reasons = [(group, self.packing_of(group).disbelieved) for group in self.groups.values()]
+        reasons = [(group, self.packing_of(group).sidecar_problem) for group in self.groups.values()]
         return [f"{group}: {reason}" for group, reason in reasons if reason is not None]
 
     @override
@@ -232,7 +234,7 @@ class FlatBuffers(OptimizerState):
 
     def proof(self, names: Iterable[str]) -> Proof:
         """Return the master check for the masters of parameters."""
-        return proof_beside(self._weights, names, self._proof, self.transfer)
+        return proof_at_stored_scales(self._weights, names, self._proof, self.transfer)
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
         """Return `count` fp32 masters from element `start` of a bucket."""

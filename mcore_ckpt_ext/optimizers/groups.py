@@ -35,12 +35,14 @@ def checked_groups(stored: Any) -> list[dict[str, Any]]:
     groups = list(stored) if isinstance(stored, (list, tuple)) else [stored]
     for group in groups:
         is_group = isinstance(group, dict) and all(isinstance(key, str) for key in group)
-        odd = [key for key in _PLAIN_ONES if is_group and not isinstance(group.get(key), _PLAIN)]
-        if not is_group or odd:
+        invalid = [key for key in _PLAIN_ONES if is_group and not isinstance(group.get(key), _PLAIN)]
+        if not is_group or invalid:
             raise UnreadableCheckpointError(
                 "parameter groups of the optimizer are not as Megatron writes them",
-                found=f"{odd[0]} {format_value(group[odd[0]])}" if odd else f"a group that is a {type(group).__name__}",
-                expected="settings by name, of which these are plain values" if odd else "settings by name",
+                found=f"{invalid[0]} {format_value(group[invalid[0]])}"
+                if invalid
+                else f"a group that is a {type(group).__name__}",
+                expected="settings by name, of which these are plain values" if invalid else "settings by name",
                 hint="the checkpoint was edited: use another iteration",
             )
     return groups

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.transfer import Transfer
 
 
-def proof_beside(weights: Source, names: Iterable[str], proof: Proof, transfer: Transfer) -> Proof:
+def proof_at_stored_scales(weights: Source, names: Iterable[str], proof: Proof, transfer: Transfer) -> Proof:
     """Return the check for the masters of parameters, adjusted to the stored scales of their weights, if any.
 
     Raises:

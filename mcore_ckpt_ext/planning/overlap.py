@@ -66,8 +66,8 @@ class Runs:
         )
         source, target = source + row * source_stride, target + row * target_stride
         first, last = numpy.maximum(source, low), numpy.minimum(source + length, high)
-        some = first < last
-        return fold(first[some], (target + first - source)[some], (last - first)[some])
+        kept = first < last
+        return fold(first[kept], (target + first - source)[kept], (last - first)[kept])
 
     def rows(self) -> list[Run]:
         """Return the entries as plain integers: (source, target, length, count, source stride, target stride)."""

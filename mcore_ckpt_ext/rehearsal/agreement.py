@@ -48,8 +48,8 @@ def on_every_rank(
     except ResumeRefusedError as error:
         raise RefusedError(error) from error
     except CheckpointError as error:
-        told = refusal(phase, dict.fromkeys(range(ranks), reason_of(error)))
-        raise RefusedError(told, is_verbatim=is_verbatim) from error
+        error_of_all = refusal(phase, dict.fromkeys(range(ranks), reason_of(error)))
+        raise RefusedError(error_of_all, is_verbatim=is_verbatim) from error
 
 
 def by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbatim: bool = True) -> None:

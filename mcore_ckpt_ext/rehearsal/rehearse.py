@@ -49,7 +49,7 @@ from mcore_ckpt_ext.versions import Version
 
 # Modes of Megatron with their own optimizers.
 _WITHOUT_DISTRIBUTED = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
-_LOOKING = "looking at the checkpoint"
+_PROBING = "looking at the checkpoint"
 STOCK, PACKAGE = "stock Megatron", "mcore_ckpt_ext"
 
 
@@ -89,10 +89,10 @@ def rehearse(
     with reraise_as_unreadable(path), collector_paused(), ExitStack() as sharing:
         plain = Rehearsal(SCHEMA, str(path), gpus, "not known", _in_words(sizes), str(version))
         try:
-            sharing.enter_context(using_index(_look_around(as_path(path))))
+            sharing.enter_context(using_index(_probe(as_path(path))))
             folder = iteration_folder(as_path(path))
             plain = replace(plain, path=str(folder))
-            checkpoint = on_every_rank(_LOOKING, gpus, lambda: _opened(folder))
+            checkpoint = on_every_rank(_PROBING, gpus, lambda: _opened(folder))
             written = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**(arguments or {})))
             plain = replace(plain, old_layout=str(ParallelLayout.from_arguments(written)))
             job = on_every_rank(
@@ -134,7 +134,7 @@ class _Rehearsing:
 
     def _done(self, *, full: bool) -> Rehearsal:
         ranks, running = self._job.layout.world, self._job.arguments
-        on_every_rank(_LOOKING, ranks, self._inspect)
+        on_every_rank(_PROBING, ranks, self._inspect)
         view = SimulatedJob(open_checkpoint(self._folder), running, self._version).view
         checkpoint = on_every_rank("opening the checkpoint", ranks, lambda: open_with_orders(self._folder, [view]))
         if checkpoint.optimizer_format is None:
@@ -223,7 +223,7 @@ def _opened(folder: Path) -> CheckpointView:
     return checkpoint
 
 
-def _look_around(path: Path) -> SharedIndex | None:
+def _probe(path: Path) -> SharedIndex | None:
     """Check that the iteration that a job would load is complete, as its first rank does.
 
     Returns:
@@ -235,9 +235,9 @@ def _look_around(path: Path) -> SharedIndex | None:
     step = None if (path / TRACKER_FILE).exists() else iteration_number(path)
     run = str(path if step is None else path.parent)
     arguments = Namespace(load=run, ckpt_step=step)
-    looking = "looking at what is to be loaded"
-    probed = on_every_rank(looking, 1, lambda: probe_checkpoint(arguments, "load", run, shares_index=True))
-    on_every_rank(looking, 1, lambda: check_complete(probed.health, run))
+    phase = "looking at what is to be loaded"
+    probed = on_every_rank(phase, 1, lambda: probe_checkpoint(arguments, "load", run, shares_index=True))
+    on_every_rank(phase, 1, lambda: check_complete(probed.health, run))
     return probed.index
 
 

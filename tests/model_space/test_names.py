@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.families.adapters import adapters_of
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
-from mcore_ckpt_ext.model_space.adapters import as_bridge_s, is_adapter, ordered_by_rank
+from mcore_ckpt_ext.model_space.adapters import is_adapter, ordered_by_rank, to_bridge_name
 from mcore_ckpt_ext.model_space.anatomy import (
     in_vocabulary,
     is_language_block,
@@ -230,7 +230,7 @@ def test_adapters_of_ms_swift() -> None:
     linear = "decoder.layers.0.mlp.linear_fc1"
     names = [f"{linear}.lora_A.default.weight", f"{linear}.lora_B.default.weight", f"{linear}.weight"]
     assert [is_adapter(name) for name in names] == [True, True, False]
-    assert [as_bridge_s(name) for name in names] == [
+    assert [to_bridge_name(name) for name in names] == [
         f"{linear}.adapter.linear_in.weight", f"{linear}.adapter.linear_out.weight", f"{linear}.weight",
     ]  # fmt: skip
     assert ordered_by_rank(names, gated=True) == names[1:2]

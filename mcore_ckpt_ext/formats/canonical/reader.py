@@ -171,16 +171,16 @@ class _Arrays(StoredOnce):
 
     def __init__(self, reader: FolderReader, folder: Path) -> None:
         self._tensors: dict[tuple[str, str], tuple[LogicalTensor, RawArray]] = {}
-        stated = {str(key): str(file) for key, file in read_json(folder / INDEX_FILE)["weight_map"].items()}
+        listed = {str(key): str(file) for key, file in read_json(folder / INDEX_FILE)["weight_map"].items()}
         found: dict[str, str] = {}
-        self.files = frozenset(stated.values())
+        self.files = frozenset(listed.values())
         for file in sorted(self.files):
             for key, tensor, extent in _with_checksums(reader, file):
                 kind, _, name = key.partition(".")
                 self._tensors[kind, name] = (LogicalTensor(name, tensor, extent.dtype), extent)
                 found[key] = file
         hint = "files were edited, or are of two checkpoints: convert the source again"
-        check_index(stated, found, folder / INDEX_FILE, hint)
+        check_index(listed, found, folder / INDEX_FILE, hint)
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors if kind != WEIGHT))
 
     def checked(self) -> Iterator[RawArray]:

@@ -205,12 +205,12 @@ def optimizer_index_of(folder: Path, index: Path) -> OptimizerIndex:
     files: dict[str, set[str]] = {}
     for number, file in numbers.items():
         files.setdefault(str(file), set()).add(str(number))
-    strange = [file for file in (*files, groups) if Path(file).name != file]
-    absent = [file for file in (*files, groups) if file not in strange and not (index.parent / file).exists()]
-    if strange or absent:
+    outside = [file for file in (*files, groups) if Path(file).name != file]
+    absent = [file for file in (*files, groups) if file not in outside and not (index.parent / file).exists()]
+    if outside or absent:
         raise UnreadableCheckpointError(
             "the optimizer's index lists files that do not exist",
-            found=", ".join((strange + absent)[:_SHOWN]),
+            found=", ".join((outside + absent)[:_SHOWN]),
             where=str(index),
             hint="the save or the copy is incomplete: use another checkpoint",
         )

@@ -79,7 +79,7 @@ class FsdpTarget:
             )  # fmt: skip
         self._checkpoint = checkpoint
         self._arguments = checkpoint.arguments
-        self._experts_apart = has_expert_optimizer
+        self._has_expert_optimizer = has_expert_optimizer
         self._modules = names or ModuleNames(self._arguments)
         self._state = PortableState.of(checkpoint, known_arguments(self._arguments), version)
         self._optimizer = checkpoint.optimizer if checkpoint.optimizer_format else None
@@ -148,7 +148,7 @@ class FsdpTarget:
                 yield key, value
         if self._optimizer is None:
             return
-        by_child = distinct_groups(self._checkpoint.param_groups(), self._experts_apart)
+        by_child = distinct_groups(self._checkpoint.param_groups(), self._has_expert_optimizer)
         groups = [group for of_child in by_child for group in of_child]
         for name in self._optimizer.names():
             for setting, value in self._group_of(name, groups).items():

@@ -128,11 +128,11 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UnreadableCheckpointError("the index has no weight_map", where=str(path))
     files = sorted(set(weight_map.values()))
-    strange = [file for file in files if Path(file).name != file]
-    absent = [file for file in files if file not in strange and not (path.parent / file).exists()]
-    if strange or absent:
+    outside = [file for file in files if Path(file).name != file]
+    absent = [file for file in files if file not in outside and not (path.parent / file).exists()]
+    if outside or absent:
         raise UnreadableCheckpointError(
-            "the index lists files that do not exist", found=", ".join((strange + absent)[:4]), where=str(path),
+            "the index lists files that do not exist", found=", ".join((outside + absent)[:4]), where=str(path),
             hint="the download or copy is incomplete: download the missing files",
         )  # fmt: skip
     found: dict[str, StoredTensor] = {}

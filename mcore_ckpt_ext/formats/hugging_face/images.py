@@ -116,7 +116,7 @@ def compared_whole(opened: Sequence[CheckpointView]) -> list[CheckpointView]:
     return [one.read_again(WithAll).view for one in folders] if len(folders) == len(opened) else [*opened]
 
 
-def text_beside(checkpoint: CheckpointView) -> CheckpointView:
+def as_text_model(checkpoint: CheckpointView) -> CheckpointView:
     """Return a view of Megatron-Bridge's vision-language model with the names of a text model; others unchanged."""
     names = checkpoint.names(WEIGHT)
     kind = kind_of(names)
@@ -129,12 +129,12 @@ def text_beside(checkpoint: CheckpointView) -> CheckpointView:
     return replace(view, job=replace(view.job, arguments=arguments), whole_model=WholeModel(kind, text))
 
 
-def seeing_tensors(checkpoint: CheckpointView, beside: Mapping[str, Any]) -> list[HuggingFaceTensor]:
-    """Return the tensors of the vision part in a view from `text_beside`; empty for any other.
+def seeing_tensors(checkpoint: CheckpointView, config: Mapping[str, Any]) -> list[HuggingFaceTensor]:
+    """Return the tensors of the vision part in a view from `as_text_model`; empty for any other.
 
     Args:
         checkpoint: the checkpoint.
-        beside: the `config.json` of a Hugging Face folder, or empty.
+        config: the `config.json` of a Hugging Face folder, or empty.
 
     Raises:
         UnsupportedCheckpointError: the `config.json` has another model type, or describes another model.
@@ -142,16 +142,16 @@ def seeing_tensors(checkpoint: CheckpointView, beside: Mapping[str, Any]) -> lis
     whole = checkpoint.whole_model
     if whole is None:
         return []
-    vision = beside.get("vision_config")
-    if beside.get("model_type") != whole.kind or not isinstance(vision, Mapping):
+    vision = config.get("vision_config")
+    if config.get("model_type") != whole.kind or not isinstance(vision, Mapping):
         raise UnsupportedCheckpointError(
-            "the vision tower is described only in config.json, which is missing", found=str(beside.get(
+            "the vision tower is described only in config.json, which is missing", found=str(config.get(
             "model_type", "none in the checkpoint's folder")), expected=f"model_type {whole.kind}",
             where=str(checkpoint.folder), hint=_HINT,
         )  # fmt: skip
     images, names = IMAGES[whole.kind], checkpoint.names(WEIGHT)
     shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in names if name not in whole.text}
-    _refuse([*images.mismatches(beside, shapes), *_unlike(vision, checkpoint)], checkpoint)
+    _refuse([*images.mismatches(config, shapes), *_unlike(vision, checkpoint)], checkpoint)
     return [images.tensor(name, shape, vision) for name, shape in shapes.items()]
 
 
@@ -178,29 +178,29 @@ def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArg
 
 
 def checked_whole(
-    beside: Mapping[str, Any], family: Family, arguments: ModelArguments, checkpoint: CheckpointView
+    config: Mapping[str, Any], family: Family, arguments: ModelArguments, checkpoint: CheckpointView
 ) -> dict[str, Any]:
     """Return the `config.json` of a vision-language model after checks; arguments do not describe the vision part.
 
     Args:
-        beside: the `config.json` of a Hugging Face folder.
+        config: the `config.json` of a Hugging Face folder.
         family: the family of the text.
         arguments: the arguments of the text.
-        checkpoint: a view from `text_beside`.
+        checkpoint: a view from `as_text_model`.
 
     Raises:
         UnsupportedCheckpointError: the `config.json` describes another model.
     """
-    text = text_config(beside) or {}
-    neutral = neutral_keys(text, str(beside.get("model_type")), beside)
-    said, trained = family.config(family.arguments(text, neutral)), family.config(arguments)
-    wrong = [f"{key} is {said.get(key)!r}, not {value!r}" for key, value in trained.items()
-             if key not in _OF_TRAINING and said.get(key) != value]  # fmt: skip
+    text = text_config(config) or {}
+    neutral = neutral_keys(text, str(config.get("model_type")), config)
+    described, trained = family.config(family.arguments(text, neutral)), family.config(arguments)
+    wrong = [f"{key} is {described.get(key)!r}, not {value!r}" for key, value in trained.items()
+             if key not in _OF_TRAINING and described.get(key) != value]  # fmt: skip
     axes = checkpoint.arguments.raw.get("mrope_section")
-    if axes is not None and list(axes) != list(sections_of(beside) or ()):
-        wrong.append(f"mrope_section is {sections_of(beside)}, not {axes}")
+    if axes is not None and list(axes) != list(sections_of(config) or ()):
+        wrong.append(f"mrope_section is {sections_of(config)}, not {axes}")
     _refuse(wrong, checkpoint)
-    return {key: value for key, value in beside.items() if key != "dtype"}
+    return {key: value for key, value in config.items() if key != "dtype"}
 
 
 def _as_it_is(name: str, shape: tuple[int, ...]) -> HuggingFaceTensor:

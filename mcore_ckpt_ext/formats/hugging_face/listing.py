@@ -110,12 +110,12 @@ def _list_index(listing: Listing, below: str, index: str) -> dict[str, StoredTen
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         listing.add("files", _below(below, index), "it has no weight_map")
         return {}
-    stated: defaultdict[str, list[str]] = defaultdict(list)
+    by_file: defaultdict[str, list[str]] = defaultdict(list)
     for name, file in weight_map.items():
-        stated[file].append(name)
-    listing.files = len(stated)
+        by_file[file].append(name)
+    listing.files = len(by_file)
     found: dict[str, StoredTensor] = {}
-    for file, names in sorted(stated.items()):
+    for file, names in sorted(by_file.items()):
         for name, tensor in _list_shard(listing, below, index, file, names):
             if name in found:
                 what = f"{name} is also in {Path(found[name].extent.file).name}: files of different models are mixed"
@@ -162,21 +162,21 @@ def _check_dtypes(listing: Listing, config: Mapping[str, Any], is_quantised: boo
     """
     inside = config.get("text_config")
     places = (config, inside if isinstance(inside, Mapping) else {})
-    stated = next((place[key] for place in places for key in ("dtype", "torch_dtype") if place.get(key)), None)
-    if not isinstance(stated, str) or stated.removeprefix("torch.") not in _FLOATS:
+    declared = next((place[key] for place in places for key in ("dtype", "torch_dtype") if place.get(key)), None)
+    if not isinstance(declared, str) or declared.removeprefix("torch.") not in _FLOATS:
         return
-    stated = stated.removeprefix("torch.")
+    declared = declared.removeprefix("torch.")
     others: defaultdict[str, list[ListedTensor]] = defaultdict(list)
     for tensor in listing:
         dtype = tensor.extent.dtype
         is_kept = dtype == "float32" and (len(tensor.shape) < 2 or is_quantised)
-        if dtype in _FLOATS and dtype != stated and not tensor.is_scale and not is_kept:
+        if dtype in _FLOATS and dtype != declared and not tensor.is_scale and not is_kept:
             others[dtype].append(tensor)
     for dtype, tensors in others.items():
         names = join_some([tensor.name for tensor in tensors], _SHOWN)
-        what = f"{len(tensors):,} tensors are in {dtype}, where config.json states {stated}: {names}"
+        what = f"{len(tensors):,} tensors are in {dtype}, where config.json states {declared}: {names}"
         listing.add("dtypes", tensors[0].extent.file, what, is_error=False)
-    listing.dtypes = f"{stated}, as config.json states"
+    listing.dtypes = f"{declared}, as config.json states"
 
 
 def _below(below: str, name: str) -> str:

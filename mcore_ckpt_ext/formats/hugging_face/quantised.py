@@ -62,10 +62,12 @@ def dequantised(
     for name, tensor in stored.items():
         if name in scales or name in activations:
             continue
-        beside = stored.get(name.removesuffix(pairing.codes) + pairing.scales) if name.endswith(pairing.codes) else None
-        if beside is not None:
+        scaled_by = (
+            stored.get(name.removesuffix(pairing.codes) + pairing.scales) if name.endswith(pairing.codes) else None
+        )
+        if scaled_by is not None:
             whole = name.removesuffix("_blocks") if pairing.packed else name
-            found[whole] = _decoded(name, tensor, beside, pairing, dtype, where)
+            found[whole] = _decoded(name, tensor, scaled_by, pairing, dtype, where)
         elif tensor.extent.dtype in _FP8 or (pairing.packed and name.endswith(pairing.codes)):
             raise UnreadableCheckpointError("quantized weights have no scales", found=name, where=where)
         else:

@@ -88,8 +88,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
         self._images: dict[str, StoredTensor] = {}
         stored, unread = read_tensors(self.reader, below)
         self._extents = [tensor.extent for tensor in stored.values()]
-        told = f"ignored weights in the folder, since other files take precedence: {join_some(unread)}"
-        self._stale = [told] if unread else []
+        message = f"ignored weights in the folder, since other files take precedence: {join_some(unread)}"
+        self._stale = [message] if unread else []
         if self.whole:
             names = text_names(stored)
             self._images = {name: stored[name] for name, ours in names.items() if ours is None}
@@ -148,13 +148,13 @@ class HuggingFaceCheckpoint(WeightsAlone):
             if name in stored and stored[name].shape != tensor.shape
         ]
         if missing or surplus or wrong:
-            told = [f"no {name}" for name in missing[:_SHOWN]] + [
+            unmatched = [f"no {name}" for name in missing[:_SHOWN]] + [
                 with_indefinite_article(name) for name in surplus[:_SHOWN]
             ]
             more = max(0, len(missing) - _SHOWN) + max(0, len(surplus) - _SHOWN) + max(0, len(wrong) - _SHOWN)
             raise UnreadableCheckpointError(
                 f"the tensors do not match the {self.family.name} that config.json describes",
-                found="; ".join(told + wrong[:_SHOWN]) + (f"; and {more} more" if more else ""),
+                found="; ".join(unmatched + wrong[:_SHOWN]) + (f"; and {more} more" if more else ""),
                 where=str(self.folder),
                 hint="the folder mixes models, or needs a family of its own (docs/how-to/own-format.md): --family "
                 "path.py:Name",
@@ -259,7 +259,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @property
     @override
-    def not_looked_at(self) -> list[str]:
+    def ignored_vision_tensors(self) -> list[str]:
         return [name for name in self.left_out if name in self._images]
 
     @override
@@ -274,25 +274,25 @@ class HuggingFaceCheckpoint(WeightsAlone):
             )
         if self.left_out:
             found.append(f"left out, no equivalent in Megatron: {join_some(self.left_out, _SHOWN)}")
-        spoken = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
-        if spoken and self._holds_no_mtp:
-            found.append(f"config.json lists multi-token prediction (MTP) layers missing from the folder ({spoken[0]})")
+        listed = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
+        if listed and self._holds_no_mtp:
+            found.append(f"config.json lists multi-token prediction (MTP) layers missing from the folder ({listed[0]})")
         flags = shlex.join(self.training_flags())
         if self.family.bridge_only_reason:
             lacks = f"pretrain_gpt.py cannot train this model: {self.family.bridge_only_reason}"
             found.append(f"{lacks}. Megatron-Bridge can; it reads run_config.yaml")
         elif lacking := unsaid(self.model, since_0_19=True):
-            said = ", ".join(f"{name} = {value}" for name, value in lacking.items())
+            values = ", ".join(f"{name} = {value}" for name, value in lacking.items())
             found.append(
-                f"pretrain_gpt.py cannot train this model as it is: {said}, but no flag of it says so, or none that it "
-                f"passes on. Megatron-Bridge reads run_config.yaml. The other flags are: {flags}"
+                f"pretrain_gpt.py cannot train this model: it has no flag for {values}, or does not pass the flag on. "
+                f"Megatron-Bridge can; it reads run_config.yaml. The other flags are: {flags}"
             )
         else:
             found.append(f"train it with: {flags}")
         if self.arguments.layernorm_epsilon == 0:
             found.append(
-                "the epsilon of its norms is 0: a row of zeros becomes NaN; models that are published have 1e-5 or "
-                "1e-6, so see that config.json is right"
+                "the epsilon of its norms is 0, which turns a row of zeros into NaN; published models have 1e-5 or "
+                "1e-6, so check config.json"
             )
         found += self.unlike_most()
         if self.model.position_embedding_type == "yarn":
@@ -310,10 +310,10 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     def unlike_most(self) -> list[str]:
         """Return a note on parameters whose dtype differs from most others; empty if there are none."""
-        odd = self._weights.unlike_most
-        dtypes = " and ".join(sorted({tensor.dtype for tensor in odd}))
+        others = self._weights.unlike_most
+        dtypes = " and ".join(sorted({tensor.dtype for tensor in others}))
         rest = f"unlike the rest, so that a job in {self._weights.dtypes[0]} rounds them"
-        return [f"in {dtypes}, {rest}: {join_some([tensor.name for tensor in odd], _SHOWN)}"] if odd else []
+        return [f"in {dtypes}, {rest}: {join_some([tensor.name for tensor in others], _SHOWN)}"] if others else []
 
     @override
     def unbuildable(self, version: tuple[int, int]) -> str | None:

@@ -38,9 +38,9 @@ from mcore_ckpt_ext.formats.hugging_face.files import (
 )
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG
 from mcore_ckpt_ext.formats.hugging_face.images import (
+    as_text_model,
     checked_whole,
     seeing_tensors,
-    text_beside,
     text_tensors,
     with_images,
 )
@@ -90,22 +90,22 @@ class HuggingFaceTarget:
         self._options = options
         self._tokenizer = tokenizer
         self.companions = {**checkpoint.auxiliary_files(), **tokenizer}
-        beside = json_of(self.companions, CONFIG)
-        self._seeing = seeing_tensors(checkpoint, beside)
+        config = json_of(self.companions, CONFIG)
+        self._seeing = seeing_tensors(checkpoint, config)
         of_images = {tensor.regions[0].name for tensor in self._seeing}
         names = [name for name in checkpoint.weights.names() if name not in of_images]
-        stated = parse_assignments(options.arguments)
-        if unknown := sorted(set(stated) - classified(stated)):
+        passed = parse_assignments(options.arguments)
+        if unknown := sorted(set(passed) - classified(passed)):
             raise UsageError(
                 "Megatron has no such argument", found=unknown[0], expected="as Megatron's arguments are stored: "
                 "with underscores, and by their destination", hint="correct the name after --argument",
             )  # fmt: skip
         self._where = "".join((str(checkpoint.folder), *(f", --argument {text}" for text in options.arguments)))
         known = checkpoint.arguments
-        model = complete(known.replace(source=self._where, **stated) if stated else known)
-        self._check_ignored(model, stated)
+        model = complete(known.replace(source=self._where, **passed) if passed else known)
+        self._check_ignored(model, passed)
         arguments = model.replace(vocab_size=self._vocabulary())
-        once = (text_config(beside) or beside).get("model_type")
+        once = (text_config(config) or config).get("model_type")
         self.fit: Fit = family_of_megatron(arguments, names, family, once, self._where)
         if lost := unwritten(self.fit.family, self.fit.arguments):
             raise UnsupportedCheckpointError(
@@ -113,8 +113,8 @@ class HuggingFaceTarget:
                 found="; ".join(lost), where=self._where, hint="pass another family: --family NAME",
             )  # fmt: skip
         self.left_out = matching(names, self.fit.family.megatron_left_out)
-        asked = options.kind == FP32_PARAM and checkpoint.optimizer_format is not None
-        self._masters = set(checkpoint.names(FP32_PARAM)) if asked else set()
+        exports_masters = options.kind == FP32_PARAM and checkpoint.optimizer_format is not None
+        self._masters = set(checkpoint.names(FP32_PARAM)) if exports_masters else set()
         if options.kind == FP32_PARAM and not self._masters:
             raise UnsupportedCheckpointError(
                 "the checkpoint has no fp32 masters", found=", ".join(checkpoint.kinds()),
@@ -128,9 +128,9 @@ class HuggingFaceTarget:
         """Whether the model has a vision part."""
         return bool(self._seeing)
 
-    def _check_ignored(self, model: ModelArguments, stated: Collection[str]) -> None:
+    def _check_ignored(self, model: ModelArguments, passed: Collection[str]) -> None:
         """Refuse arguments that Megatron may have ignored, except in release checkpoints, which no job trained."""
-        found = {name: value for name, value in ignored(model).items() if name not in stated}
+        found = {name: value for name, value in ignored(model).items() if name not in passed}
         if found and not self._checkpoint.released and self._checkpoint.arguments.is_set(_OF_PRETRAIN_GPT):
             default = {
                 "rope_scaling_factor": "=8",
@@ -176,8 +176,8 @@ class HuggingFaceTarget:
         # A missing key means a default of the transformers class, which fits the released model's vocabulary only.
         config |= dict.fromkeys(lacking)
         dtype = max(sizes, key=lambda dtype: sizes[dtype])
-        stated = {config[key] for key in _DTYPE if config.get(key) is not None}
-        if stated != {dtype} and not (is_published and not stated and not self._options.dtype):
+        declared = {config[key] for key in _DTYPE if config.get(key) is not None}
+        if declared != {dtype} and not (is_published and not declared and not self._options.dtype):
             config = {key: value for key, value in config.items() if key not in _DTYPE} | {_DTYPE[0]: dtype}
         if self._options.quantize:
             config["quantization_config"] = {**_FP8, "modules_to_not_convert": not_quantised(tensors)}
@@ -191,8 +191,8 @@ class HuggingFaceTarget:
         tokens = {key: config[key] for key in TOKENS if config.get(key) is not None}
         generation = json_of(self.companions, GENERATION_CONFIG) or {"_from_model_config": True, **tokens}
         if GENERATION_CONFIG not in self._tokenizer:  # otherwise the tokenizer's own is copied
-            said = json_of(self._tokenizer, CONFIG)
-            generation |= {key: said[key] for key in TOKENS if said.get(key) is not None}
+            declared = json_of(self._tokenizer, CONFIG)
+            generation |= {key: declared[key] for key in TOKENS if declared.get(key) is not None}
         files = [
             OutputFile(name, len(content), ((0, content),))
             for name, content in self.companions.items()
@@ -207,19 +207,19 @@ class HuggingFaceTarget:
             The configuration, the token keys without a value, and whether it is a published configuration.
         """
         family, arguments = self.fit.family, self.fit.arguments
-        beside = json_of(self.companions, CONFIG)
+        stored = json_of(self.companions, CONFIG)
         if self._seeing:
-            whole = checked_whole(beside, family, arguments, self._checkpoint)
+            whole = checked_whole(stored, family, arguments, self._checkpoint)
             inside = {**(whole.get("text_config") or {}), **whole}
             return whole, [key for key in TOKENS if key not in inside], False
-        text = text_config(beside)
-        beside = {**text, "architectures": [family.architecture]} if text else beside
-        if beside.get("model_type") == family.model_type:
-            if (found := family.updated_config(beside, arguments)) is not None:
+        text = text_config(stored)
+        stored = {**text, "architectures": [family.architecture]} if text else stored
+        if stored.get("model_type") == family.model_type:
+            if (found := family.updated_config(stored, arguments)) is not None:
                 return found, [], True
-            kept = family.kept(beside)
+            kept = family.kept(stored)
         else:  # the tokenizer may come from a model of another family, then only its token keys apply
-            kept = {key: beside[key] for key in TOKENS if key in beside}
+            kept = {key: stored[key] for key in TOKENS if key in stored}
         config = {**kept, **family.config(arguments)}
         return config, [key for key in TOKENS if key not in config], False
 
@@ -325,7 +325,7 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
 
     def reads_back(folder: Path) -> CheckpointView:
         written = HuggingFaceCheckpoint(folder, family=layout.fit.family, transformer_impl=spec).view
-        return text_beside(with_images(written)) if layout.sees else written
+        return as_text_model(with_images(written)) if layout.sees else written
 
     taken = {name: content for name, content in layout.companions.items() if name not in (CONFIG, GENERATION_CONFIG)}
     output = noting(layout.output(), [*merged, *companion_notes(taken, checkpoint)])

@@ -288,10 +288,10 @@ def _differing(found: Set[tuple[int, ...]], *axes: tuple[str, range]) -> list[st
     def named(place: tuple[int, ...]) -> str:
         return ", ".join(f"{name} {number}" for name, number in zip(names, place, strict=True))
 
-    strange = [place for place in sorted(found) if any(at not in one for at, (_, one) in zip(place, axes, strict=True))]
+    outside = [place for place in sorted(found) if any(at not in one for at, (_, one) in zip(place, axes, strict=True))]
     missing = islice((place for place in product(*(one for _, one in axes)) if place not in found), _MOST_LISTED)
     return [f"none of {named(place)}" for place in missing] + [
-        f"an unexpected one of {named(place)}" for place in strange
+        f"an unexpected one of {named(place)}" for place in outside
     ]
 
 

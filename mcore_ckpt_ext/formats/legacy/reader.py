@@ -162,12 +162,12 @@ class LegacyCheckpoint(FormatReader):
         stages = {found.rank.pipeline: [layers_of(chunk) for chunk in found.chunks] for found in self._ranks}
         order = [(rank, stage) for stage in range(self.layout.virtual_pipeline) for rank in sorted(stages)]
         counts = [stages[rank][stage] if stage < len(stages[rank]) else 0 for rank, stage in order]
-        stated = self.arguments.layer_counts
-        if stated and any(counts) and sum(counts) not in stated:  # models with several blocks (T5) have no pipeline
+        expected = self.arguments.layer_counts
+        if expected and any(counts) and sum(counts) not in expected:  # models with several blocks (T5) have no pipeline
             raise UnreadableCheckpointError(
                 "the ranks' files contain another number of layers than the job had",
                 found=f"{sum(counts)}, by stage {' + '.join(map(str, counts))}",
-                expected=" or ".join(map(str, sorted(stated))),
+                expected=" or ".join(map(str, sorted(expected))),
                 where=str(self.folder),
                 hint="a file was edited, or is of another job: use another iteration",
             )
@@ -176,9 +176,9 @@ class LegacyCheckpoint(FormatReader):
         }
         return [[spans[rank, stage] for stage in range(self.layout.virtual_pipeline)] for rank in sorted(stages)]
 
-    def witnessed_orders(self) -> Sequence[ParameterOrder]:
+    def parameter_orders(self) -> Sequence[ParameterOrder]:
         """Return the order of the stored model, then others; the gradient buffers were packed in this very order."""
-        return [ObservedOrder(STORED_ORDER, self.weights.registered()), *super().witnessed_orders()]
+        return [ObservedOrder(STORED_ORDER, self.weights.registered()), *super().parameter_orders()]
 
     @cached_property
     def _settings(self) -> OptimizerSettings:

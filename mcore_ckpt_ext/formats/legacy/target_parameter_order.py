@@ -55,8 +55,8 @@ def order_for(
 def _registered(checkpoint: CheckpointView) -> list[list[str]]:
     """Return names in registration order for each buffer of verified packing; buffers have the reverse order."""
     # Another layer spec registers parameters in another order.
-    shown = checkpoint.optimizer_format and checkpoint.trained.shows_registration
-    buffers = checkpoint.optimizer.buffers if shown else ()
+    shows_order = checkpoint.optimizer_format and checkpoint.trained.shows_registration
+    buffers = checkpoint.optimizer.buffers if shows_order else ()
     found = []
     for packing in (part.packing_of(group).packing for part in buffers for group in part.groups.values()):
         for buffer in sorted({key.buffer for key in packing}):

@@ -38,7 +38,7 @@ class WholeStates:
     ) -> None:
         self._checkpoint = checkpoint
         self._chain = chain
-        self._experts_apart = has_expert_optimizer
+        self._has_expert_optimizer = has_expert_optimizer
         state = checkpoint.optimizer
         self._kinds: dict[str, list[str]] = {name: [] for name in state.names()}
         for kind in state.carried_kinds:
@@ -123,6 +123,6 @@ class WholeStates:
     def _steps(self, child: Mapping[str, Any], name: str) -> bool:
         groups = inner_state(child)["param_groups"]
         experts = any(group.get("is_expert_parallel") for group in groups)
-        if experts != (self._experts_apart and of_experts(name)):
+        if experts != (self._has_expert_optimizer and of_experts(name)):
             return False
         return any(rule_of(group) == rule_that_keeps(self._kinds[name]) for group in groups)

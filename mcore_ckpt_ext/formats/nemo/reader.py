@@ -56,8 +56,8 @@ class NemoCheckpoint(TorchDistCheckpoint):
     def notices_of(self, view: CheckpointView) -> list[str]:
         known = {*COMMON_KEYS, "optimizer", _STEP}
         left = sorted(str(name) for name, value in self._stored_common.items() if name not in known and value)
-        told = [f"left out of the common state, as it belongs to Lightning: {', '.join(left)}"] if left else []
-        return [*super().notices_of(view), *told]
+        dropped = [f"left out of the common state, as it belongs to Lightning: {', '.join(left)}"] if left else []
+        return [*super().notices_of(view), *dropped]
 
 
 def _renamed(entries: Mapping[str, Value]) -> dict[str, Value]:

@@ -96,13 +96,13 @@ class PeftCheckpoint(WeightsAlone):
         self._weights = ModelSpaceWeights([(one, stored[one.name]) for one in self._once(stored)])
 
     def _check_config(self) -> None:
-        told = {key: value for key, value in self.config.items() if key not in _WITHOUT_EFFECT and value}
-        told |= {key: self.config.get(key) for key, known in _VALUES.items() if self.config.get(key) not in known}
-        told |= strange_values(self.config)
-        if told:
+        other = {key: value for key, value in self.config.items() if key not in _WITHOUT_EFFECT and value}
+        other |= {key: self.config.get(key) for key, known in _VALUES.items() if self.config.get(key) not in known}
+        other |= strange_values(self.config)
+        if other:
             raise UnsupportedCheckpointError(
                 "adapters of this kind are not supported in Megatron",
-                found=", ".join(f"{key}: {shorten(repr(value), 40)}" for key, value in sorted(told.items())),
+                found=", ".join(f"{key}: {shorten(repr(value), 40)}" for key, value in sorted(other.items())),
                 expected="LoRA or DoRA of linears", where=str(self.folder / ADAPTER),
                 hint="merge them first: PeftModel.merge_and_unload(), then save_pretrained",
             )  # fmt: skip
@@ -206,9 +206,9 @@ class PeftCheckpoint(WeightsAlone):
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
         found = [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
-        told = self.config.get("base_model_name_or_path")
-        if told and PurePath(str(told)).name != self._base.name:
-            found.append(f"they say that they were trained for {shorten(str(told))}, and {self._base} was named")
+        base = self.config.get("base_model_name_or_path")
+        if base and PurePath(str(base)).name != self._base.name:
+            found.append(f"they say that they were trained for {shorten(str(base))}, and {self._base} was named")
         return found
 
     @override

@@ -64,10 +64,10 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
     section: dict[str, Any] = {}
     try:
         model = complete(checkpoint.arguments)
-        stated = checkpoint.arguments
+        known = checkpoint.arguments
         # Incomplete arguments are not filled up with defaults.
         section = {
-            name: value for name, value in model_fields(model).items() if stated.is_complete or stated.is_set(name)
+            name: value for name, value in model_fields(model).items() if known.is_complete or known.is_set(name)
         }
         fit = family_of_megatron(model, checkpoint.names(WEIGHT))
     except CheckpointError as error:
@@ -81,8 +81,8 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
 
 def train_state(checkpoint: CheckpointView) -> bytes:
     """Return the bytes of `train_state.pt`: tensors with one element, by name."""
-    stated = checkpoint.arguments.raw
-    counts = {name: int(stated.get(name) or 0) for name in COUNTED}
+    arguments = checkpoint.arguments.raw
+    counts = {name: int(arguments.get(name) or 0) for name in COUNTED}
     operations = float(checkpoint.common.get("num_floating_point_operations_so_far") or 0)
     state = {
         "step": torch.tensor(checkpoint.iteration, dtype=torch.int64),

@@ -41,7 +41,7 @@ class ChainedOptimizers:
         """
         self._checkpoint = checkpoint
         self._version = version
-        self._experts_apart = has_expert_optimizer
+        self._has_expert_optimizer = has_expert_optimizer
         self._source = checkpoint.chain() if checkpoint.optimizer_format is not None else []
         self._was_split = any(SHARDING_MARK in child for child in self._source)
         self._is_resplit = not self._was_split and self._splits_by_default()
@@ -57,7 +57,7 @@ class ChainedOptimizers:
 
     def entries(self, encoding: str) -> list[dict[str, Any]]:
         """Return the entry of each optimizer in the common state, marking distributed ones; empty if all are."""
-        children = portable_chain(self._source, self._experts_apart)
+        children = portable_chain(self._source, self._has_expert_optimizer)
         if self._is_resplit:
             by_muon = [child for child in children if _is_muons(child)]
             return [*by_muon, *(_distributed(child, encoding) for child in children if not _is_muons(child))]

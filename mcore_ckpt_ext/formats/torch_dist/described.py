@@ -19,8 +19,8 @@ from mcore_ckpt_ext.formats.description import (
     completed,
     contradicting,
     described,
+    megatron_arguments,
     refuse_facts,
-    stated_by_megatron,
 )
 from mcore_ckpt_ext.formats.external_weights import (
     check_belonging,
@@ -87,12 +87,12 @@ class DescribedCheckpoint(FormatReader):
         """
         super().__init__(folder, order_sources)
         self._facts, self._external, self._opened = facts, external or ExternalModel(), opened
-        self._lender = self._external.checkpoint
-        self._weights_of_lender: WeightsView | None = None
-        if self._lender is not None:
-            self.reader = reader = OverlayReader(self.reader, self._lender.reader)
+        self._weights_source = self._external.checkpoint
+        self._source_weights: WeightsView | None = None
+        if self._weights_source is not None:
+            self.reader = reader = OverlayReader(self.reader, self._weights_source.reader)
             self.transfer = Transfer(reader)
-            self._weights_of_lender = relocated(self._lender.weights, reader.name_of)
+            self._source_weights = relocated(self._weights_source.weights, reader.name_of)
         if opened is not None:
             self.index, self.weights_derived_from_masters = opened.index, opened.weights_derived_from_masters
         else:
@@ -116,23 +116,23 @@ class DescribedCheckpoint(FormatReader):
     @cached_property
     @override
     def arguments(self) -> JobArguments:
-        own = self._stated_by_megatron
+        own = self._megatron_arguments
         return own if own is not None and own.is_complete else self.description.arguments
 
     @cached_property
     def recorded_arguments(self) -> JobArguments:
         """The properties of the job that are known without the index."""
-        own = self._stated_by_megatron
+        own = self._megatron_arguments
         return own if own is not None and own.is_complete else self._described().arguments
 
     @cached_property
-    def _stated_by_megatron(self) -> JobArguments | None:
+    def _megatron_arguments(self) -> JobArguments | None:
         """Megatron's arguments, possibly incomplete; None if the checkpoint has none."""
-        return stated_by_megatron(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
+        return megatron_arguments(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
 
     def _described(self) -> Description:
         """Describe the job by auxiliary files and the user's options."""
-        return described(self.reader, self._stated_by_megatron, self.sidecar, self._facts)
+        return described(self.reader, self._megatron_arguments, self.sidecar, self._facts)
 
     @cached_property
     def description(self) -> Description:
@@ -141,15 +141,15 @@ class DescribedCheckpoint(FormatReader):
         Raises:
             UsageError: a property that the user passes contradicts the index.
         """
-        own = self._stated_by_megatron
+        own = self._megatron_arguments
         if own is not None and own.is_complete:
             return Description(own, problems=contradicting(own, self.folder))
         found, external = self._described(), self._external
-        if self._lender is not None:
-            found = found.with_model(described_by_model(self._lender))
-        shown = infer_layout(self.index, self.random_state_grid(), {**found.arguments.raw, **external.layout})
-        shown_of_model = infer_model_config(self.index.arrays, self.weights.names() or external.weights)
-        return completed(found, {**shown_of_model, **shown}, self._facts, self.folder)
+        if self._weights_source is not None:
+            found = found.with_model(described_by_model(self._weights_source))
+        layout = infer_layout(self.index, self.random_state_grid(), {**found.arguments.raw, **external.layout})
+        model = infer_model_config(self.index.arrays, self.weights.names() or external.weights)
+        return completed(found, {**model, **layout}, self._facts, self.folder)
 
     @property
     @override
@@ -168,26 +168,26 @@ class DescribedCheckpoint(FormatReader):
         return found._under_a_layout(_fits) or found
 
     @override
-    def with_weights_of(self, lender: CheckpointView) -> Self:
-        check_external_weights(lender, self.view)
-        external = ExternalModel(checkpoint=lender)
-        external = replace(external, weights=external_weights(lender, self._with(external).arguments))
+    def with_weights_of(self, source: CheckpointView) -> Self:
+        check_external_weights(source, self.view)
+        external = ExternalModel(checkpoint=source)
+        external = replace(external, weights=external_weights(source, self._with(external).arguments))
         unproven = self._with(external)
         found = unproven._under_a_layout(_is_proven)
         if found is None:
-            raise not_of_it("they fit under no layout that its buffers allow", unproven.view, lender.folder)
-        check_belonging(found.view, lender.folder)
+            raise not_of_it("they fit under no layout that its buffers allow", unproven.view, source.folder)
+        check_belonging(found.view, source.folder)
         return found
 
     @property
-    def has_weights_elsewhere(self) -> bool:
+    def has_external_weights(self) -> bool:
         """Whether its weights come from another checkpoint."""
-        return self._lender is not None
+        return self._weights_source is not None
 
-    def lent_archives(self) -> Iterator[tuple[str, int, int]]:
+    def external_archives(self) -> Iterator[tuple[str, int, int]]:
         """Yield all archives of the other checkpoint that contains the weights, if any."""
-        if self._lender is not None and isinstance(self.reader, OverlayReader):
-            for file, offset, length in self._lender.archives():
+        if self._weights_source is not None and isinstance(self.reader, OverlayReader):
+            for file, offset, length in self._weights_source.archives():
                 yield self.reader.name_of(file), offset, length
 
     def _with(self, external: ExternalModel) -> Self:
@@ -220,12 +220,14 @@ class DescribedCheckpoint(FormatReader):
     @property
     @override
     def vocabulary(self) -> int | None:
-        return self._lender.vocabulary if self._lender else None
+        return self._weights_source.vocabulary if self._weights_source else None
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
         about_weights = (
-            [f"the weights are those of {self._lender.folder}", *self._lender.notices()] if self._lender else []
+            [f"the weights are those of {self._weights_source.folder}", *self._weights_source.notices()]
+            if self._weights_source
+            else []
         )
         return [*self.description.problems, *super().notices_of(view), *about_weights]
 

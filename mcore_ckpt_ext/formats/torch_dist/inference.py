@@ -29,28 +29,28 @@ TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
-def infer_layout(index: DcpIndex, grid: tuple[int, ...] | None, stated: Mapping[str, Any]) -> dict[str, int]:
+def infer_layout(index: DcpIndex, grid: tuple[int, ...] | None, known: Mapping[str, Any]) -> dict[str, int]:
     """Infer the sizes of the parallel layout from the index, as far as possible.
 
     Args:
         index: the index of the checkpoint.
         grid: the ranks that stored their random state: (pipeline, tensor[, data]).
-        stated: other known properties; used only for sizes that no index shows.
+        known: other known properties; used only for sizes that no index shows.
     """
     groups = _groups(index)
     found: dict[str, int] = {}
     if grid is not None:
         found = {PIPELINE: grid[0], TENSOR: grid[1]}
-    elif groups and (tensor := _bands(index.arrays) or stated.get(TENSOR)) and groups[0] % tensor == 0:
+    elif groups and (tensor := _bands(index.arrays) or known.get(TENSOR)) and groups[0] % tensor == 0:
         found = {PIPELINE: groups[0] // tensor, TENSOR: tensor}
     if not found or not groups:
         # If optimizers are not flat, files and chunks come from the last writer, which may be a converter.
         return found
-    if len(groups) > 1 + bool(stated.get("overlap_param_gather_with_optimizer_step")):
+    if len(groups) > 1 + bool(known.get("overlap_param_gather_with_optimizer_step")):
         found |= _experts(index, groups[max(groups)], found[PIPELINE])
     world = 1 + max(_writers(index), default=-1)
     model = found[TENSOR] * found[PIPELINE]
-    context = stated.get("context_parallel_size")
+    context = known.get("context_parallel_size")
     if world and world % model == 0:
         found["world_size"] = world
         if isinstance(context, int) and context > 0 and world % (model * context) == 0:

@@ -100,7 +100,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     @property
     @override
     def weights(self) -> Weights:
-        return self._weights_of_lender or self._own_weights
+        return self._source_weights or self._own_weights
 
     @cached_property
     def _own_weights(self) -> StackedWeights:
@@ -248,11 +248,11 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
         """Return the keys of the checkpoint that contains the weights: this one, or the other."""
-        return self._lender.sharded_keys() if self._lender else self._own_weights.places()
+        return self._weights_source.sharded_keys() if self._weights_source else self._own_weights.places()
 
     @override
     def extra_states(self) -> Mapping[str, Any]:
-        found = dict(self._lender.extra_states()) if self._lender else {}
+        found = dict(self._weights_source.extra_states()) if self._weights_source else {}
         for key, _, shard in (name.rpartition("/shard_") for name in self.index.objects):
             if is_extra_state(key):
                 offsets = [int(number) for number in shard.partition("_")[0].split(".")]
@@ -276,7 +276,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
                 yield extent.file, extent.offset, extent.length
         for stored in self.stored_index.objects.values():
             yield stored.file, stored.offset, stored.length
-        yield from self.lent_archives()
+        yield from self.external_archives()
 
     def _keys(self, suffix: str) -> list[str]:
         return sorted(k for k in self.index.objects if k.startswith(_OPTIMIZER_PREFIXES) and k.endswith(suffix))

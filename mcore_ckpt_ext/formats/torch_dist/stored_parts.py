@@ -38,7 +38,7 @@ def parts_of_torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]
             yield StoredPart(stored.file, OTHER, key, stored.length)
     if gathered:
         yield from _gathered(checkpoint, gathered)
-    if checkpoint.has_weights_elsewhere:
+    if checkpoint.has_external_weights:
         yield from parts_by_name(checkpoint.view, [WEIGHT])
 
 

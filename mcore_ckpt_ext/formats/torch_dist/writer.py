@@ -90,7 +90,7 @@ class TorchDistTarget:
             )
         self._checkpoint = checkpoint
         self._version = version
-        self._experts_apart = has_expert_optimizer
+        self._has_expert_optimizer = has_expert_optimizer
         self._with_arguments = with_arguments
         self._keys = checkpoint.sharded_keys()
         self._state = PortableState.of(checkpoint, known_arguments(checkpoint.arguments), version)
@@ -183,7 +183,7 @@ class TorchDistTarget:
 
     def _child_prefix(self, kind: str, key: str) -> str:
         """Return the prefix of a chained optimizer's keys in 0.8 to 0.13 (`ChainedOptimizer.sharded_state_dict`)."""
-        if kind == WEIGHT or not self._experts_apart or not MARKS_CHAINED_KEYS.is_of(self._version):
+        if kind == WEIGHT or not self._has_expert_optimizer or not MARKS_CHAINED_KEYS.is_of(self._version):
             return ""
         return f"chained_{int(of_experts(key))}."
 
@@ -259,7 +259,7 @@ class TorchDistTarget:
     def _distributed(self, encoding: str) -> list[dict[str, Any]]:
         """Return the entry of each distributed optimizer: the dense parameters', then the experts'."""
         children = []
-        for groups in distinct_groups(self._checkpoint.param_groups(), self._experts_apart):
+        for groups in distinct_groups(self._checkpoint.param_groups(), self._has_expert_optimizer):
             child: dict[str, Any] = {"optimizer": {"param_groups": groups}, SHARDING_MARK: encoding}
             scaler = self._checkpoint.grad_scaler()
             if scaler is not None:

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_parameters, q
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard, Shard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import optimizer_adapters_of
 from mcore_ckpt_ext.model_space.slices import Region
-from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
+from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
 
 _BLOCK = 1 << 24
 _SAMPLE = 1024
@@ -88,7 +88,7 @@ def prove(shard: Shard, master: torch.Tensor, checkpoint: CheckpointView) -> Non
     Raises:
         ProofError: one does not round to its weight.
     """
-    stored = proof_beside(checkpoint, shard.live.tensors, checkpoint.proof, checkpoint.transfer)
+    stored = proof_at_stored_scales(checkpoint, shard.live.tensors, checkpoint.proof, checkpoint.transfer)
     proof, weight = weaker_of(stored, quantisation(shard.live.parameter)), shard.weight
     for begin in range(0, master.numel(), _BLOCK):
         part = slice(begin, begin + _BLOCK)
