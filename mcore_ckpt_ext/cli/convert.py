@@ -1,4 +1,4 @@
-"""`mcore-ckpt convert`: another format or layout, optimizer included."""
+"""`mcore-ckpt convert`: write a checkpoint in another format or layout, optimizer included."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FIELDS = {name: target.options() for name, target in TARGETS.items()}
 
 @dataclass(frozen=True)
 class _Option:
-    """An option of targets: the field that it fills, and how it is spelled."""
+    """An option of some targets: the field that it sets, and its flag."""
 
     field: str
     flag: str
@@ -42,7 +42,7 @@ class _Option:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The targets that have it, as `--to` names them."""
+        """The targets with this option, by their names for `--to`."""
         return tuple(name for name, names in _FIELDS.items() if self.field in names)
 
 
@@ -50,7 +50,7 @@ def _option(field: str, flag: str = "", **how: Any) -> _Option:
     return _Option(field, flag or f"--{field.replace('_', '-')}", how)
 
 
-# Sizes of a layout are named as Megatron names them.
+# Sizes of a layout have Megatron's names.
 _OPTIONS = (
     _option("megatron_version", metavar="V", help="Megatron release that will read it (default: the installed one)"),
     _option(
@@ -123,7 +123,7 @@ class _ListFamilies(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options; those of targets are grouped by the targets that have them."""
+    """Add the command's options; options of targets are grouped by targets."""
     parser.add_argument(
         "source", metavar="SRC", help="run folder (newest iteration), iteration, Hugging Face, PEFT or canonical folder"
     )
@@ -164,7 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert and say what was done."""
+    """Convert, and report the result."""
     if arguments.to is None and arguments.json:
         raise UsageError("--to is missing: the format to write", expected=f"one of {', '.join(TARGETS)}")
     if arguments.to is None:
@@ -187,7 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _explain_targets() -> int:
-    """Say what there is to choose from; the exit code of wrong usage."""
+    """List the targets, and return the exit code of wrong usage."""
     message("error: --to is missing: the format to write")
     width = max(map(len, TARGETS))
     for name, target in TARGETS.items():
@@ -198,7 +198,7 @@ def _explain_targets() -> int:
 
 
 def _target(arguments: argparse.Namespace) -> Target:
-    """The target of the conversion.
+    """Return the target of the conversion.
 
     Raises:
         UsageError: an option belongs to other targets.
@@ -216,7 +216,7 @@ def _target(arguments: argparse.Namespace) -> Target:
 
 
 def _spoken(targets: tuple[str, ...]) -> str:
-    """`--to a`, `--to a or b`."""
+    """Return targets as text: `--to a`, or `--to a or b`."""
     *others, last = targets
     return f"--to {', '.join(others)} or {last}" if others else f"--to {last}"
 
@@ -252,7 +252,7 @@ def _planned(report: Report) -> Iterator[str]:
 
 
 def _not_read(unread: Iterable[UnreadState]) -> Iterator[str]:
-    """A line for each key, and one for all that differ in their numbers alone: a large model has thousands."""
+    """Yield a line for each key; keys that differ only in numbers share a line, as there may be thousands."""
     for items in alike(unread, lambda item: (item.carried, item.why, without_numbers(item.key))):
         carried, why = items[0].carried, items[0].why
         keys = items[0].key if len(items) == 1 else f"{items[0].key}, and {len(items) - 1:,} more with other numbers"

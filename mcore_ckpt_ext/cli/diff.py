@@ -1,4 +1,4 @@
-"""`mcore-ckpt diff`: two checkpoints of any formats and layouts, bit by bit."""
+"""`mcore-ckpt diff`: compare two checkpoints of any formats and layouts, bit by bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     for name in ("a", "b"):
         parser.add_argument(name, metavar=name.upper(), help="run, iteration, Hugging Face or canonical folder")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"compare only these: {', '.join(KINDS)}")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare, and report what differs."""
+    """Compare, and report the differences."""
     from mcore_ckpt_ext.cli.processes import the_team
     from mcore_ckpt_ext.operations.comparison import compare
 
@@ -83,7 +83,7 @@ def _show(found: Comparison, most: int | None) -> None:
     table([("A", found.a), ("B", found.b)])
     heading("metadata")
     facts = ((fact, "" if fact.a == fact.b else Painted("differs", REMARKABLE)) for fact in found.facts)
-    table([(fact.what, fact.a, fact.b, told) for fact, told in facts], ("", "A", "B"))
+    table([(fact.what, fact.a, fact.b, verdict) for fact, verdict in facts], ("", "A", "B"))
     heading("tensors")
     verdicts = [(kind, Painted(_verdict(kind), GOOD if kind.equal else BAD)) for kind in found.kinds]
     rows = [(kind.kind, kind.compared, f"{kind.elements:,}", verdict) for kind, verdict in verdicts]
@@ -92,7 +92,7 @@ def _show(found: Comparison, most: int | None) -> None:
         for name in (*kind.only_in_a[:most], *kind.only_in_b[:most]):
             line(f"  only in {'A' if name in kind.only_in_a else 'B'}: {kind.kind} {name}")
         for tensor in kind.different[:most]:
-            line(f"  {tensor.kind} {tensor.name}: {'; '.join(_told(tensor))}")
+            line(f"  {tensor.kind} {tensor.name}: {'; '.join(_differences(tensor))}")
         more = sum(len(names[most:]) for names in (kind.only_in_a, kind.only_in_b, kind.different) if most)
         if more:
             line(f"  and {more:,} more of {kind.kind}; --all lists them")
@@ -141,7 +141,7 @@ def _verdict(kind: KindComparison) -> str:
     return ", ".join(f"{len(names)} {what}" for names, what in parts if names)
 
 
-def _told(tensor: TensorDifference) -> Iterator[str]:
+def _differences(tensor: TensorDifference) -> Iterator[str]:
     if tensor.problem:
         yield f"cannot be compared: {tensor.problem}"
     if tensor.shapes[0] != tensor.shapes[1]:

@@ -31,12 +31,12 @@ State = Literal["ok", "note", "FAILED"]
 
 _STYLES: dict[State, str] = {"ok": GOOD, "note": REMARKABLE, "FAILED": BAD}
 _NO_MEGATRON = "Megatron is not installed here"
-# What to install for a patch point's framework.
+# The distribution to install for a patch point's module.
 _DISTRIBUTIONS = {
     "megatron.bridge": "megatron-bridge", "megatron": "megatron-core", "nvidia_resiliency_ext": "nvidia-resiliency-ext",
     "swift": "ms-swift",
 }  # fmt: skip
-# By distribution: the loop, and the modules in which some patch point of it is.
+# For each distribution: the training loop, and prefixes of modules, each with at least one patch point.
 _LOOPS = {
     "megatron-core": ("loop: Megatron's own", ("megatron.training.checkpointing", "megatron.core.optimizer")),
     "megatron-bridge": ("loop: Megatron-Bridge", ("megatron.bridge", "megatron.core.optimizer")),
@@ -55,7 +55,7 @@ _GROUPS = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One thing that was checked."""
+    """The result of one check."""
 
     what: str
     state: State
@@ -64,14 +64,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """The whole result; healthy means that nothing failed."""
+    """The results of all checks; `healthy` if none failed."""
 
     healthy: bool
     lines: tuple[Line, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     parser.add_argument("--save", metavar="FOLDER", type=Path, help="also check whether files can be written there")
     parser.add_argument("--all", action="store_true", help="list every environment variable and every patch point")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -104,7 +104,7 @@ def _name(items: Sequence[Line]) -> str:
 
 
 def _verdict(report: Report) -> Painted:
-    """Return the last line, which does not report success where Megatron could not be checked."""
+    """Return the last line, which does not report success if Megatron could not be checked."""
     if not report.healthy:
         return Painted("some checks FAILED, see above", BAD)
     if any(item.found == _NO_MEGATRON for item in report.lines):
@@ -118,7 +118,7 @@ def _lines(save: Path | None) -> Iterator[Line]:
     try:
         with failures_explained():
             import torch
-    except Exception as error:  # noqa: BLE001 - whatever makes it fail is what doctor reports
+    except Exception as error:  # noqa: BLE001 - doctor reports any error
         yield Line("torch", "FAILED", _import_failure(error))
         return
 
@@ -144,7 +144,7 @@ def _import_failure(error: Exception) -> str:
 
 
 def _megatron() -> Line:
-    """Return the release of Megatron that is installed, or that a checkout on the path is."""
+    """Report the installed release of Megatron, or a checkout on the path."""
     what = "megatron-core"
     if installed := _installed(what):
         return Line(what, "ok", installed)
@@ -155,7 +155,7 @@ def _megatron() -> Line:
 
 
 def _setting(setting: Setting[Any]) -> Line:
-    """Whether a variable is set, and its effect; an invalid value has none."""
+    """Report whether a variable is set, and its effect; an invalid value is ignored."""
     if setting.text is None:
         return Line(setting.name, "ok", "not set")
     found = f"{escape(setting.text)!r}"
@@ -165,7 +165,7 @@ def _setting(setting: Setting[Any]) -> Line:
 
 
 def _autoload(version: Version | None) -> Line:
-    """Whether `import torch` puts the hooks in place."""
+    """Report whether `import torch` installs the hooks."""
     what = "torch loads the hooks"
     by_hand = "call mcore_ckpt_ext.install() in the training script"
     if version is None or not TORCH_LOADS_PLUGINS.is_of(version):
@@ -181,7 +181,7 @@ def _autoload(version: Version | None) -> Line:
 
 
 def _hooks() -> Iterator[Line]:
-    """Import what the hooks wait for, as a job would, and report the state of each."""
+    """Import the modules with patch points, as a job would, and report the state of each patch point."""
     if not SWITCH.value:
         yield Line("hooks", "note", f"switched off: {SWITCH.name}=0")
         return
@@ -192,7 +192,7 @@ def _hooks() -> Iterator[Line]:
     for place, patch_point in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True):
         problem = problems[place.module]
         framework = next(name for prefix, name in _DISTRIBUTIONS.items() if place.module.startswith(prefix))
-        # Megatron appends the commit of whatever repository its folder lies in (megatron/core/package_info.py).
+        # Megatron appends the commit of any repository that contains its folder (megatron/core/package_info.py).
         version = f" ({patch_point.version.partition('+')[0]})" if patch_point.version else ""
         if patch_point.state == "patched":
             yield Line(
@@ -207,7 +207,7 @@ def _hooks() -> Iterator[Line]:
 
 
 def _loops() -> Iterator[Line]:
-    """For each training loop, whether it is hooked: by patch points of its own, and by those of Megatron Core."""
+    """Report for each training loop whether its own patch points and those of Megatron Core are patched."""
     states = [
         (place.module, patch_point.state)
         for place, patch_point in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True)
@@ -227,13 +227,13 @@ def _import_problem(module: str) -> str | None:
         with redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import_module(module)
-    except Exception as error:  # noqa: BLE001 - whatever makes a framework's import fail is what doctor reports
+    except Exception as error:  # noqa: BLE001 - doctor reports any error of a framework's import
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def _writable(folder: Path) -> Line:
-    """Whether the sidecar and conversions can be written where checkpoints are saved."""
+    """Report whether the sidecar and conversions can be written to the folder for checkpoints."""
     what = f"writing in {folder}"
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".mcore_ckpt_ext-", suffix=".json") as file:

@@ -1,4 +1,4 @@
-"""The options by which a user states what a checkpoint without Megatron's arguments does not say."""
+"""Options for the sizes of the job that wrote a checkpoint without Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMES = [field.name for field in fields(Facts)]
 
 
 def add_facts(parser: argparse.ArgumentParser, kind: type[Facts] = Facts) -> None:
-    """An option for each fact, as this kind of them spells it."""
+    """Add an option for each size, with the prefix of this kind of facts."""
     parser.set_defaults(kind_of_facts=kind)
     options = kind()
     group = parser.add_argument_group("the job that wrote the checkpoint, if Megatron's arguments are missing from it")
@@ -25,7 +25,7 @@ def add_facts(parser: argparse.ArgumentParser, kind: type[Facts] = Facts) -> Non
 
 
 def add_weights(parser: argparse.ArgumentParser, of: str = "an optimizer-only checkpoint or a PEFT folder") -> None:
-    """The option that names the folder of weights that lie elsewhere; `of`: what lacks them."""
+    """Add the option for the folder of external weights; `of` describes the checkpoint that lacks them."""
     parser.add_argument(
         "--weights", metavar="FOLDER",
         help=f"folder with the model weights for {of}: a Hugging Face folder or a checkpoint",
@@ -33,11 +33,11 @@ def add_weights(parser: argparse.ArgumentParser, of: str = "an optimizer-only ch
 
 
 def facts_of(arguments: argparse.Namespace) -> Facts:
-    """The user's description of the job.
+    """Return the sizes that the user passed.
 
     Raises:
-        UsageError: a value makes no sense.
+        UsageError: a value is invalid.
     """
-    stated = {name: getattr(arguments, f"fact_{name}") for name in _NAMES}
+    sizes = {name: getattr(arguments, f"fact_{name}") for name in _NAMES}
     kind: type[Facts] = arguments.kind_of_facts
-    return kind(**stated) if any(size is not None for size in stated.values()) else NOTHING
+    return kind(**sizes) if any(size is not None for size in sizes.values()) else NOTHING

@@ -1,4 +1,4 @@
-"""`mcore-ckpt convert --list-families`: the Hugging Face model families, and what no family converts."""
+"""`mcore-ckpt convert --list-families`: the Hugging Face model families, and unsupported model types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = ("model_type", "family", "trained by", "since", "directions", "models (r
 
 
 def print_families() -> None:
-    """Print the table of families, those of other installed distributions included."""
+    """Print the table of families, including those of other installed distributions."""
     rows = [_HEAD, *map(_row, FAMILIES)]
     rows += [
         (one.model_type, one.class_name, "(not loaded)", "", "", f"registered by {one.distribution}")

@@ -1,4 +1,4 @@
-"""Long lists, folded: what differs only in its numbers belongs together."""
+"""Folds long lists by grouping items that differ only in numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _NUMBER = re.compile(r"\d[\d,]*")
 
 
 def without_numbers(text: str) -> str:
-    """Return the text with a sign in place of every number: `__#_#.distcp`."""
+    """Replace every number of a text by `#`, as in `__#_#.distcp`."""
     return _NUMBER.sub("#", text)
 
 
 def alike(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[list[Item]]:
-    """Return the items by their kind; kinds come in the order of their first item."""
+    """Group items by kind; groups are in the order of their first item."""
     found: dict[Hashable, list[Item]] = defaultdict(list)
     for item in items:
         found[kind(item)].append(item)

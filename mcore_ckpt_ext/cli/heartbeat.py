@@ -1,4 +1,4 @@
-"""Heartbeats of the processes that share a command: when one is killed or stopped, the others end and name it."""
+"""Heartbeats of the processes that share a command; if one is lost, the others end and name it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcore_ckpt_ext.settings import HEARTBEAT_TIMEOUT
 
 Result = TypeVar("Result")
 _LOOKS = 10
-"""How often the others are looked at during the timeout."""
+"""Number of checks of the other processes during the timeout."""
 _PAUSE = 0.02
 _HINT = (
     "start all of them again, a conversion with --resume; "
@@ -27,7 +27,7 @@ _HINT = (
 
 
 class Store(Protocol):
-    """What is needed of a `torch.distributed.Store`; values are bytes, and are set as text or bytes."""
+    """The part of `torch.distributed.Store` that is used; values are bytes, and can be set as strings."""
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a value."""
@@ -39,13 +39,13 @@ class Store(Protocol):
         """Return whether all keys have a value."""
 
     def delete_key(self, key: str) -> bool:
-        """Forget a value."""
+        """Delete a value."""
 
 
 def _in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """Do something in a thread that does not keep the process alive.
+    """Run a function in a daemon thread.
 
-    A call of a store blocks while the process that holds it is stopped, and no signal ends it.
+    A store call blocks while the process that hosts the store is stopped, and no signal interrupts it.
     """
     future: Future[Result] = Future()
 
@@ -60,24 +60,25 @@ def _in_thread(work: Callable[[], Result]) -> Future[Result]:
 
 
 class Heartbeat:
-    """Shows the others that this process is alive, and interrupts its main thread when another one is lost.
+    """Signals that this process is alive, and interrupts its main thread if another process is lost.
 
-    A process is lost when its heartbeat has not changed during several looks in a row. Looks are counted, not seconds:
-    where a scheduler suspends and resumes all processes together, none is lost. The interruption is that of Ctrl-C,
-    so whatever is being done ends as it does then; leaving the context raises the error.
+    A process is lost if its heartbeat has not changed in several consecutive checks. Checks are counted, not seconds,
+    so that no process is lost if a scheduler suspends and resumes all of them together. The main thread is interrupted
+    as by Ctrl-C, and leaving the context raises the error.
     """
 
     def __init__(self, store: Store, rank: int, size: int, holder: int | None) -> None:
-        """Use as a context manager, in the main thread.
+        """Create a heartbeat, to be used as a context manager in the main thread.
 
         Args:
-            store: of all processes.
-            rank: this process.
-            size: how many there are.
-            holder: the process that holds the store, and so leaves last; None if it is none of them.
+            store: the store of all processes.
+            rank: rank of this process.
+            size: number of processes.
+            holder: rank of the process that hosts the store and therefore leaves last; None if another program hosts
+                it.
 
         Attributes:
-            names: of all processes, for messages; those of the others have to be set.
+            names: names of all processes, for messages; the caller sets those of the other processes.
         """
         self._store, self._rank, self._size, self._holder = store, rank, size, holder
         self._interval = HEARTBEAT_TIMEOUT.value / _LOOKS
@@ -94,7 +95,7 @@ class Heartbeat:
         self._handler_before = signal.getsignal(signal.SIGINT)
 
     def __enter__(self) -> Heartbeat:
-        """Begin to send heartbeats, and to watch the others."""
+        """Start sending heartbeats and checking the other processes."""
         signal.signal(signal.SIGINT, self._on_interrupt)
         threading.Thread(target=self._watch, daemon=True).start()
         return self
@@ -102,7 +103,7 @@ class Heartbeat:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take leave of the others.
+        """Announce the end of this process to the others.
 
         Raises:
             CheckpointError: another process was lost.
@@ -114,18 +115,18 @@ class Heartbeat:
         reason = "interrupted" if was_interrupted else "" if error is None else format_error(error)
         last_words = self._problem or (f"{self.names[self._rank]} has ended: {reason}" if reason else "")
         if self._has_store:
-            with suppress(RuntimeError, TimeoutError):  # nothing can be announced if it is gone now
+            with suppress(RuntimeError, TimeoutError):  # the store may be gone
                 _in_thread(lambda: self._leave(last_words)).result(2 * HEARTBEAT_TIMEOUT.value)
         self._left.set()
         if self._problem is not None and (error is None or was_interrupted):
             raise CheckpointError(self._problem, hint=_HINT) from None
 
     def wait(self, exchange: Callable[[], Result]) -> Result:
-        """Return the result of an exchange with the others, however long it takes.
+        """Wait for the result of an exchange with the other processes, without a time limit.
 
         Raises:
-            KeyboardInterrupt: this process was interrupted before; no other waits for what it does to clean up.
-            CheckpointError: the process that holds the store has ended.
+            KeyboardInterrupt: this process was interrupted; the others do not wait for its cleanup.
+            CheckpointError: the process that hosts the store has ended.
         """
         if self._is_interrupted:
             raise KeyboardInterrupt
@@ -136,7 +137,7 @@ class Heartbeat:
 
     @property
     def is_over(self) -> bool:
-        """Whether this process has left: what still waits for the others may stop."""
+        """True if this process has announced its end, so that waiting for the others may stop."""
         return self._left.is_set()
 
     def _store_is_gone(self, error: Exception) -> CheckpointError:
@@ -171,7 +172,7 @@ class Heartbeat:
                 self._interrupt(problem)
 
     def _look(self) -> str | None:
-        """Send a heartbeat, and look for those of the others; returns why all have to stop, if they have."""
+        """Send a heartbeat, and check those of the others; return the reason to stop, if there is one."""
         self._beats += 1
         self._store.set(_alive(self._rank), str(self._beats))
         problem = None
@@ -203,7 +204,7 @@ class Heartbeat:
                 signal.pthread_kill(self._main, signal.SIGINT)
 
     def _leave(self, last_words: str) -> None:
-        """Leave last words; what holds the store waits for the others."""
+        """Store the last message of this process; the process that hosts the store waits for the others."""
         self._store.set(_ended(self._rank), last_words)
         while self._rank == self._holder:
             others = set(range(self._size)) - self._lost

@@ -1,4 +1,4 @@
-"""`mcore-ckpt inspect`: what is in a checkpoint."""
+"""`mcore-ckpt inspect`: show the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RANKS_SHOWN = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
     parser.add_argument("--all", action="store_true", help="list every file, and the tensors in it")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Inspect, and report it."""
+    """Inspect, and report the content."""
     from mcore_ckpt_ext.operations.inspection import inspect
 
     if arguments.html is not None:
@@ -54,12 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _layout(found: Inspection) -> str:
-    """The layout, and who says so where Megatron's own arguments do not."""
+    """Return the layout, and its source if this is not Megatron's arguments."""
     if not found.layout_text:
         return "none recorded"
     ranks = f", {_ranks(world)}" if (world := found.layout["world"]) is not None else ""
     source = f", by {found.described_by} and the index" if found.described_by else ""
-    # Legacy files, and Megatron-FSDP's, are written for a layout; the others for any.
+    # Legacy and Megatron-FSDP files are written for one layout, other formats for any layout.
     of_source = found.writer.converted and found.format in ("torch_dist", "canonical")
     return f"{found.layout_text}{ranks}{source}{', of the job that saved the source' if of_source else ''}"
 
@@ -115,7 +115,7 @@ def _show_bytes(by_kind: Mapping[str, int], on_disk: int) -> None:
 
 
 def _show_files(found: Inspection, *, show_all: bool) -> None:
-    """List the files; many that differ only in numbers are one line each."""
+    """List the files; if there are many, those that differ only in numbers share a line."""
     if show_all or len(found.files) <= _FILES_SHOWN:
         table((_file_row(file, with_names=show_all) for file in found.files), right=[2])
     else:
@@ -136,7 +136,7 @@ def _kind_of_file(file: StoredFile) -> tuple[str, bool]:
 
 
 def _folded_row(files: Sequence[StoredFile]) -> tuple[object, ...]:
-    """Return one line for files that differ only in their numbers: how many, their sizes, and the range."""
+    """Return one line for files that differ only in numbers: range, count and sizes."""
     if len(files) == 1:
         return _file_row(files[0], with_names=False)
     ranks = sorted({file.rank for file in files if file.rank is not None})
@@ -156,7 +156,7 @@ def _ranks(count: int) -> str:
 
 
 def _file_row(file: StoredFile, *, with_names: bool) -> tuple[object, ...]:
-    """Return the line of one file, with the names of the tensors in it or their number."""
+    """Return the line of one file, with the names of its tensors or their number."""
     who = "" if file.rank is None else f"rank {file.rank}, writer {file.writer}"
     size: object = Painted("MISSING", BAD) if file.bytes_on_disk is None else format_bytes(file.bytes_on_disk)
     tensors = len(file.tensors)

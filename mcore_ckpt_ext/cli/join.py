@@ -1,4 +1,4 @@
-"""The option by which processes that somebody else started share a command."""
+"""The option with which several started processes share a command."""
 
 from __future__ import annotations
 

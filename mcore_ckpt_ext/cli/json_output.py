@@ -1,6 +1,7 @@
-"""Prints the `--json` result of every command: always one object, by a published schema.
+"""Prints the `--json` result of every command: a single object with a published schema.
 
-`schema`, `command`, `ok`, `exit_code` and `error` come first, then the result's own keys; an error leaves these out.
+`schema`, `command`, `ok`, `exit_code` and `error` come first, then the keys of the result. After an error, the keys of
+the result are missing.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def _object(command: str, result: DataclassInstance, exit_code: int) -> dict[str
 
 
 def print_error(command: str, exit_code: int, kind: str, message: str, details: Mapping[str, str]) -> None:
-    """Print the error that ended a command; `kind` is the name of its class, which is public."""
+    """Print the error that ended a command; `kind` is the name of its public class."""
     error = {"kind": kind, "message": message, **{name: details.get(name) for name in DETAILS}}
     as_json_object(_envelope(ERROR_SCHEMA, command, exit_code, error))
 
 
 def wants_json(words: Sequence[str]) -> bool:
-    """Whether a command line asks for JSON, however wrong it is otherwise."""
+    """Return whether a command line has `--json`, even if it is invalid otherwise."""
     return FLAG in words
 
 

@@ -1,4 +1,4 @@
-"""JSON Schemas (draft 2020-12) of what the commands print with `--json`, made from the results' classes."""
+"""Generates JSON Schemas (draft 2020-12) of the `--json` output from the classes of results."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ RESULTS: dict[str, tuple[type, ...]] = {
     "inspect": (Inspection,), "convert": (ConversionReport,), "verify": (VerificationResult,), "diff": (Comparison,),
     "plan": (LayoutPlan, Rehearsal), "doctor": (DoctorReport,), "selftest": (SelfTestReport,),
 }  # fmt: skip
-"""What each command prints; one of several, by its options."""
+"""The results of each command; its options select one of several."""
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-# JSON has no numbers that are not finite: they are printed as text.
+# JSON has only finite numbers; others are printed as strings.
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
 _PLAIN: dict[Any, dict[str, Any]] = {
     str: {"type": "string"}, int: {"type": "integer"}, bool: {"type": "boolean"}, float: _NUMBER,
@@ -35,7 +35,7 @@ _PLAIN: dict[Any, dict[str, Any]] = {
 
 
 def schema_of(command: str) -> dict[str, Any]:
-    """The schema of what a command prints with `--json`."""
+    """Return the schema of a command's `--json` output."""
     results = [_result(command, kind) for kind in RESULTS[command]]
     details = {name: _type(str | None) for name in DETAILS}
     error = _closed({"kind": {"type": "string"}, "message": {"type": "string"}, **details})
@@ -70,16 +70,16 @@ def _object(kind: type) -> dict[str, Any]:
 
 
 def _type(kind: Any) -> dict[str, Any]:
-    """The schema of an annotation.
+    """Return the schema of an annotation.
 
     Raises:
-        TypeError: a result has an annotation of a kind that none had before.
+        TypeError: a result has an annotation of an unsupported kind.
     """
     if kind in _PLAIN:
         return dict(_PLAIN[kind])
     if dataclasses.is_dataclass(kind):
         return _object(typing.cast("type", kind))
-    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple, which JSON has as a list
+    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple, which is a list in JSON
         return _sequence(list(typing.get_type_hints(kind).values()))
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
@@ -92,7 +92,7 @@ def _type(kind: Any) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _type(arguments[1])}
     if origin in (tuple, list, typing.get_origin(typing.Sequence[int])):
         return {"type": "array", "items": _type(arguments[0])}
-    raise TypeError(f"an annotation that no schema is made of: {kind}")
+    raise TypeError(f"an annotation without a schema: {kind}")
 
 
 def _sequence(kinds: Sequence[Any]) -> dict[str, Any]:

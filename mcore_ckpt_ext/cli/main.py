@@ -1,4 +1,4 @@
-"""Entry point of the command line: the table of commands, and the conversion of errors into exit codes."""
+"""Entry point of the command line: the table of commands, and exit codes for errors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from mcore_ckpt_ext.cli.torch_plugins import failures_explained
 from mcore_ckpt_ext.errors import CheckpointError, UsageError
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
-# Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`, imported when it is
-# called, so that `--help` does not wait for torch.
+# Each command is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`. It is imported when
+# it is called, so that `--help` does not import torch.
 COMMANDS = {
     "inspect": "show what is in a checkpoint: layout, format, version, sizes, files, what can resume it",
     "convert": "write a checkpoint in another format or layout, optimizer included",
@@ -38,7 +38,7 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors in the command line's pattern, without the usage."""
+    """An argument parser that raises errors as `UsageError`, without printing the usage."""
 
     @override
     def error(self, message: str) -> NoReturn:
@@ -57,10 +57,10 @@ DONE, UNEQUAL, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 
 
 def run_as_process() -> NoReturn:
-    """Run a command as a process of its own, and end the process with its exit code.
+    """Run a command, and end the process with its exit code.
 
-    Exit handlers run, but Python does not take down what was imported: for torch that takes 0.5 processor seconds and
-    140 MiB of memory, into which destructors of CUDA's libraries bring pages that nothing has used
+    Exit handlers run, but Python does not unload imported modules. For torch, unloading takes 0.5 s of processor time
+    and 140 MiB of memory, because destructors of CUDA's libraries touch unused pages
     (benchmarks/commands.py, torch 2.13).
     """
     code = main()
@@ -74,7 +74,7 @@ def run_as_process() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code."""
+    """Run a command, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if word in COMMANDS), "")
     report = partial(print_error, command) if wants_json(words) else _nothing
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments, unknown = parser_of(words).parse_known_args(words)
             if unknown:
                 raise UsageError("there is no such option", found=" ".join(unknown))
-            if argv is None:  # a process of its own: the collector need not walk what was imported, now and at the end
+            if argv is None:  # a separate process: the collector need not scan imported modules
                 gc.freeze()
             code: int = import_module(f"mcore_ckpt_ext.cli.{arguments.command}").run(arguments)
         if sys.stdout is not None:
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sentence = error.strerror or str(error)
         details = {"where": str(error.filename)} if error.filename else {}
         error_message(sentence, details)
-        with contextlib.suppress(OSError):  # it may be stdout that is not there
+        with contextlib.suppress(OSError):  # stdout itself may be closed
             report(UNUSABLE, type(error).__name__, sentence, details)
         _forget_output()
         return UNUSABLE
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message("interrupted")
         report(INTERRUPTED, "KeyboardInterrupt", "interrupted", {})
         return INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - Python's own exit code, 1, would say "verified unequal" to a script
+    except Exception as error:  # noqa: BLE001 - Python's own exit code, 1, would mean "unequal"
         for text in ("this is a bug in mcore_ckpt_ext, please report it:", *traceback.format_exc().splitlines()):
             message(text)
         report(
@@ -129,23 +129,23 @@ def _nothing(exit_code: int, kind: str, text: str, details: Mapping[str, str]) -
 
 
 def _forget_output() -> None:
-    """Keep Python from trying once more, at its end, to flush what could not be written."""
+    """Prevent Python from flushing stdout again at exit after a failed write."""
     if sys.stdout is not None:
-        with contextlib.suppress(OSError, ValueError):  # of a stream that is no file there is nothing to flush
+        with contextlib.suppress(OSError, ValueError):  # a stream without a file has nothing to flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _completion(words: Sequence[str]) -> int:
-    """Print the script that a shell evaluates."""
+    """Print the completion script of a shell."""
     parser = parser_of(words, every=True)
-    shell = parser.parse_args([*words, "doctor"]).print_completion  # any command: the parser insists on one
+    shell = parser.parse_args([*words, "doctor"]).print_completion  # any command, because the parser requires one
     for text in script(parser, shell).splitlines():
         line(text)
     return DONE
 
 
 def parser_of(words: Sequence[str], *, every: bool = False) -> argparse.ArgumentParser:
-    """Build the parser, with the options of the called command only, or of every command."""
+    """Return the parser, with the options of the called command only, or of every command."""
     parser = _Parser(
         prog="mcore-ckpt",
         description="Inspect, verify, compare and convert Megatron checkpoints, without Megatron and without a GPU.",
@@ -157,7 +157,7 @@ def parser_of(words: Sequence[str], *, every: bool = False) -> argparse.Argument
     for name, what in COMMANDS.items():
         command = commands.add_parser(name, help=what, description=what)
         if name in words[:1] or every:
-            with collector_paused():  # a tenth of the time to import torch
+            with collector_paused():  # saves a tenth of the time to import torch
                 module = import_module(f"mcore_ckpt_ext.cli.{name}")
             module.add_arguments(command)
     return parser

@@ -1,6 +1,6 @@
-"""Writing for people: lines and tables to stdout, messages to stderr, JSON for programs.
+"""Writes lines, tables and JSON to stdout, and messages to stderr.
 
-Names come from untrusted checkpoints, so control characters are shown, never sent to the terminal.
+Names come from untrusted checkpoints, so control characters are escaped and never sent to the terminal.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mcore_ckpt_ext.cli.terminal import fitted, terminal_width, wrapped
 from mcore_ckpt_ext.errors import DETAILS, escape
 
 _GAP = "  "
-# Of a terminal: "select graphic rendition" of ECMA-48.
+# Terminal styles: parameters of "select graphic rendition" (ECMA-48).
 GOOD, BAD, REMARKABLE, STRONG, SOFT = "32", "1;31", "33", "1", "2"
 
 
 @dataclass(frozen=True, slots=True)
 class Painted:
-    """A text that a terminal shows in a style; elsewhere it is the text alone."""
+    """A text with a style for terminals; elsewhere only the text is written."""
 
     text: str
     style: str
@@ -48,7 +48,7 @@ def message(text: str | Painted) -> None:
 
 
 def error_message(sentence: str, details: Mapping[str, str]) -> None:
-    """Write an error: its details on lines of their own on a terminal, all in one line elsewhere, as in a log."""
+    """Write an error: on a terminal with each detail on a line, otherwise in one line, as in a log."""
     if sys.stderr is None or not sys.stderr.isatty():
         message("; ".join([f"error: {sentence}", *(f"{label}: {text}" for label, text in details.items())]))
         return
@@ -59,15 +59,15 @@ def error_message(sentence: str, details: Mapping[str, str]) -> None:
 
 
 def heading(text: str) -> None:
-    """Begin a part of the result."""
+    """Write the heading of a part of the result."""
     line()
     line(Painted(text, STRONG))
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), right: Sequence[int] = ()) -> None:
-    """Write rows as columns, indented; the columns numbered in `right` end at the right.
+    """Write rows as indented columns; the columns with an index in `right` are right-aligned.
 
-    On a terminal a table fits its width: the widest columns are broken into several lines.
+    On a terminal the table fits its width: the widest columns are wrapped.
     """
     all_rows: list[Sequence[object]] = [*([[Painted(text, SOFT) for text in header]] if header else []), *rows]
     texts = [[escape(str(cell)) for cell in row] for row in all_rows]
@@ -81,7 +81,7 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), right: S
 
 
 def _columns(row: Sequence[object], texts: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> list[_Part]:
-    """Return one line of a row, in the styles of its cells; nothing follows the last text."""
+    """Return one line of a row, in the styles of its cells, without trailing spaces."""
     last = max((number for number, text in enumerate(texts) if text), default=-1)
     parts: list[_Part] = []
     for number, (cell, text, width) in enumerate(zip(row[: last + 1], texts, widths, strict=False)):
@@ -97,7 +97,7 @@ def as_json_object(content: dict[str, object]) -> None:
 
 
 def json_text(value: object) -> str:
-    """JSON as its standard has it: numbers that are not finite become text (`"NaN"`, `"Infinity"`)."""
+    """Return standard JSON: numbers that are not finite become strings (`"NaN"`, `"Infinity"`)."""
     return json.dumps(_finite(value), allow_nan=False)
 
 
@@ -112,18 +112,18 @@ def _finite(value: object) -> object:
 
 
 def is_colorful(stream: TextIO) -> bool:
-    """Whether a stream is shown in styles: on a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    """Return whether to use styles: on a terminal, unless NO_COLOR is set (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _write(stream: TextIO | None, parts: Sequence[str | Painted]) -> None:
-    if stream is None:  # whoever started the program closed it (`>&-`), and wants the exit code alone
+    if stream is None:  # the caller closed it (`>&-`), and only needs the exit code
         return
     encoding = stream.encoding or "utf-8"
     shows_styles = is_colorful(stream)
     texts = []
     for part in parts:
-        # One line, whatever a name in it holds: what follows a line break would pass for a line of this program's own.
+        # Line breaks in names are escaped: the text after them would look like a line of this program.
         text = escape(str(part))
         texts.append(f"\x1b[{part.style}m{text}\x1b[0m" if isinstance(part, Painted) and shows_styles else text)
     stream.write("".join(texts).encode(encoding, "backslashreplace").decode(encoding) + "\n")

@@ -1,4 +1,4 @@
-"""The pages of `--html`: one file each, nothing loaded from elsewhere, the data as JSON."""
+"""The pages of `--html`: each is one self-contained file with its data as JSON."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _DATA, _STYLE, _SCRIPT = "/*DATA*/", "/*STYLE*/", "/*SCRIPT*/"
 
 
 def inspection_page(found: Inspection) -> str:
-    """A page of everything that `inspect` knows."""
+    """Return a page with the result of `inspect`."""
     data = asdict(found)
-    # A tensor is in many files, and its name long: each name is there once, and files refer to it by number.
+    # A tensor may be in many files, and its name is long: each name is stored once, and files refer to it by number.
     numbers: dict[str, int] = {}
     for file in data["files"]:
         file["tensors"] = [numbers.setdefault(name, len(numbers)) for name in file["tensors"]]
@@ -32,20 +32,20 @@ def inspection_page(found: Inspection) -> str:
 
 
 def comparison_page(found: Comparison) -> str:
-    """A page of what differs between two checkpoints, with a picture for each tensor."""
+    """Return a page with the differences between two checkpoints, with a picture for each tensor."""
     return _page("comparison.js", asdict(found))
 
 
 def plan_page(found: LayoutPlan | Rehearsal) -> str:
-    """A page of the layouts that a checkpoint can be resumed under, or of a rehearsal."""
+    """Return a page with the layouts that can resume a checkpoint, or with a rehearsal."""
     return _page("plan.js", asdict(found))
 
 
 def check_place(path: Path) -> None:
-    """Refuse a place for a page where something else lies, before anything is looked at: it may be a checkpoint's.
+    """Check, before anything is read, that a page may be written to a path.
 
     Raises:
-        UsageError: there is such a thing.
+        UsageError: the path exists and is not an HTML page.
     """
     if not os.path.lexists(path):
         return
@@ -62,10 +62,10 @@ def check_place(path: Path) -> None:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page to a place that `check_place` has let pass.
+    """Write a page to a path that `check_place` has accepted.
 
     Raises:
-        DestinationError: it cannot be written.
+        DestinationError: the page cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")
@@ -79,7 +79,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def _page(script: str, data: dict[str, Any]) -> str:
-    """The text of a page. The scripts read the data with `JSON.parse` and show names as text, never as HTML."""
+    """Return the text of a page. Scripts read data with `JSON.parse` and show names as text, never as HTML."""
     text = _resource("page.html").replace(_STYLE, _resource("style.css"), 1)
     text = text.replace(_SCRIPT, _resource("shared.js") + _resource(script), 1)
     return text.replace(_DATA, embedded(json_text(data)), 1)
@@ -90,5 +90,5 @@ def _resource(name: str) -> str:
 
 
 def embedded(text: str) -> str:
-    """JSON that can stand inside a `script` element: nothing in it can end that element or begin a comment."""
+    """Escape JSON for a `script` element, so that it cannot end the element or begin a comment."""
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""`mcore-ckpt plan`: the layouts of a number of GPUs that can resume a checkpoint, best first; or one, rehearsed."""
+"""`mcore-ckpt plan`: list the layouts for a number of GPUs that can resume a checkpoint, or rehearse one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.layout_plan import LayoutPlan, PlannedLayout
 
 _HEADER = ("layout", "layers", "memory", "fits", "bubble", "batch", "read/rank", "all read", "stock resumes")
-# The width that the whole table needs, and the number of columns on a narrower terminal.
+# The width of the whole table, and the number of columns on a narrower terminal.
 _WIDTH, _NARROW = 120, 6
 
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List the layouts, or rehearse one; exit code 1 where none is accepted or fits, or the resume is refused."""
+    """List the layouts, or rehearse one; return 1 if none is accepted or fits, or the resume is refused."""
     check_rehearsal(arguments)
     if arguments.html is not None:
         check_place(arguments.html)
@@ -164,7 +164,7 @@ def _show_layouts(found: LayoutPlan) -> None:
 
 
 def _in_pins(one: PlannedLayout) -> str:
-    """The sizes of a layout as `--rehearse` takes them: what it takes for granted is left out."""
+    """Return the sizes of a layout for `--rehearse`, without default sizes."""
     assumed = dict.fromkeys(PINS, 1) | {"etp": one.sizes["tp"]}
     named = [f"{name}={one.sizes[name]}" for name in PINS if one.sizes[name] != assumed[name]]
     return " ".join(named) or "tp=1"
@@ -199,7 +199,7 @@ def _cells(one: PlannedLayout) -> tuple[str | Painted, ...]:
 
 
 def _split(one: PlannedLayout) -> str:
-    """Layers per pipeline rank: `4`, or `1 to 4` where they differ."""
+    """Return the number of layers per pipeline rank: `4`, or `1 to 4` if they differ."""
     counts = one.layers_per_stage
     if len(set(counts)) <= 1:
         return str(counts[0]) if counts else ""

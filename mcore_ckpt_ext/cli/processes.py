@@ -1,4 +1,4 @@
-"""The processes that torchrun started, as a team that shares the work of a command."""
+"""The team of processes, started by torchrun, that share the work of a command."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 
 Item = TypeVar("Item")
 
-# Set by torchrun alone (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+# Only torchrun sets it (torch/distributed/elastic/agent/server/local_elastic_agent.py).
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-# Whether the agent of torchrun holds the store, and not the first process (torch/distributed/rendezvous.py).
+# Set if the agent of torchrun hosts the store instead of the first process (torch/distributed/rendezvous.py).
 _AGENT_HOLDS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _HOW_TO_START = "start them with torchrun -m mcore_ckpt_ext ..., or leave --join out and use one process"
 _DIGITS = 10
 _NAMESPACE = "mcore-ckpt"
-# While an exchange is waited for: the pause between two looks is a part of the time waited, within these seconds.
+# Polling of an exchange: the pause is a fraction of the time waited so far, between these bounds in seconds.
 _PART_OF_WAIT, _SHORTEST, _LONGEST = 0.05, 0.001, 0.1
 
 
 @contextmanager
 def the_team(*, join: bool = False) -> Iterator[Team]:
-    """The processes that share this command: those of torchrun, those that the user says to `join`, or this one alone.
+    """Provide the processes that share this command: those of torchrun, those to `join`, or only this one.
 
-    The variables in a training pod's shell are not enough: the processes that they describe are doing something else.
+    RANK and WORLD_SIZE alone are not enough: the shell of a training pod has them, but its processes run the training.
 
     Raises:
-        UsageError: the variables name no group of processes.
-        CheckpointError: the others do not join.
+        UsageError: the environment variables do not describe a group of processes.
+        CheckpointError: the other processes do not join.
     """
     if not join and _STARTED_BY_TORCHRUN not in os.environ:
         yield SingleProcess()
@@ -50,7 +50,7 @@ def the_team(*, join: bool = False) -> Iterator[Team]:
     with Heartbeat(store, rank, size, holder) as heartbeat:
         team = _Together(store, rank, size, heartbeat)
         heartbeat.names = team.gather(heartbeat.names[rank])
-        team.gather(None)  # from here on, every process can name every other one
+        team.gather(None)  # now every process knows the names of all others
         yield team
 
 
@@ -62,7 +62,7 @@ def _meet(rank: int, size: int) -> Store:
             expected="MASTER_ADDR and MASTER_PORT",
             hint=_HOW_TO_START,
         )
-    # Where a connection ends, torch logs the frames of its functions; this package's error names the process.
+    # When a connection ends, torch logs a C++ stack trace; this package's own error names the process.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -76,7 +76,7 @@ def _meet(rank: int, size: int) -> Store:
             "the processes that share the work could not connect", found=str(error).splitlines()[0], where=place,
             hint=_HOW_TO_START,
         ) from error  # fmt: skip
-    # Typed for text, stores take bytes as well: they are a `std::string` (torch/csrc/distributed/c10d/init.cpp).
+    # Stores are typed for strings but accept bytes: values are `std::string` (torch/csrc/distributed/c10d/init.cpp).
     return cast("Store", PrefixStore(_NAMESPACE, store))
 
 
@@ -90,7 +90,7 @@ def _number(variable: str) -> int:
 
 
 class _Together:
-    """The processes exchange what they have by the store at which they have met: no connections between them."""
+    """A team that exchanges objects through the store of its rendezvous, without further connections."""
 
     def __init__(self, store: Store, rank: int, size: int, heartbeat: Heartbeat) -> None:
         self._store, self._heartbeat = store, heartbeat
@@ -98,7 +98,7 @@ class _Together:
         self._exchanges = 0
 
     def all(self, work: Callable[[], None]) -> None:
-        """Do the work here, and then exchange how it went, whatever went wrong: the others wait for it."""
+        """Do the work in this process, and raise an error in all processes if one has failed."""
         error: Exception | None = None
         try:
             work()
@@ -122,18 +122,18 @@ class _Together:
         self.all(work if self.rank == 0 else lambda: None)
 
     def total(self, count: int) -> int:
-        """The sum over all processes."""
+        """Return the sum over all processes."""
         return sum(self.gather(count))
 
     def gather(self, item: Item) -> list[Item]:
-        """One item from every process, in their order.
+        """Return one item from every process, in the order of ranks.
 
         Raises:
-            CheckpointError: the process that holds the store has ended.
+            CheckpointError: the process that hosts the store has ended.
         """
         self._exchanges += 1
         gathered = self._heartbeat.wait(partial(self._exchange, self._exchanges, pickle.dumps(item)))
-        # The processes of this command made these pickles, as with torch's own collectives of objects.
+        # These pickles come from processes of this command, as in torch's own object collectives.
         return [pickle.loads(data) for data in gathered]
 
     def _exchange(self, number: int, data: bytes) -> list[bytes]:
@@ -144,6 +144,6 @@ class _Together:
             if self._heartbeat.is_over:
                 return []
             time.sleep(min(max(_SHORTEST, (time.monotonic() - began) * _PART_OF_WAIT), _LONGEST))
-        if number > 1:  # all have read it, since all have come to this one
+        if number > 1:  # all processes have read the previous exchange, since all take part in this one
             self._store.delete_key(f"{number - 1}/{self.rank}")
         return [self._store.get(key) for key in keys]

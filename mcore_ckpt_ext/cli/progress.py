@@ -1,4 +1,4 @@
-"""Progress of a transfer on stderr: one line that is rewritten on a terminal, plain lines otherwise."""
+"""Shows the progress of a transfer on stderr: one updated line on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _PLAIN_SECONDS = 10.0
 
 
 def _spoken(seconds: float) -> str:
-    """`40 s`, `3 min 20 s`, `2 h 5 min`."""
+    """Return a duration as text: `40 s`, `3 min 20 s` or `2 h 5 min`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes_left = divmod(minutes, 60)
     return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 class Progress:
-    """Told (done, total) in bytes, it writes how much is done, how fast, and how long it will still take."""
+    """A callback for (done, total) in bytes, which shows percentage, rate and remaining time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -29,12 +29,12 @@ class Progress:
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
 
     def __call__(self, done: int, total: int) -> None:
-        """Take note of a step; safe to call often."""
+        """Report progress; may be called often."""
         if sys.stderr is None:
             return
         now = self._clock()
         if self._first is None:
-            self._first = done  # what an interrupted run had done says nothing about the rate
+            self._first = done  # bytes of an interrupted run do not count for the rate
         every = _TERMINAL_SECONDS if self._terminal else _PLAIN_SECONDS
         if now - self._shown < every and done < total:
             return

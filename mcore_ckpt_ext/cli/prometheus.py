@@ -1,7 +1,7 @@
-"""The result of a verification as metrics, for the textfile collector of Prometheus' node_exporter.
+"""Writes the result of a verification as metrics for the textfile collector of Prometheus' node_exporter.
 
-The text is in Prometheus' exposition format; the collector reads files that end in `.prom`, whenever it is scraped, so
-that a file has to be replaced at once.
+The text has Prometheus' exposition format. The collector may read files that end in `.prom` at any time, so a file is
+replaced atomically.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _SEVERITIES = ("error", "warning")
 
 @dataclass(frozen=True)
 class Disk:
-    """The files of a checkpoint: their bytes, and when the newest was written, in seconds since 1970.
+    """The files of a checkpoint: their size in bytes, and the time of the newest in seconds since 1970.
 
-    `newest` is None where the store does not keep such times.
+    `newest` is None if the store has no modification times.
     """
 
     nbytes: int
@@ -40,30 +40,30 @@ class _Metric:
     name: str
     meaning: str
     values: Mapping[str, float]
-    """By the value of the label `label`; by the empty text where there is no such label."""
+    """Values by the value of `label`; by the empty string if there is no label."""
     label: str = ""
 
 
 def check_metrics_file(path: Path) -> None:
-    """Refuse to write metrics over something else.
+    """Check that metrics may be written to a path.
 
     Raises:
-        UsageError: there is a file of another kind, or no folder to write it to.
+        UsageError: the path is another kind of file, or its folder does not exist.
     """
     check_report(
         path,
         _is_ours,
         what=_METRICS,
-        conflict="--prometheus would overwrite something that is no file of its metrics",
+        conflict="--prometheus would overwrite something that is not a file of metrics",
         earlier="an earlier one of this option",
     )
 
 
 def write_metrics(path: Path, text: str) -> None:
-    """Replace a file of metrics, so that a reader sees the former ones or these.
+    """Replace a file of metrics atomically.
 
     Raises:
-        DestinationError: it cannot be written.
+        DestinationError: the file cannot be written.
     """
     write_report(path, text, what=_METRICS)
 
@@ -71,21 +71,21 @@ def write_metrics(path: Path, text: str) -> None:
 def metrics(
     path: str, exit_code: int, seconds: float, result: VerificationResult | None = None, disk: Disk | None = None
 ) -> str:
-    """The text of the metrics.
+    """Return the text of the metrics.
 
     Args:
-        path: what was verified, as the label `path` of each metric.
-        exit_code: of the command.
-        seconds: that it took.
-        result: None where the checkpoint could not be verified at all.
-        disk: of the checkpoint's files; None likewise.
+        path: path of the checkpoint, the label `path` of each metric.
+        exit_code: exit code of the command.
+        seconds: duration of the command.
+        result: result of the verification; None if the checkpoint could not be verified.
+        disk: size and time of the checkpoint's files; None as for `result`.
     """
     found = [*_of_run(exit_code, seconds), *(_of_result(result) if result else ()), *(_of_disk(disk) if disk else ())]
     return "".join(text for metric in found for text in _lines(path, metric))
 
 
 def disk_of(folder: Path) -> Disk:
-    """The bytes of a folder, and when its newest file was written."""
+    """Return the size of a folder in bytes, and the time of its newest file."""
     status = [path.stat() for path in folder.rglob("*") if path.is_file()]
     return Disk(sum(one.st_size for one in status), max((one.st_mtime for one in status), default=0.0) or None)
 

@@ -1,4 +1,4 @@
-"""`mcore-ckpt plan --rehearse`: what a resume under one layout would do, up to its first write."""
+"""`mcore-ckpt plan --rehearse`: simulate a resume under one layout, up to its first write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.rehearsal.result import Rehearsal
 
 _WILL_SUCCEED = "this resume will succeed"
-# Options of the list of layouts, by the attribute that argparse gives them, with their defaults.
+# Options that only concern the list of layouts, with their defaults, by their attribute in argparse's namespace.
 _OF_LIST: dict[str, object] = {"gpu_memory": None, "pin": [], "recompute": None, "read_rate": None, "all": False}
 
 
@@ -36,10 +36,10 @@ def add_rehearsal(parser: argparse.ArgumentParser) -> None:
 
 
 def check_rehearsal(arguments: argparse.Namespace) -> None:
-    """Refuse options that do not belong together.
+    """Check that the options are compatible with each other.
 
     Raises:
-        UsageError: there are such.
+        UsageError: an option requires `--rehearse`, or has no effect with it.
     """
     if arguments.rehearse is None:
         given = [f"--{name}" for name in ("full", "change", "join") if getattr(arguments, name)]
@@ -55,7 +55,7 @@ def check_rehearsal(arguments: argparse.Namespace) -> None:
 
 
 def run_rehearsal(arguments: argparse.Namespace) -> int:
-    """Rehearse a resume; exit code 1 where it would be refused."""
+    """Rehearse a resume, and return 1 if it would be refused."""
     from mcore_ckpt_ext.cli.processes import the_team
     from mcore_ckpt_ext.rehearsal.rehearse import rehearse
     from mcore_ckpt_ext.rehearsal.target import sizes_in

@@ -1,4 +1,4 @@
-"""`mcore-ckpt selftest`: whether checkpoints resume with the Megatron and the GPUs of this machine."""
+"""`mcore-ckpt selftest`: check that checkpoints resume with the Megatron and the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _STYLES: dict[Outcome, str] = {"passed": GOOD, "FAILED": BAD, "skipped": REMARKABLE}
 _HEADER = ("model", "layout", "format", "check", "bits equal", "seconds", "")
 _STDOUT = "-"
-# For one job; the first one imports everything, maybe from a slow file system.
+# Time without progress. The first job imports all modules, which may be on a slow file system.
 _PATIENCE_SECONDS = 240
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     parser.add_argument("--nproc", type=parse_count, metavar="N", help="number of ranks (default: one for each GPU)")
     parser.add_argument("--folder", metavar="FOLDER", type=Path, help="file system to test (default: temporary files)")
     parser.add_argument(
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Test, and report it."""
+    """Run the test, and report the results."""
     from mcore_ckpt_ext.cli.selftest_ranks import Team, place_among_ranks, require_shared_folder
     from mcore_ckpt_ext.selftest.machine import this_machine
 
@@ -73,7 +73,7 @@ def _test(machine: Machine, arguments: argparse.Namespace, start: Start) -> int:
 
 
 def start_ranks(order: Order) -> Ended:
-    """Start the ranks of this node, which have to finish one job after the other."""
+    """Start the ranks of this node, which run one job after the other."""
     from mcore_ckpt_ext.selftest.jobs import read_results
     from mcore_ckpt_ext.selftest.launcher import all_on_this_node, start
 

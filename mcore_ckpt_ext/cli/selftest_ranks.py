@@ -1,7 +1,7 @@
-"""A self-test for which torchrun or srun has started a process for each rank, on one node or several.
+"""Runs the self-test in processes that torchrun or srun has started, one for each rank.
 
-Each of these processes starts the program of its rank, as often as it is needed, and ends it when another rank has
-failed. The first one decides what is run, and reports. They meet in a store of torch.distributed.
+The processes may run on several nodes. Each starts the program of its rank for every order, and ends it if another rank
+has failed. The first process sends the orders and reports the results, through a store of torch.distributed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _FOR_EVER = float("inf")
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among the ranks.
+    """The place of this process among the ranks.
 
     Attributes:
-        rank: its number.
-        total: how many ranks there are.
-        local: its number on its node.
-        on_node: how many ranks there are on its node.
+        rank: global rank of this process.
+        total: number of ranks.
+        local: rank of this process on its node.
+        on_node: number of ranks on its node.
     """
 
     rank: int
@@ -47,13 +47,13 @@ class Place:
 
 
 def place_among_ranks(environment: Mapping[str, str]) -> tuple[Place, dict[str, str]] | None:
-    """Return the place of this process, and the variables by which torch finds the store where they are not set.
+    """Return the place of this process, and the variables for torch's store that are not set.
 
     Args:
-        environment: the variables of this process.
+        environment: environment variables of this process.
 
     Returns:
-        None for a process that neither torchrun nor srun started as one of several.
+        None if neither torchrun nor srun has started several processes.
     """
     if _TORCHRUN in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -73,10 +73,10 @@ def place_among_ranks(environment: Mapping[str, str]) -> tuple[Place, dict[str, 
 
 
 def first_node(nodes: str) -> str:
-    """Return the first node of a list as Slurm writes it: `gpu03` of `gpu[03-05,9],login`.
+    """Return the first node of a Slurm node list: `gpu03` for `gpu[03-05,9],login`.
 
     Raises:
-        UsageError: it is not understood.
+        UsageError: the list is invalid.
     """
     found = _FIRST_NODE.match(nodes)
     if found is None:
@@ -85,10 +85,10 @@ def first_node(nodes: str) -> str:
 
 
 def require_shared_folder(place: Place, folder: Path | None) -> None:
-    """Refuse several nodes without a folder that all of them see.
+    """Refuse several nodes without a folder that all of them share.
 
     Raises:
-        UsageError: none was named.
+        UsageError: no folder was passed.
     """
     if folder is None and place.on_node < place.total:
         raise UsageError(
@@ -98,13 +98,13 @@ def require_shared_folder(place: Place, folder: Path | None) -> None:
 
 
 class Team:
-    """The processes of all ranks; each runs one rank in each round, with the same order."""
+    """The processes of all ranks; in each round, each runs the program of its rank with the same order."""
 
     def __init__(self, place: Place, patience: float, program: Sequence[str] = PROGRAM) -> None:
-        """Meet the others.
+        """Connect to the other processes.
 
         Args:
-            place: of this process.
+            place: place of this process.
             patience: seconds without progress after which the ranks are ended.
             program: command line of a rank, before the order.
         """
@@ -117,9 +117,9 @@ class Team:
         """Run a test in the first process, while the others `follow`.
 
         Args:
-            test: is given a function that runs an order on all ranks; returns an exit code.
+            test: the test. It receives a function that runs an order on all ranks, and returns an exit code.
         """
-        code = 2  # where the test ends with an error
+        code = 2  # if the test raises an error
         try:
             code = test(self._run_order)
         finally:
@@ -127,7 +127,7 @@ class Team:
         return code
 
     def follow(self) -> int:
-        """Run what the first process wants; returns its exit code."""
+        """Run the orders of the first process, and return its exit code."""
         while True:
             wanted = json.loads(self._store.get(self._key("wanted")).decode())
             if "code" in wanted:
@@ -156,7 +156,7 @@ class Team:
         return ended
 
     def _wait_for_all(self) -> None:
-        """Wait until each rank of this round has ended, so that the next round begins with none of them."""
+        """Wait until all ranks of this round have ended, before the next round begins."""
         if self._store.add(self._key("ended"), 1) == self._place.total:
             self._store.set(self._key("all ended"), "")
         self._store.wait([self._key("all ended")])

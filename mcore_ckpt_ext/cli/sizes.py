@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Parses sizes in bytes and counts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _SIZE = re.compile(rf"^(\d{{1,{_DIGITS}}}(?:\.\d{{1,{_DIGITS}}})?)\s*([kmgtp]?)(
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `500MB`, `4GiB` or a plain number; units count in powers of 1024.
+    """Parse a size such as `500MB`, `4GiB` or a number of bytes; units are powers of 1024.
 
     Raises:
-        argparse.ArgumentTypeError: it is not a size.
+        argparse.ArgumentTypeError: the text is not a size.
     """
     return _parsed(text, 1024)
 
 
 def parse_file_size(text: str) -> int:
-    """Like `parse_size`, but `5GB` is five times 1000^3, as Hugging Face counts; `5GiB` is five times 1024^3."""
+    """Parse a size, where `5GB` is 5 * 1000^3 bytes, as in Hugging Face, and `5GiB` is 5 * 1024^3 bytes."""
     return _parsed(text, 1024 if "i" in text.lower() else 1000)
 
 
@@ -32,10 +32,10 @@ def _parsed(text: str, unit: int) -> int:
 
 
 def parse_count(text: str) -> int:
-    """A whole number of 1 or more.
+    """Parse a whole number of 1 or more.
 
     Raises:
-        argparse.ArgumentTypeError: it is not one.
+        argparse.ArgumentTypeError: the text is not such a number.
     """
     if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text)):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of 1 or more")

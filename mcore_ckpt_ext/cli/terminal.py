@@ -1,4 +1,4 @@
-"""The width of the terminal, and columns that fit it: pure arithmetic on texts but for the width itself."""
+"""Fits columns of text to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import textwrap
 from collections.abc import Sequence
 
 _LEAST = 16
-"""Columns are not made narrower than this: what is still too wide then, the terminal itself breaks."""
+"""The smallest width of a column; if the columns are still too wide, the terminal wraps the lines."""
 
 
 def terminal_width() -> int | None:
-    """Return the number of columns of the terminal, or of COLUMNS; None where output goes elsewhere: no limit."""
+    """Return the width of the terminal, or COLUMNS; None if the output does not go to a terminal."""
     limited = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
     return shutil.get_terminal_size().columns if limited else None
 
 
 def fitted(widths: Sequence[int], available: int) -> list[int]:
-    """Return widths whose sum is at most `available`, taken from the widest columns; narrow columns keep theirs."""
+    """Reduce the widest columns until the sum of widths is at most `available`."""
     found = list(widths)
     while sum(found) > available:
         widest = max(found)
@@ -35,7 +35,7 @@ def fitted(widths: Sequence[int], available: int) -> list[int]:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Return the text in lines of at most `width` characters, at least one."""
+    """Wrap a text to lines of at most `width` characters; return at least one line."""
     if len(text) <= width:
         return [text]
     return textwrap.wrap(text, width, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""Entry points that ``import torch`` loads at its end, and an explanation where one of them makes it fail."""
+"""Explains errors of entry points that ``import torch`` loads at its end."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _UNTIL_THEN = "; until then, TORCH_DEVICE_BACKEND_AUTOLOAD=0"
 
 @contextmanager
 def failures_explained() -> Iterator[None]:
-    """Explain how to repair the environment, should `import torch` fail in this block because of an entry point.
+    """Explain how to repair the environment if `import torch` fails in this block because of an entry point.
 
-    torch replaces whatever is raised while it loads an entry point by a RuntimeError that names the entry point, so
-    the import fails in every program of the environment (torch/__init__.py, `_import_device_backends`, 2.5 to 2.15).
+    torch replaces any error of an entry point by a RuntimeError that names the entry point. So the import fails in
+    every program of the environment (torch/__init__.py, `_import_device_backends`, 2.5 to 2.15).
 
     Raises:
         UsageError: `import torch` failed for this reason.
@@ -38,7 +38,7 @@ def failures_explained() -> Iterator[None]:
 
 
 def is_registered() -> bool:
-    """Whether the metadata of the environment have this package's entry point."""
+    """Return whether the entry point of this package is installed in the environment."""
     return any(name == OURS for name, _ in _plugins())
 
 
@@ -50,7 +50,7 @@ def _remedy(name: str) -> str:
 
 
 def _plugins() -> list[tuple[str, str]]:
-    """Name and distribution of each entry point of the group."""
+    """Return name and distribution of each entry point of the group."""
     from importlib.metadata import entry_points  # whoever only wants help does not wait for it
 
     return [(entry.name, entry.dist.name if entry.dist else entry.name) for entry in entry_points(group=GROUP)]

@@ -1,4 +1,4 @@
-"""`mcore-ckpt verify`: whether a checkpoint is complete, undamaged, and proven."""
+"""`mcore-ckpt verify`: check that a checkpoint is complete and intact, and that masters match weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNREADABLE = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Add the command's options."""
     parser.add_argument(
         "path",
         metavar="PATH",
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify, and report what was found."""
+    """Verify, and report the result."""
     from mcore_ckpt_ext.cli.processes import the_team
 
     with the_team(join=arguments.join) as team:
@@ -86,10 +86,10 @@ def _verify(arguments: argparse.Namespace, team: Team) -> Verification:
 
 
 def _measured(arguments: argparse.Namespace, team: Team) -> Verification:
-    """Verify, and write metrics, also where the checkpoint cannot be verified.
+    """Verify, and write metrics, even if the checkpoint cannot be verified.
 
     Raises:
-        CheckpointError: it cannot be, or the metrics cannot be written.
+        CheckpointError: the checkpoint cannot be verified, or the metrics cannot be written.
     """
     from mcore_ckpt_ext.cli import prometheus
     from mcore_ckpt_ext.operations.check_results import verification_result
@@ -137,7 +137,7 @@ def _show(found: Verification, *, show_all: bool) -> None:
 
 
 def _kind_of_finding(finding: Finding) -> tuple[str, str, str]:
-    """Return what findings have in common that differ only in the place and in numbers."""
+    """Return the key by which findings are grouped that differ only in place and numbers."""
     return finding.severity, finding.check, without_numbers(finding.what).partition(";")[0]
 
 
