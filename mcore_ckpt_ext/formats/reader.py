@@ -140,7 +140,7 @@ class FormatReader(FormatTraits, ABC):
     @property
     @abstractmethod
     def has_expert_optimizer(self) -> bool:
-        """Whether experts have an optimizer of their own."""
+        """True if experts have an optimizer of their own."""
 
     @abstractmethod
     def param_groups(self) -> list[dict[str, Any]]:
@@ -221,7 +221,7 @@ class FormatReader(FormatTraits, ABC):
 
     @property
     def released(self) -> bool:
-        """Whether the checkpoint is a model to start from (Megatron's `release` folder), not an iteration of a job."""
+        """True if the checkpoint is a model to start from (Megatron's `release` folder), not an iteration of a job."""
         return self.folder.name == RELEASE
 
     @property

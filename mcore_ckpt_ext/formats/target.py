@@ -55,12 +55,12 @@ class Target:
 
     @property
     def for_bridge(self) -> bool:
-        """Whether Megatron-Bridge will read it."""
+        """True if Megatron-Bridge will read it."""
         return False
 
     @property
     def weights_alone(self) -> bool:
-        """Whether only weights are taken from the source."""
+        """True if only weights are taken from the source."""
         return False
 
     @property

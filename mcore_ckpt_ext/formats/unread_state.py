@@ -50,7 +50,7 @@ class UnreadState:
 
     @property
     def of_optimizer(self) -> bool:
-        """Whether the state belongs to an optimizer."""
+        """True if the state belongs to an optimizer."""
         return self.kind != OTHER
 
 

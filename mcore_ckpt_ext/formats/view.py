@@ -150,7 +150,7 @@ class CheckpointView:
 
     @property
     def released(self) -> bool:
-        """Whether the checkpoint is a model to start from (Megatron's `release` folder), not an iteration of a job."""
+        """True if the checkpoint is a model to start from (Megatron's `release` folder), not an iteration of a job."""
         return self.job.released
 
     def layers(self) -> list[list[range]] | None:
@@ -242,12 +242,12 @@ class CheckpointView:
 
     @property
     def has_expert_optimizer(self) -> bool:
-        """Whether experts have an optimizer of their own."""
+        """True if experts have an optimizer of their own."""
         return self.trained.has_expert_optimizer()
 
     @property
     def weights_derived_from_masters(self) -> bool:
-        """Whether only masters are stored, so that weights are rounded masters."""
+        """True if only masters are stored, so that weights are rounded masters."""
         return self.trained.weights_derived_from_masters
 
     def param_groups(self) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ class LocalModels:
 
     @property
     def ties_embeddings(self) -> bool:
-        """Whether the output layer is the word embedding (`--untie-embeddings-and-output-weights` is off)."""
+        """True if the output layer is the word embedding (`--untie-embeddings-and-output-weights` is off)."""
         return not self.arguments.untie_embeddings_and_output_weights
 
     @cached_property
@@ -114,7 +114,7 @@ class LocalModels:
 
     @cached_property
     def predicts_more_tokens(self) -> bool:
-        """Whether there are layers for multi-token prediction."""
+        """True if there are layers for multi-token prediction."""
         return any(is_of_prediction(name) for name in self._parameters())
 
     @cached_property
@@ -148,7 +148,7 @@ class LocalModels:
 
     @property
     def _has_idle_output_layer(self) -> bool:
-        """Whether `chunks` cannot be determined because of multi-token prediction.
+        """True if `chunks` cannot be determined because of multi-token prediction.
 
         Either its chunk is unknown, or a buffer has an output layer that no checkpoint stores. The latter is the case
         in a tied model with multi-token prediction on its last stage: the output layer has a weight of its own, which
@@ -196,7 +196,7 @@ class LocalModels:
 
     @property
     def _is_divided_otherwise(self) -> bool:
-        """Whether stages divide the model in an unsupported way: two stacks of layers, or stages for a tower.
+        """True if stages divide the model in an unsupported way: two stacks of layers, or stages for a tower.
 
         T5 with several stages, and stages of an encoder (`--encoder-pipeline-model-parallel-size`), exist in
         core_v0.7.0 to 0.12.
@@ -212,7 +212,7 @@ class LocalModels:
 
     @property
     def has_tied_copy(self) -> bool:
-        """Whether the last pipeline stage has its own copy of the word embeddings."""
+        """True if the last pipeline stage has its own copy of the word embeddings."""
         return self.ties_embeddings and self.layout.pipeline > 1 and self.word_embeddings is not None
 
     def is_shared_embedding(self, name: str) -> bool:

@@ -104,7 +104,7 @@ class Proof:
 
     @property
     def is_near(self) -> bool:
-        """Whether the check shows only that masters are near their weights."""
+        """True if the check shows only that masters are near their weights."""
         return self.weakness > BY_EITHER_ROUNDING.weakness
 
     def check(

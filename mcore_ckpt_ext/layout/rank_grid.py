@@ -23,7 +23,7 @@ class RankGrid:
 
     @property
     def is_known(self) -> bool:
-        """Whether all sizes that determine a rank's place are known, and there are no other dimensions.
+        """True if all sizes that determine a rank's place are known, and there are no other dimensions.
 
         Generalized tensor parallelism adds a dimension (`_inject_gtp_remat_axis`, parallel_state.py, 0.19.2).
         """

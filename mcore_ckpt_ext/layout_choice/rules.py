@@ -48,7 +48,7 @@ class Choice:
 
     @property
     def has_sequence_parallelism(self) -> bool:
-        """Whether activations are also divided along the sequence.
+        """True if activations are also divided along the sequence.
 
         The job's flag is kept. To train experts under tensor parallelism it is required (`MoELayer.forward`,
         megatron/core/transformer/moe/moe_layer.py). `validate_args` disables it without tensor parallelism.

@@ -185,7 +185,7 @@ class FlatBuffers(OptimizerState):
 
     @cached_property
     def _lacks_weights(self) -> bool:
-        """Whether some weights cannot be read here; then the packing has to be certain, and is verified on filling."""
+        """True if some weights cannot be read here; then the packing has to be certain, and is verified on filling."""
         return any(self._weights.logical_tensor("weight", name) is None for name in self.models.weights)
 
     def _recover(self, group: OptimizerGroup) -> RecoveredPacking:

@@ -27,7 +27,7 @@ class DataParallelRanks:
 
     @cached_property
     def are_known(self) -> bool:
-        """Whether the division of the job's buffers is known; otherwise every rank is assumed to have whole parts."""
+        """True if the division of the job's buffers is known; otherwise every rank is assumed to have whole parts."""
         is_known = CLOSES_BUCKETS_AT_ALIGNED_ENDS.is_of(self._version) and self._order is not None
         return is_known and bool(self._job.arguments.use_distributed_optimizer)
 

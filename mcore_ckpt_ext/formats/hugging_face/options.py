@@ -56,7 +56,7 @@ class HuggingFace(Target):
 
     @property
     def weights_alone(self) -> bool:
-        """Whether only weights are taken from the source; masters are state of an optimizer."""
+        """True if only weights are taken from the source; masters are state of an optimizer."""
         return self.kind == "weight"
 
     @property

@@ -118,7 +118,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the model has MTP layers."""
+        """True if the model has MTP layers."""
         return bool(self.model.mtp_num_layers)
 
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:

@@ -125,7 +125,7 @@ class HuggingFaceTarget:
 
     @property
     def sees(self) -> bool:
-        """Whether the model has a vision part."""
+        """True if the model has a vision part."""
         return bool(self._seeing)
 
     def _check_ignored(self, model: ModelArguments, passed: Collection[str]) -> None:

@@ -173,7 +173,7 @@ class LegacyTarget:
 
     @property
     def _same_ranks(self) -> bool:
-        """Whether the target has the ranks of the source, so that their random states apply."""
+        """True if the target has the ranks of the source, so that their random states apply."""
         layout, source = self.layout, self._checkpoint.layout
         expected = set(product(range(layout.pipeline), range(layout.tensor)))
         same = (layout.tensor, layout.pipeline) == (source.tensor, source.pipeline)

@@ -181,7 +181,7 @@ class DescribedCheckpoint(FormatReader):
 
     @property
     def has_external_weights(self) -> bool:
-        """Whether its weights come from another checkpoint."""
+        """True if its weights come from another checkpoint."""
         return self._weights_source is not None
 
     def external_archives(self) -> Iterator[tuple[str, int, int]]:

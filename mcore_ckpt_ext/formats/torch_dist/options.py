@@ -41,7 +41,7 @@ class TorchDist(Target):
 
     @property
     def for_bridge(self) -> bool:
-        """Whether Megatron-Bridge will read it."""
+        """True if Megatron-Bridge will read it."""
         return self.loop == "bridge"
 
     def __post_init__(self) -> None:

@@ -133,7 +133,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @cached_property
     def _keeps_nothing(self) -> bool:
-        """Whether the optimizer is SGD without momentum in fp32, which stores parameter groups and no array."""
+        """True if the optimizer is SGD without momentum in fp32, which stores parameter groups and no array."""
         groups = [group for child in self._common_optimizers() for group in inner_state(child)["param_groups"]]
         return keeps_nothing(groups) and not any(True for _ in self._optimizer_keys)
 
@@ -148,7 +148,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @cached_property
     def has_expert_optimizer(self) -> bool:
-        """Whether there is an additional chained optimizer beyond those of dense chunks, or groups of experts."""
+        """True if there is an additional chained optimizer beyond those of dense chunks, or groups of experts."""
         children = optimizer_children([*self.index.arrays, *self.index.objects])
         expected = 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
         # Formats in model space do not number their optimizers, and keep all groups in the common state.

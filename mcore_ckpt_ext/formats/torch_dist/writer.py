@@ -99,7 +99,7 @@ class TorchDistTarget:
 
     @property
     def carries_random_states(self) -> bool:
-        """Whether the states of the random generators are written."""
+        """True if the states of the random generators are written."""
         return bool(self._random_states)
 
     def output(self) -> Output:
