@@ -1,1 +1,1 @@
-"""A running job: its live optimizer as slices of model space, and the agreement of its ranks."""
+"""Describes a running job: its live optimizer as slices of model space."""

@@ -1,4 +1,4 @@
-"""The arguments of a live job that nobody parsed: what its model, its wrappers and its ranks say of themselves.
+"""Derives the arguments of a live job from its model, its wrappers and its ranks.
 
 Attributes used, present from core_v0.12.1 to 0.19.2: `config` of the model chunks (`TransformerConfig`), `ddp_config`
 of a DistributedOptimizer (`DistributedDataParallelConfig`).
@@ -24,12 +24,12 @@ _OF_MODEL = (
     "expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size",
     *SWITCHES, *WEIGHT_SHARDS,
 )  # fmt: skip
-# Of `ddp_config`, and the arguments that they are: Megatron-Bridge writes that object down as its section `ddp`.
+# Attributes of `ddp_config` and their arguments: Megatron-Bridge stores this object as its section `ddp`.
 OF_BUFFERS = {name: argument for name, argument, field in BRIDGE_FIELDS if field.section == "ddp"}
 
 
 def unwrapped(model: Any) -> list[Any]:
-    """The chunks of a model, given as one or as several, without what wraps them for precision and for gradients."""
+    """Return the chunks of a model without wrappers for precision and gradients."""
     found = []
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         while isinstance(getattr(chunk, "module", None), torch.nn.Module):
@@ -39,10 +39,10 @@ def unwrapped(model: Any) -> list[Any]:
 
 
 def chunks_of(optimizer: Any) -> list[Any]:
-    """The unwrapped model chunks whose parameters an optimizer steps, as its DistributedOptimizers know them.
+    """Return the unwrapped model chunks of an optimizer, by its DistributedOptimizers.
 
     Raises:
-        UnsupportedCheckpointError: none of it is a DistributedOptimizer.
+        UnsupportedCheckpointError: it has no DistributedOptimizer.
     """
     chunks = [chunk for child in Chain.of(optimizer).distributed for chunk in child.model_chunks]
     if not chunks:
@@ -54,7 +54,7 @@ def chunks_of(optimizer: Any) -> list[Any]:
 
 
 def live_arguments(chunks: Iterable[Any], optimizer: Any) -> JobArguments:
-    """The arguments of a live job, by Megatron's names.
+    """Return the arguments of a live job, by Megatron's names.
 
     Args:
         chunks: the unwrapped model chunks.

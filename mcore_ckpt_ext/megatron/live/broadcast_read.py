@@ -1,7 +1,7 @@
-"""Plans of several ranks, executed together: what more than one of them wants is read by one, and sent.
+"""Executes the plans of several ranks together: one rank reads data that several need, and sends them.
 
-For file systems that are slower than the network between the ranks (`--ckpt-ext-read-once`). What is to be read by whom
-follows from what all want (`planning.read_dedup`), so that no rank asks another for anything.
+It is meant for file systems that are slower than the network between the ranks (`--ckpt-ext-read-once`). The needs of
+all ranks determine who reads what (`planning.read_dedup`), so that no rank has to request anything from another.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.transfer import Destinations, Transfer
 
-# Messages that a rank has read before it is their turn.
+# Number of messages that a rank reads ahead of their turn.
 _AHEAD = 2
 
 
 def wanted_bytes(plan: Plan, transfer: Transfer) -> Spans:
-    """The bytes that a plan reads, of whatever is stored as its elements are counted.
+    """Return the byte ranges that a plan reads from plain arrays.
 
-    Rows are wanted with what lies between them: of a matrix that is cut by columns, every rank gets all.
+    A range includes the gaps between rows: of a matrix that is split by columns, every rank gets everything.
 
     Raises:
-        CheckpointError: a record is not what the index describes.
+        CheckpointError: a record contradicts the index.
     """
     starts: dict[str, list[Any]] = {}
     stops: dict[str, list[Any]] = {}
@@ -53,7 +53,7 @@ def wanted_bytes(plan: Plan, transfer: Transfer) -> Spans:
 
 
 def _hull(runs: Runs) -> tuple[Any, Any]:
-    """The first source element of each entry, and one past the last."""
+    """Return the first source element of each entry, and the end of the last row."""
     last = runs.source + (runs.count - 1) * runs.source_stride
     return numpy.minimum(runs.source, last), numpy.maximum(runs.source, last) + runs.length
 
@@ -68,15 +68,15 @@ class _Part:
 
 
 class ReadOnce:
-    """One rank's plan, and its part in the messages."""
+    """One rank's part in executing the plans of several ranks."""
 
     def __init__(self, plan: Plan, reader: FolderReader, transfer: Transfer, wants: Sequence[Spans]) -> None:
-        """Divide the plan; nothing is read, nothing sent.
+        """Divide the plan; nothing is read or sent yet.
 
         Args:
-            plan: of this rank.
-            reader: of the checkpoint's folder.
-            transfer: likewise.
+            plan: this rank's plan.
+            reader: reads the checkpoint's folder.
+            transfer: executes plans on the same folder.
             wants: `wanted_bytes` of every rank.
         """
         self._reader, self._transfer = reader, transfer
@@ -95,12 +95,12 @@ class ReadOnce:
         self._own = replace(plan, copies=own)
 
     def _divided(self, copy: Copy, payload: TensorLocation, places: list[tuple[int, int, int, int]]) -> Iterator[Copy]:
-        """What this rank reads for itself of a copy; what comes in messages is noted.
+        """Yield the parts of a copy that this rank reads for itself; record those that come in messages.
 
         Args:
-            copy: of plain elements.
+            copy: a copy of plain elements.
             payload: where they lie.
-            places: of its file, ascending: first byte, one past the last, place in the message, number of the message.
+            places: the message parts in its file, ascending: first byte, end, place in the message, message number.
         """
         size = payload.dtype.itemsize
         low, high = (int(edge) for edge in (_hull(copy.runs)[0].min(), _hull(copy.runs)[1].max()))
@@ -116,12 +116,12 @@ class ReadOnce:
         yield from _some(copy, done, high)
 
     def execute(self, destinations: Destinations) -> None:
-        """Fill the destinations, like `Transfer.execute`; collective.
+        """Fill the destinations, like `Transfer.execute`. Collective.
 
-        Whatever goes wrong here, this rank takes part until all have what they wait for, and raises then.
+        If something fails, this rank still takes part until all ranks have their data, and raises then.
 
         Raises:
-            UnreadableCheckpointError: a file is damaged; some elements, of other ranks, too, may be wrong.
+            UnreadableCheckpointError: a file is damaged; some elements, also on other ranks, may be wrong.
         """
         with self.taking_part():
             self._transfer.execute(self._own, destinations)
@@ -129,7 +129,7 @@ class ReadOnce:
 
     @contextmanager
     def taking_part(self) -> Iterator[None]:
-        """Within this scope, a rank that fails before the exchange takes part in it all the same."""
+        """Within this scope, a rank that fails before the exchange still takes part in it."""
         try:
             yield
         except Exception:
@@ -144,7 +144,7 @@ class ReadOnce:
         def attempt(work: Callable[[], object]) -> None:
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 - raised below, once nobody waits for this rank
+            except Exception as error:  # noqa: BLE001 - raised below, when no rank waits for this one
                 problems.append(error)
 
         read_into, received = agreed_here("making room for what is read once", self._room, "nothing was sent")
@@ -168,9 +168,9 @@ class ReadOnce:
         return [message for message in self._messages if message.reader == self._rank]
 
     def _room(self) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Memory to read messages into, and for the one that is at hand: once they are under way none can be asked for.
+        """Allocate memory to read messages into, and memory for the current message, before the first is sent.
 
-        A rank that then had none would leave the others waiting.
+        A rank that failed to allocate later would leave the others waiting.
         """
         count = min(len(self._own_messages), _AHEAD + 1)
         largest = max((message.nbytes for message in self._messages), default=0)
@@ -180,7 +180,7 @@ class ReadOnce:
     def _read_ahead(
         self, pool: ThreadPoolExecutor, room: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, Future[None]]]:
-        """The messages that this rank reads, and when they are there; whoever asks for one is done with the last."""
+        """Yield the messages that this rank reads, with their futures; each call releases the previous buffer."""
         own, count = self._own_messages, len(room)
         begun: deque[tuple[torch.Tensor, Future[None]]] = deque()
         for number, message in enumerate(own):
@@ -198,13 +198,13 @@ class ReadOnce:
 
 
 def _some(copy: Copy, low: int, high: int) -> Iterator[Copy]:
-    """The part of a copy of which the source lies in `[low, high)`, if there is any."""
+    """Yield the part of a copy whose source lies in `[low, high)`, if any."""
     if low < high and len(runs := copy.runs.within(low, high)):
         yield replace(copy, runs=runs)
 
 
 def _pass_on(data: torch.Tensor, message: Message, rank: int) -> None:
-    """Receive a message, but for its reader, and send it to those that get it from this rank."""
+    """Receive a message, unless this rank reads it, and send it on to the ranks that get it from this one."""
     giver, others = message.route(rank)
     if giver is not None:
         _wait_for([dist.P2POp(dist.irecv, data, giver)])

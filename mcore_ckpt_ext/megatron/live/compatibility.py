@@ -1,4 +1,4 @@
-"""Checks that a checkpoint and a live job are compatible, before a resume is planned."""
+"""Checks that a checkpoint and a live job are compatible before a resume is planned."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ _ROUNDED = {"bfloat16": "--bf16", "float16": "--fp16"}
 
 
 def name_map_for(checkpoint: CheckpointView, live: set[str], arguments: JobArguments | None = None) -> NameFunction:
-    """Gives live names as the checkpoint has them; `str` where they are the same, as under the same layer spec.
+    """Return a function that maps live names to the checkpoint's; `str` if all are equal, as usual.
+
+    Names differ if the layer spec differs, or if a hybrid model resumes from a GPT.
 
     Args:
-        checkpoint: that is to be resumed.
+        checkpoint: the checkpoint.
         live: the names of all parameters and buffers of the live model.
-        arguments: of the running job, where it may be another kind of model.
+        arguments: the arguments of the running job, if it may have another kind of model.
 
     Raises:
-        CheckpointError: a hybrid model is to go on from a GPT, and cannot.
+        CheckpointError: a hybrid model cannot resume from this GPT.
     """
     known = set(checkpoint.names(WEIGHT))
     own = {name: name for name in live}
@@ -50,7 +52,7 @@ def name_map_for(checkpoint: CheckpointView, live: set[str], arguments: JobArgum
 
 
 def becomes_hybrid(written: JobArguments, running: JobArguments) -> bool:
-    """Whether a hybrid model is to go on from a GPT (`_maybe_setup_gpt_to_hybrid_load`, checkpointing.py, 0.19.2)."""
+    """Return True if a hybrid model resumes from a GPT (`_maybe_setup_gpt_to_hybrid_load`, 0.19.2)."""
     was_hybrid = written.hybrid_layer_pattern or written.raw.get("hybrid_override_pattern")
     return bool(running.hybrid_layer_pattern) and not was_hybrid
 
@@ -59,12 +61,12 @@ def check_names(checkpoint: CheckpointView, live: set[str]) -> None:
     """Refuse a model that would leave stored parameters unused, or whose output layer is not stored.
 
     Args:
-        checkpoint: that is to be resumed.
-        live: the names of all parameters and buffers of the live model, as the checkpoint has them.
+        checkpoint: the checkpoint.
+        live: the names of all parameters and buffers of the live model, as in the checkpoint.
 
     Raises:
-        ModelMismatchError: the checkpoint holds a tensor that no rank's model has, or its embeddings are tied and those
-            of the model are not.
+        ModelMismatchError: the checkpoint holds a tensor that no rank's model has, or its embeddings are tied and the
+            model's are not.
     """
     stored = checkpoint.names(WEIGHT)
     unused = [name for name in stored if name not in live]
@@ -93,12 +95,12 @@ def check_names(checkpoint: CheckpointView, live: set[str]) -> None:
 def check_optimizer_was_saved(written: JobArguments, folder: str) -> None:
     """Refuse to resume an optimizer that the job of the checkpoint did not save.
 
-    Megatron ends by a KeyError, once the weights are loaded (`load_checkpoint`, megatron/training/checkpointing.py,
-    core_v0.7.0 to 0.19.2).
+    Megatron fails with a KeyError after it has loaded the weights (`load_checkpoint`,
+    megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
 
     Args:
         written: the arguments of the job that wrote the checkpoint.
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
 
     Raises:
         ModelMismatchError: it was saved with --no-save-optim.
@@ -114,15 +116,15 @@ def check_optimizer_was_saved(written: JobArguments, folder: str) -> None:
 
 
 def check_tokens(tokens: int | None, arguments: JobArguments, folder: Path) -> None:
-    """Refuse a vocabulary in which tokens of the checkpoint have no row; rows that are padding may come and go.
+    """Refuse a vocabulary without rows for some tokens of the checkpoint; padding rows may be absent.
 
     Args:
-        tokens: of the checkpoint, without padding; None where they are not known.
-        arguments: of the running job.
-        folder: of the checkpoint.
+        tokens: the checkpoint's number of tokens, without padding; None if it is unknown.
+        arguments: the arguments of the running job.
+        folder: the checkpoint's folder.
 
     Raises:
-        ModelMismatchError: there are such.
+        ModelMismatchError: tokens have no row.
     """
     rows = arguments.padded_vocab_size
     if tokens is not None and rows is not None and rows < tokens:
@@ -136,10 +138,10 @@ def check_tokens(tokens: int | None, arguments: JobArguments, folder: Path) -> N
 
 
 def check_adapters(checkpoint: CheckpointView, running: ParallelLayout, arguments: JobArguments) -> None:
-    """Refuse adapters that the loop that wrote them itself would hand out wrongly under another tensor parallel size.
+    """Refuse adapters that their own loop would load wrongly under another tensor parallel size.
 
     Raises:
-        UnsupportedCheckpointError: there are such.
+        UnsupportedCheckpointError: the checkpoint has such adapters.
     """
     moved = "tensor" in checkpoint.layout.unknown or checkpoint.layout.tensor != running.tensor
     if moved and (wrong := ordered_by_size(checkpoint, arguments)):
@@ -153,10 +155,10 @@ def check_adapters(checkpoint: CheckpointView, running: ParallelLayout, argument
 
 
 def check_kinds(checkpoint: CheckpointView, shard: Shard) -> None:
-    """Refuse an optimizer that keeps different state for a parameter than the one that wrote the checkpoint.
+    """Refuse an optimizer that keeps other state for a parameter than the one that wrote the checkpoint.
 
     Raises:
-        ModelMismatchError: its state cannot be derived from what is stored, or something stored would be dropped.
+        ModelMismatchError: the optimizer needs state that is not stored, or stored state would be dropped.
     """
     state = checkpoint.optimizer
     stored = {kind for kind in state.carried_kinds if state.logical_tensor(kind, shard.name) is not None} - {FP32_PARAM}
@@ -168,7 +170,7 @@ def check_kinds(checkpoint: CheckpointView, shard: Shard) -> None:
 
 
 def another_kind_of_optimizer(found: str, expected: str, where: str) -> ModelMismatchError:
-    """Return the refusal of a checkpoint whose optimizer is not of the kind of the running one."""
+    """Make the error for a checkpoint whose optimizer is of another kind than the running one."""
     return ModelMismatchError(
         "the checkpoint was written by another kind of optimizer than the running one",
         found=found,
@@ -180,10 +182,10 @@ def another_kind_of_optimizer(found: str, expected: str, where: str) -> ModelMis
 
 
 def check_precision(checkpoint: CheckpointView, shard: Shard) -> None:
-    """Refuse weights that were rounded otherwise than the live ones are: masters could not be proven by them.
+    """Refuse weights in another precision than the live ones: masters could not be verified by them.
 
     Raises:
-        ModelMismatchError: they were.
+        ModelMismatchError: the precision differs.
     """
     stored, parameter = checkpoint.logical_tensor(WEIGHT, shard.name), shard.live.parameter
     if stored is None or quantisation(parameter) is not None or checkpoint.masters_are_derived(shard.name):
@@ -204,7 +206,7 @@ def check_stored_once(checkpoint: CheckpointView) -> None:
     """Refuse a checkpoint in which elements are stored more than once.
 
     Raises:
-        UnreadableCheckpointError: there are such.
+        UnreadableCheckpointError: elements are stored more than once.
     """
     index = checkpoint.format_reader.stored_index
     if index is not None and (overlapping := index.overlapping):
@@ -217,10 +219,10 @@ def check_stored_once(checkpoint: CheckpointView) -> None:
 
 
 def check_lost(checkpoint: CheckpointView) -> None:
-    """Refuse a checkpoint that Megatron itself wrote with holes.
+    """Refuse a checkpoint that Megatron itself wrote with lost elements.
 
     Raises:
-        ProofError: optimizer state is lost; the message names all of it.
+        ProofError: optimizer state is lost; the message lists all of it.
     """
     lost = checkpoint.optimizer.lost_elements()
     if lost:
@@ -238,7 +240,7 @@ def verify_checksums(checkpoint: CheckpointView, rank: int, ranks: int) -> None:
     """Compare the checksums of this rank's share of all records.
 
     Raises:
-        UnreadableCheckpointError: one differs.
+        UnreadableCheckpointError: a checksum differs.
     """
     for number, (file, offset, length) in enumerate(sorted(set(checkpoint.archives()))):
         if number % ranks == rank:

@@ -1,6 +1,6 @@
-"""Digests of what a live job saves where its masters are remainders: taken where these lie, added up over all ranks.
+"""Digests of a live optimizer's remainders, computed on their device and summed over all ranks.
 
-The moments lie where the remainders do, and digests of them would cost four times as much.
+Only remainders are digested: the moments lie on the same device, and would cost four times as much.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Place = tuple[int, int, str]
 
 
 class Digester:
-    """Digests of one optimizer; the ranks agree once on what is digested, and a save exchanges one number for each."""
+    """Digests an optimizer; ranks agree once on parameters, and exchange a number for each in a save."""
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, say: Callable[[str], None]) -> None:
-        """A collective call.
+        """Collect the parameters from all ranks. Collective.
 
         Args:
             chunks: the unwrapped model chunks.
             optimizer: the live optimizer.
-            say: tells the user a line.
+            say: logs a line.
         """
         self._say = say
         self._names: Mapping[int, str] = {}
@@ -46,46 +46,47 @@ class Digester:
                 self._names = {number: found.regions[0].name for number, found in live.items()}
                 own.extend(place for place, _, _ in _held(optimizer, self._names))
 
-        problem = attempt(inspect_here)  # every rank must reach the gathering, and the save must not fail
+        problem = attempt(inspect_here)  # every rank must reach `gather`, and the save must not fail
         of_ranks = gather((own, problem))
         if problems := listed_of_all([text for _, text in of_ranks]):
             self.complain(problems)
         self.places = [] if problems else sorted({place for found, _ in of_ranks for place in found})
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="digests")
-        self._newest: Digests | None = None  # whose exchange must outlive this rank's save
+        self._newest: Digests | None = None  # keeps the exchange alive beyond this rank's save
 
     def begin(self, optimizer: Any, beside: bool) -> Digests:
         """Begin the digests of this save's remainders, which must not change until they are shared.
 
         Args:
-            optimizer: what is saved.
-            beside: whether a thread may take them meanwhile, which no other process is forked over.
+            optimizer: the optimizer that is saved.
+            beside: a background thread may compute them meanwhile, since no other process is forked.
         """
         own: Callable[[], torch.Tensor] | None = None
         if self.places:
             totals = torch.zeros(len(self.places) + 1, dtype=torch.int64, device=payload_device())
             if beside and totals.device.type == "cpu":
                 own = self._beside.submit(self._add_own, optimizer, totals).result
-            else:  # when it is shared: a device is not waited for, and a synchronous save may fork at any time
+            else:  # computed in `share`: a device is asynchronous anyway, and a synchronous save may fork at any time
                 own = partial(self._add_own, optimizer, totals)
         self._newest = Digests(self, own)
         return self._newest
 
     def complain(self, why: str) -> None:
-        """Tell the user why there are none."""
+        """Log why there are no digests."""
         self._say(f"no digests of the optimizer's state in the sidecar: {why}")
 
     def _add_own(self, optimizer: Any, totals: torch.Tensor) -> torch.Tensor:
-        """Add this rank's part to each place, and 1 to the last number where it has none."""
+        """Add this rank's part to each place, or 1 to the last number if it fails."""
         try:
             totals[:-1] += self._own(optimizer, totals.device)
         except Exception as error:  # noqa: BLE001 - every rank must reach the sum, and the save must not fail
-            self.complain(text_of(error))  # heard of the first rank only; of others, that there are such: `recorded`
+            # Logged on rank 0 only; `recorded` reports the number of failed ranks.
+            self.complain(text_of(error))
             totals[-1] = 1
         return totals
 
     def _own(self, optimizer: Any, device: torch.device) -> torch.Tensor:
-        """This rank's part of every digest."""
+        """Return this rank's part of every digest."""
         numbers = {place: number for number, place in enumerate(self.places)}
         found: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for place, values, start in _held(optimizer, self._names):
@@ -99,16 +100,16 @@ class Digester:
 
 
 class Digests:
-    """Those of one save: begun beside it, shared at its end, and known to whoever writes the sidecar later on."""
+    """The digests of one save: computed during it, shared at its end, read for the sidecar."""
 
     def __init__(self, digester: Digester, own: Callable[[], torch.Tensor] | None) -> None:
-        """`own`: waits for this rank's part of each place; None where there is nothing to digest."""
+        """`own`: waits for this rank's part of each place and returns it; None if there is nothing to digest."""
         self._digester, self._own = digester, own
         self._totals: torch.Tensor | None = None
         self._exchange: dist.Work | None = None
 
     def share(self) -> None:
-        """Begin to add up the parts of all ranks; the remainders may change afterwards. A collective call."""
+        """Begin to sum up the parts of all ranks; the remainders may change afterwards. Collective."""
         if self._own is None or self._totals is not None:
             return
         self._totals = self._own()
@@ -116,7 +117,7 @@ class Digests:
             self._exchange = dist.all_reduce(self._totals, async_op=True)  # int64 wraps around, as digests do
 
     def recorded(self) -> tuple[RecordedDigests, ...]:
-        """Wait for all ranks' parts, on any thread, once they are shared; none where a rank has failed."""
+        """Wait for the sum on any thread, after `share`; the result is empty if some rank has failed."""
         if self._totals is None:
             return ()
         try:
@@ -131,16 +132,16 @@ class Digests:
             return ()
         groups: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
         for (child, group, name), total in zip(self._digester.places, sums, strict=True):
-            if total:  # what no rank has kept yet has none
+            if total:  # a total of zero means that no rank has remainders yet
                 groups.setdefault((child, group), {})[name] = {PARAM_REMAINDER: written(added(total))}
         return tuple(RecordedDigests(*group, parameters) for group, parameters in groups.items())
 
 
 def _held(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[Place, torch.Tensor | None, int]]:
-    """What this rank saves: its place, its values where it has any yet, and the element at which they begin.
+    """Yield for each remainder that this rank saves its place, its values if any, and its first element.
 
     Source: `DistributedOptimizer._get_main_param_and_optimizer_states`, megatron/core/optimizer/distrib_optimizer.py,
-    core_v0.12.1 to 0.19.2, which every format but the legacy one takes its values from.
+    core_v0.12.1 to 0.19.2, from which every format but the legacy one takes its values.
     """
     for number, child in first_instances(optimizer):
         for buckets in (found for ranges in child.gbuf_ranges for found in ranges.values()):
@@ -152,7 +153,7 @@ def _held(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[Place, tor
 
 
 def first_instances(optimizer: Any) -> Iterator[tuple[int, Any]]:
-    """The DistributedOptimizers by number; of several instances, which hold the same, the first."""
+    """Yield the DistributedOptimizers with their numbers; of several equal instances only the first."""
     found = Chain.of(optimizer).distributed
     for number, child in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         if child in found and getattr(child, "distributed_optimizer_instance_id", 0) == 0:

@@ -1,7 +1,7 @@
-"""The extra states that a live model chunk would load, from those of a checkpoint of any layout.
+"""Selects the extra states that a live model chunk needs from those of a checkpoint of any layout.
 
-A `state_dict` has one for each of Transformer Engine's modules, beside its parameters; those tell which module it is in
-the whole model, and which experts a grouped linear has.
+A `state_dict` has an extra state for each module of Transformer Engine, next to its parameters. The parameters show
+which module it is in the whole model, and which experts a grouped linear has.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _WEIGHT = re.compile(r"^(.*)\.weight(\d*)$")
 
 @dataclass(frozen=True)
 class FoundStates:
-    """The result.
+    """The extra states for one chunk.
 
     Attributes:
-        states: by the names of the chunk's own `state_dict`.
-        missing: modules that the checkpoint has no state of, as one of the local spec has none.
-        unknown: modules whose states could not be put together.
+        states: the states by their names in the chunk's own `state_dict`.
+        missing: modules without a state in the checkpoint, such as those written under the local spec.
+        unknown: modules whose states are of an unknown kind.
     """
 
     states: Mapping[str, Any]
@@ -35,11 +35,11 @@ class FoundStates:
 
 
 def states_for(own: Mapping[str, Any], live: Mapping[str, LiveParameter], stored: Mapping[str, Any]) -> FoundStates:
-    """The states of a chunk's modules.
+    """Return the states of a chunk's modules.
 
     Args:
-        own: its `state_dict`.
-        live: its parameters, by their names there.
+        own: the chunk's `state_dict`.
+        live: its parameters, by their names in `own`.
         stored: the checkpoint's states, by model-space name.
     """
     weights: dict[str, dict[int, str]] = {}

@@ -1,4 +1,4 @@
-"""One rank of a live job: its model and optimizer as they are to be filled, and what it tells the other ranks."""
+"""One rank of a live job: its model and optimizer, and the summary that it sends to the other ranks."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import optimizer_
 
 
 class LiveJob:
-    """The model and the optimizer of one rank, as they are to be filled.
+    """The model and the optimizer of one rank, which a resume fills.
 
     Attributes:
-        adapters: its optimizers.
-        shards: what they hold, and a checkpoint has.
-        new: what they hold of parameters that start anew.
-        view: what this rank tells the others.
+        adapters: the adapters of its optimizers.
+        shards: the shards that the checkpoint has.
+        new: the shards of parameters that keep their initialization.
+        view: the summary for the other ranks.
     """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, spell: NameFunction = str) -> None:
-        """Read it.
+        """Read the model and the optimizer.
 
         Args:
             chunks: the unwrapped model chunks.
             optimizer: the live optimizer.
-            spell: gives names as the checkpoint has them.
+            spell: maps live names to the checkpoint's.
 
         Raises:
             UnsupportedCheckpointError: this package does not fill this kind of optimizer.
@@ -58,9 +58,9 @@ class LiveJob:
         )
 
     def weight_specs(self) -> dict[str, WeightSpec]:
-        """The weights of this rank, for an optimizer that is stored without them.
+        """Return the weights of this rank, for an optimizer that is stored without them.
 
-        Whether tensor-parallel ranks share a parameter, and along which axis, it says itself
+        A parameter's own attributes tell if tensor-parallel ranks share it, and along which axis
         (`set_tensor_model_parallel_attributes`, megatron/core/tensor_parallel/layers.py, core_v0.7.0 to 0.19.2).
         """
         found: dict[str, WeightSpec] = {}
@@ -75,7 +75,7 @@ class LiveJob:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """The summary that a rank sends before planning; the first data-parallel rank sends it for all."""
+    """The summary that a rank sends before planning; only data-parallel rank 0 describes the model."""
 
     names: list[str]
     trained: list[str]

@@ -1,4 +1,4 @@
-"""The proof inside a live job: every master rounds to its weight, bit for bit (see `layout.master_check`)."""
+"""Verifies in a live job that each master rounds to its weight, bit for bit (`layout.master_check`)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
 _BLOCK = 1 << 24
 _SAMPLE = 1024
 STRETCH = 1 << 17
-"""Elements that fit into a processor's cache: rounding and comparing them costs one pass over the memory."""
+"""Number of elements that fit into the processor's cache, so that rounding and comparing is one pass over memory."""
 
 
 class Prover:
-    """Proves masters against the live weights, while they are read and afterwards; safe to use from several threads.
+    """Verifies masters against the live weights, during the read and afterwards; thread-safe.
 
     Args:
-        masters: of each shard, 1-D.
-        checkpoint: what they are read from.
+        masters: the masters of each shard, 1-D.
+        checkpoint: the checkpoint from which they are read.
     """
 
     def __init__(self, masters: Mapping[LiveShard, torch.Tensor], checkpoint: CheckpointView) -> None:
@@ -41,16 +41,16 @@ class Prover:
         self._equal: list[tuple[LiveShard, int]] = []
 
     def on_read(self, shard: LiveShard, start: int, stop: int) -> None:
-        """See whether masters that have just been read are equal to their weights when rounded, as no proof asks more.
+        """Record that masters that have just been read round to their weights exactly, if they do.
 
-        Others are left for `finish`, which knows how they are proven, and names those that are wrong.
+        All other masters are left to `finish`, which applies the checkpoint's own comparison and reports mismatches.
         """
         pair = self._pairs.get(shard)
         if pair is not None and pair.rounds(start, stop, self._room):
             self._equal.append((shard, stop - start))
 
     def finish(self) -> None:
-        """Prove what has not been seen to be equal, all of its shard.
+        """Verify all masters of shards that `on_read` has not found equal as a whole.
 
         Raises:
             ProofError: a master does not round to its weight.
@@ -68,7 +68,7 @@ class Prover:
                     raise
 
     def _none_matches(self) -> bool:
-        """Whether no parameter of this rank matches its masters, constant ones aside, as in a freshly made model."""
+        """Return True if no parameter of this rank, except constant ones, matches its masters."""
         shown = [sample_matches(shard, master) for shard, master in self._masters.items()]
         return False in shown and True not in shown
 
@@ -83,10 +83,10 @@ class Prover:
 
 
 def prove(shard: Shard, master: torch.Tensor, checkpoint: CheckpointView) -> None:
-    """Prove a shard's masters against the live weights, within their rounding where these are fp8 or fp4.
+    """Verify a shard's masters against the live weights, within the rounding of fp8 or fp4 weights.
 
     Raises:
-        ProofError: one does not round to its weight.
+        ProofError: a master does not round to its weight.
     """
     stored = proof_at_stored_scales(checkpoint, shard.live.tensors, checkpoint.proof, checkpoint.transfer)
     proof, weight = weaker_of(stored, quantisation(shard.live.parameter)), shard.weight
@@ -103,11 +103,11 @@ def prove(shard: Shard, master: torch.Tensor, checkpoint: CheckpointView) -> Non
 
 
 def sample_matches(shard: LiveShard, master: torch.Tensor, proof: Proof = BY_ROUNDING) -> bool | None:
-    """Whether the first elements of a shard's masters match its weights.
+    """Return True if the first elements of a shard's masters match its weights.
 
     Returns:
-        None where they show nothing: the weight is constant there, as biases and norms begin, or only some of them
-        differ, as where it has hardly been trained.
+        True or False; None if they show nothing: the weight is constant there, as biases and norms initially are, or
+        only a minority differs, as in a weight that has hardly been trained.
     """
     weight, master = shard.weight[:_SAMPLE], master[:_SAMPLE]
     if not weight.numel() or bool((weight == weight[0]).all()):
@@ -123,7 +123,7 @@ def sample_matches(shard: LiveShard, master: torch.Tensor, proof: Proof = BY_ROU
 
 @dataclass(frozen=True)
 class LiveMismatch:
-    """The first mismatch of a live parameter, as one rank sees it; its position counts in the whole parameter."""
+    """The first mismatch of a live parameter on one rank; its position counts in the whole parameter."""
 
     name: str
     first: Mismatch
@@ -136,23 +136,21 @@ class LiveMismatch:
 def live_mismatches(
     chunks: Sequence[Any], optimizer: Any, weaker: Proof | None = None, every: int = 1
 ) -> list[LiveMismatch]:
-    """Parameters of the live optimizer whose masters do not round to the live weights; touches no checkpoint.
+    """Return parameters of the live optimizer whose masters do not round to the live weights.
 
-    This is how any load is proven, the framework's included.
-    It costs one pass over masters and weights: the pairs are the optimizer's own, and the model is asked to describe
-    itself only where a name has to be given.
+    It reads no checkpoint, so that it verifies any load, the framework's included. It costs one pass over masters and
+    weights: the optimizer itself pairs them, and the model's sharded state dict is needed only to name a mismatch.
 
     Args:
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
-        weaker: the proof of the checkpoint that it was filled from, where that is all that masters can promise.
-        every: of what this rank holds of a parameter, look at one in so many stretches, each of `STRETCH`, and at the
-            last one. What misplaces a parameter, or leaves it unset, cannot hide between them; damage within
-            one stretch can.
+        weaker: the comparison of the checkpoint from which the optimizer was filled, if it permits no stronger one.
+        every: compare one of this many stretches of `STRETCH` elements of this rank's part of a parameter, and the
+            last one. A misplaced or unset parameter is found in any case, damage within a single stretch may not be.
 
     Raises:
-        UnsupportedCheckpointError: the optimizer is of a kind that this package does not know.
-        CheckpointError: one of them cannot be looked at, and those before it are as they should be.
+        UnsupportedCheckpointError: this package does not support the kind of optimizer.
+        CheckpointError: a parameter cannot be compared, and no earlier one has a mismatch.
     """
     adapters = optimizer_adapters_of(optimizer)
     pairs = {
@@ -174,7 +172,7 @@ def live_mismatches(
 
 
 def _named(found: Mapping[int, LiveMismatch], chunks: Sequence[Any]) -> list[LiveMismatch]:
-    """The same by the names that checkpoints use; a parameter that is never stored keeps its own."""
+    """Return the mismatches under the names in checkpoints; parameters that are never stored keep theirs."""
     live = live_parameters(chunks)
     return [
         replace(item, name=live[number].regions[0].name) if number in live else item for number, item in found.items()
@@ -185,12 +183,12 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
     proof = shard.adapter.proof(shard)
     if proof is None:
         return None
-    # Whoever loaded them, live weights of few bits may have been quantised anew.
+    # No matter who loaded them, live weights of few bits may have been quantized again.
     proof, weight = weaker_of(proof, weaker or quantisation(shard.live.parameter)), shard.weight
     master = shard.adapter.master(shard)
     if master.data_ptr() == weight.data_ptr():
-        return None  # fp32 training: they are one
-    # A GPU is waited for once per block, so its blocks are large; a processor rounds what its cache holds.
+        return None  # fp32 training: masters and weights are the same memory
+    # Each block on a GPU costs a synchronization, so its blocks are large; a CPU block fits into the cache.
     is_near = master.device.type == weight.device.type == "cpu"
     size, numel = STRETCH if is_near else _BLOCK, master.numel()
     pair = _Pair(master, weight) if master.device == weight.device else None
@@ -209,7 +207,7 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
 
 
 class _Pair:
-    """Masters and the weights beside them, 1-D on one device; seen so that comparing a stretch takes few calls."""
+    """Masters and their weights, 1-D on one device, viewed so that comparing a stretch takes few calls."""
 
     def __init__(self, master: torch.Tensor, weight: torch.Tensor) -> None:
         self._master, self._weight = master, weight
@@ -218,11 +216,11 @@ class _Pair:
         self._words = weight[: weight.numel() // each * each].view(torch.int64) if in_words else None
 
     def rounds(self, start: int, stop: int, room: _Room) -> bool:
-        """Whether masters from the first to below the second round to their weights, bit for bit."""
+        """Return True if the masters in a range round to their weights, bit for bit."""
         numel, each = stop - start, self._each
         kept, words = room.of(self._weight, numel)
         kept[:numel].copy_(self._master[start:stop])
-        # The widest whole numbers that weights can be seen as: the fewer, the faster they are compared.
+        # Compare as the widest integers possible: the fewer elements, the faster.
         if self._words is not None and not start % each and not numel % each:
             return torch.equal(words[: numel // each], self._words[start // each : stop // each])
         bits = bits_dtype(kept.itemsize)
@@ -230,13 +228,13 @@ class _Pair:
 
 
 class _Room(threading.local):
-    """Memory to round into, kept from block to block: allocating it each time costs as much as the rounding."""
+    """Memory to round into, reused for all blocks: allocating it each time costs as much as rounding."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, like: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for so many elements or more, of the dtype and on the device of others, and the same as words."""
+        """Return memory for at least `numel` elements like a tensor's, and a view of it as int64."""
         kind = like.dtype, like.device
         found = self._kept.get(kind)
         if found is None or found[0].numel() < numel:

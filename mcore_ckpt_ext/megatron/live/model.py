@@ -1,7 +1,7 @@
-"""Megatron's live model, seen as slices of model space.
+"""Describes Megatron's live model as slices of model space.
 
-Attributes used, present from core_v0.7.0 to 0.19.2: `sharded_state_dict` of the model chunks, and what its entries
-say about themselves (megatron/core/dist_checkpointing/mapping.py). Nothing is imported: the caller hands over the
+Attributes used, present from core_v0.7.0 to 0.19.2: `sharded_state_dict` of the model chunks, and the attributes of its
+entries (megatron/core/dist_checkpointing/mapping.py). The module imports nothing of Megatron: the caller passes the
 objects.
 """
 
@@ -31,11 +31,11 @@ class LiveParameter:
 
 
 def quantisation(parameter: torch.Tensor) -> Proof | None:
-    """How the masters of an fp8 or fp4 live parameter are verified; None if the parameter is a plain tensor.
+    """Return the comparison for masters of an fp8 or fp4 live parameter; None for a plain tensor.
 
-    Transformer Engine's quantised tensors show a high-precision dtype, and dequantise themselves (`QuantizedTensor`,
-    transformer_engine/pytorch/quantized_tensor.py, 2.1 to 2.20.2; `NVFP4Tensor` since 2.8). One with a single scale
-    keeps it as `_scale_inv` (`Float8Tensor`, float8_tensor.py).
+    Transformer Engine's quantized tensors show a high-precision dtype, and can dequantize themselves
+    (`QuantizedTensor`, transformer_engine/pytorch/quantized_tensor.py, 2.1 to 2.20.2; `NVFP4Tensor` since 2.8). A
+    tensor with a single scale keeps it as `_scale_inv` (`Float8Tensor`, float8_tensor.py).
     """
     kind = type(parameter)
     if kind.dequantize is torch.Tensor.dequantize:
@@ -49,28 +49,28 @@ NameFunction = Callable[[str], str]
 """Maps a model-space name to the name in a checkpoint."""
 
 NEW = "new."
-"""Prefix of a parameter that the checkpoint's model does not have, and that keeps its initialization."""
+"""Prefix of parameters that the checkpoint's model does not have; they keep their initialization."""
 
 
 def model_tensors(chunks: Sequence[Any], spell: NameFunction = str) -> list[LiveParameter]:
-    """All parameters and buffers in the sharded state dicts of the model chunks."""
+    """Return all parameters and buffers in the sharded state dicts of the model chunks."""
     return [_described(entry, spell) for entry in _stored(chunks) if isinstance(entry.data, torch.Tensor)]
 
 
 def live_parameters(chunks: Sequence[Any], spell: NameFunction = str) -> dict[int, LiveParameter]:
-    """All parameters and buffers of the model chunks by `id`, described by the model's own sharded state dict."""
+    """Return all parameters and buffers of the chunks by `id`, described by their sharded state dicts."""
     held = _held(chunks)
     return {id(entry.data): _described(entry, spell) for entry in _stored(chunks) if id(entry.data) in held}
 
 
 def held_among(stored: Iterable[LiveParameter], chunks: Sequence[Any]) -> dict[int, LiveParameter]:
-    """The live parameters among `model_tensors`, as `live_parameters` returns them."""
+    """Return the live parameters among `model_tensors`, as `live_parameters` does."""
     held = _held(chunks)
     return {id(live.parameter): live for live in stored if id(live.parameter) in held}
 
 
 def _stored(chunks: Sequence[Any]) -> Iterator[Any]:
-    """The descriptions of tensors in the sharded state dicts of the chunks."""
+    """Yield the descriptions of tensors in the sharded state dicts of the chunks."""
     entries = (entry for chunk in chunks for entry in _entries(_sharded(chunk)))
     return (entry for entry in entries if getattr(entry, "data", None) is not None)
 
@@ -80,33 +80,33 @@ def _held(chunks: Sequence[Any]) -> set[int]:
 
 
 def live_names(stored: Iterable[LiveParameter]) -> list[str]:
-    """The model-space names that tensors stand for."""
+    """Return the model-space names of tensors."""
     return list(dict.fromkeys(name for live in stored for name in live.tensors))
 
 
 def registered_names(chunk: Any, live: Mapping[int, LiveParameter]) -> list[str]:
-    """Names of a chunk's parameters in registration order."""
+    """Return the names of a chunk's parameters in registration order."""
     return [live[id(parameter)].regions[0].name for parameter in chunk.parameters() if id(parameter) in live]
 
 
 def trained_names(chunks: Sequence[Any], live: Mapping[int, LiveParameter]) -> list[str]:
-    """Model-space names of all that the chunks' trained parameters hold."""
+    """Return the model-space names of everything that the chunks' trained parameters hold."""
     trained = (live[id(p)] for chunk in chunks for p in chunk.parameters() if p.requires_grad and id(p) in live)
     return list(dict.fromkeys(name for parameter in trained for name in parameter.tensors))
 
 
 def _sharded(chunk: Any) -> Any:
-    """A chunk's sharded state dict, by the process groups that it was given, where it was given any.
+    """Return a chunk's sharded state dict, by the process groups that the chunk was given, if any.
 
-    `ensure_metadata_has_dp_cp_group` asks `parallel_state` otherwise (megatron/core/transformer/utils.py, core_v0.16.0
-    to 0.19.2), which has none where a program gives Megatron all of its groups.
+    Without them, `ensure_metadata_has_dp_cp_group` uses `parallel_state` (megatron/core/transformer/utils.py,
+    core_v0.16.0 to 0.19.2), which has no groups if a program creates all groups itself.
     """
     given = getattr(getattr(chunk, "pg_collection", None), "dp_cp", None)
     return chunk.sharded_state_dict() if given is None else chunk.sharded_state_dict(metadata={"dp_cp_group": given})
 
 
 def _entries(tree: Any) -> Iterator[Any]:
-    """The leaves of a sharded state dict that describe tensors (ShardedTensor and ShardedTensorFactory)."""
+    """Yield the ShardedTensors and ShardedTensorFactories of a sharded state dict."""
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from _entries(value)
@@ -121,8 +121,8 @@ def _described(entry: Any, spell: NameFunction) -> LiveParameter:
     if not hasattr(entry, "build_fn"):
         region, tensor = _region(entry, spell)
         return LiveParameter(entry.data, (region,), {tensor.name: tensor}, bool(entry.allow_shape_mismatch))
-    # A factory cuts the parameter into parts with places of their own (SwiGLU gate and up, Mamba's in_proj). Built
-    # over a tensor without memory, the parts' offsets in its storage tell which part lies where.
+    # A factory splits the parameter into parts with their own places (SwiGLU gate and up, Mamba's in_proj). Built over
+    # a tensor without memory, the parts' storage offsets show which part lies where.
     ghost = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
     parts = sorted(
         _entries(entry.build_fn(entry.key, ghost, entry.replica_id, entry.flattened_range)),
@@ -141,7 +141,7 @@ def _described(entry: Any, spell: NameFunction) -> LiveParameter:
 
 
 def _region(sharded: Any, spell: NameFunction) -> tuple[Region, LogicalTensor]:
-    """A ShardedTensor's place in model space."""
+    """Return a ShardedTensor's place in model space."""
     stacked = stacked_axes(sharded.key)
     sizes = (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)
     name = spell(name_at(sharded.key, sharded.global_offset[:stacked]))

@@ -1,6 +1,6 @@
-"""Parameter groups carried over from a checkpoint to a live optimizer by what they are, never by their position.
+"""Carries parameter groups over from a checkpoint to a live optimizer, by settings, not position.
 
-Stages order their groups by first use, and a stage lacks groups that it has no parameter for, so positions mean
+Stages order their groups by first use, and a stage lacks groups for which it has no parameter, so positions mean
 nothing across layouts (megatron/core/optimizer/__init__.py; by position up to core_v0.13, by identity since 0.14).
 """
 
@@ -24,66 +24,67 @@ from mcore_ckpt_ext.optimizers.groups import (
 )
 
 _SETTINGS = tuple(key for key in IDENTITY if key != "is_expert_parallel")
-# What a group belongs to, and how its steps are computed, not what they compute: the live optimizer's own stay. So does
-# whether its learning rate is the job's, by which Megatron picks the one to log (`default_config`, `_get_param_groups`)
-# (HybridDeviceOptimizer.__init__, megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.11.0 to 0.19.2;
-# torch.optim.AdamW).
+# Settings that the live optimizer keeps: they say what a group belongs to, and how its steps are computed, but do
+# not change the result. `default_config` says that the group has the job's learning rate, by which Megatron selects the
+# rate to log (`_get_param_groups`). (HybridDeviceOptimizer.__init__,
+# megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.11.0 to 0.19.2; torch.optim.AdamW.)
 _OWN = frozenset({
     "params", "is_expert_parallel", "offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls",
     "param_update_in_fp32", "pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "fused", "foreach",
     "capturable", "differentiable", "default_config",
 })  # fmt: skip
-# What the scheduler writes into a group at every step, and what it computes that from (`step`, `get_lr` and `get_wd`,
-# megatron/core/optimizer_param_scheduler.py, core_v0.13.0 to 0.19.2): settings, which do not say whose group it is.
+# Settings that the scheduler writes into a group at every step, and their inputs (`step`, `get_lr` and `get_wd`,
+# megatron/core/optimizer_param_scheduler.py, core_v0.13.0 to 0.19.2); they do not identify a group.
 _SCHEDULED = ("lr", "weight_decay", "start_wd", "end_wd", *BOUNDS)
 
 
 def carried_groups(live: Sequence[Group], stored: Sequence[Group], own_bounds: bool = False) -> list[dict[str, Any]]:
-    """The values of every live group after the resume, without `params`, in the live order.
+    """Return the values of every live group after the resume, without `params`, in the live order.
 
     Args:
         live: the live inner optimizer's groups.
         stored: all groups of the checkpoint, repetitions allowed.
-        own_bounds: the learning rates' bounds are those of the live groups, as --override-opt_param-scheduler asks; the
-            scheduler makes their rates of them.
+        own_bounds: keep the learning rates' bounds of the live groups, as --override-opt_param-scheduler requests; the
+            scheduler computes their rates from them.
 
     Raises:
-        ModelMismatchError: a live group with parameters has no counterpart, or several that differ, or one that does
-            not have its bounds while a group that is otherwise the same has others.
+        ModelMismatchError: a live group with parameters has no counterpart, or several different ones, or one with
+            other bounds while another group differs from it in its bounds only.
     """
     whole = with_defaults(stored)
     return [_carried(group, live, whole, own_bounds) for group in live]
 
 
 def takes_own_bounds(stated: Mapping[str, Any], version: tuple[int, int]) -> bool:
-    """Whether a new learning rate counts: under --override-opt_param-scheduler, as since 0.20 (`load_checkpoint`).
+    """Return True if a new learning rate applies, by --override-opt_param-scheduler, as since 0.20.
 
     Before 0.19 the groups keep the stored bounds, in stock Megatron and here; 0.19 itself does not find its own groups.
-    What 0.20 takes from the arguments stands in the live groups, which are made of them, and of --use-mup and overrides
-    besides, which 0.20 forgets there (`get_megatron_optimizer`, megatron/core/optimizer/__init__.py, core_v0.19.2).
+    0.20 takes the bounds from the arguments (`load_checkpoint`). The live groups are made from them, too, and also
+    contain --use-mup and overrides, which 0.20 forgets there (`get_megatron_optimizer`,
+    megatron/core/optimizer/__init__.py, core_v0.19.2).
 
     Args:
         stated: Megatron's arguments of the job that resumes.
-        version: its Megatron's.
+        version: the version of its Megatron.
     """
     return bool(stated.get("override_opt_param_scheduler")) and MATCHES_GROUPS_BY_BOUNDS.is_of(version)
 
 
 def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: int | None) -> list[dict[str, Any]]:
-    """The same groups, with their step added to Adam's groups where it was not written.
+    """Return the groups, with the step added to Adam's groups if it was not saved.
 
-    With HybridDeviceOptimizer, Megatron asks only torch's Adam, and writes no step on ranks that offload nothing
-    (`DistributedOptimizer.state_dict`, megatron/core/optimizer/distrib_optimizer.py, core_v0.12.1 to 0.19.2). The
-    scheduler counts the samples of the steps that were made (`train_step`, megatron/training/training.py), so it tells
-    whether every iteration was one.
+    With HybridDeviceOptimizer, Megatron only reads the step of torch's Adam, and saves none on ranks that offload
+    nothing (`DistributedOptimizer.state_dict`, megatron/core/optimizer/distrib_optimizer.py, core_v0.12.1 to 0.19.2).
+    The scheduler counts the samples of all steps (`train_step`, megatron/training/training.py), so it shows whether
+    every iteration made a step.
 
     Args:
         stored: all groups of the checkpoint.
         common: its common state.
-        batch_size: samples in an iteration, where all had the same number.
+        batch_size: the number of samples in an iteration; None if it has varied.
 
     Raises:
-        UnsupportedCheckpointError: no group has a step, and it does not follow from anything else.
+        UnsupportedCheckpointError: no group has a step, and it cannot be derived.
     """
     lacking = [group for group in stored if "eps" in group and rule_of(group) == ADAM and "step" not in group]
     steps = {int(group["step"]) for group in stored if "step" in group}
@@ -94,7 +95,7 @@ def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: in
 
 
 def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
-    """How many steps the job has made, as far as its scheduler tells."""
+    """Return the number of steps that the job has made, by its scheduler."""
     iteration = int(common.get("iteration", 0))
     samples = common.get("opt_param_scheduler", {}).get("num_steps")
     if iteration and (not batch_size or samples != iteration * batch_size):
@@ -114,24 +115,22 @@ def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_b
     stored = [candidate for candidate in stored if rule_of(candidate) == rule_of(group)] or stored
     matches = [candidate for candidate in stored if _identity(candidate) == _identity(group)]
     if not matches:
-        # Experts are ordinary parameters as long as there is one expert-parallel rank.
+        # With one expert-parallel rank, experts are ordinary parameters.
         matches = [candidate for candidate in stored if _identity(candidate, _SETTINGS) == _identity(group, _SETTINGS)]
     of_kind = [one for one in matches if _has_rate_of_same_kind(one, group)]
     matches = of_kind or matches
     refined = [one for one in matches if _identity(one, REFINED_IDENTITY) == _identity(group, REFINED_IDENTITY)]
     if refined:
         matches = refined
-    elif _distinct(matches) > 1 or _has_sibling(
-        group, live, bool(of_kind)
-    ):  # nothing but settings tells which of them it is
-        # Of --use-mup, also what the width makes of Adam's epsilon (`get_mup_config_overrides`, since core_v0.17.0).
+    elif _distinct(matches) > 1 or _has_sibling(group, live, bool(of_kind)):  # only settings distinguish the candidates
+        # --use-mup also scales Adam's epsilon by the width (`get_mup_config_overrides`, since core_v0.17.0).
         matches = [one for one in matches if one.get("eps") == group.get("eps")] or matches
         matches = matches[:1] if own_bounds and _distinct(matches, *_SCHEDULED) == 1 else []
     if _distinct(matches) == 1:
         kept = (*_OWN, *BOUNDS) if own_bounds else _OWN
         return {**own, **{key: value for key, value in matches[0].items() if key not in kept}}
     if not group["params"] and stored:
-        # It trains nothing on this rank; its step must still be that of all groups.
+        # The group trains nothing on this rank; its step must still be that of all groups.
         return {**own, **({"step": stored[0]["step"]} if "step" in stored[0] else {})}
     if len({group.get("step") for group in matches}) > 1 and _distinct(matches, "step") == 1:
         raise UnsupportedCheckpointError(
@@ -150,24 +149,24 @@ def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_b
 
 
 def _has_rate_of_same_kind(stored: Group, live: Group) -> bool:
-    """Whether both groups have the job's learning rate, or both one of their own, as of --decoupled-lr."""
+    """Return True if both groups have the job's learning rate, or both their own (--decoupled-lr)."""
     kinds = stored.get("default_config"), live.get("default_config")
     return None not in kinds and kinds[0] == kinds[1]
 
 
 def _identity(group: Group, keys: Sequence[str] = IDENTITY) -> tuple[Any, ...]:
-    """The values of a group that tell it apart; what a group leaves out is its default."""
+    """Return the values of a group that identify it; an absent value is its default."""
     values = zip(keys, identity(group, keys), strict=True)
     return tuple(DEFAULTS.get(key) if value is None else value for key, value in values)
 
 
 def _has_sibling(group: Group, live: Sequence[Group], kinds_are_known: bool) -> bool:
-    """Whether another group that trains something differs from it in its bounds alone, as with --decoupled-lr.
+    """Return True if another group that trains something differs only in its bounds, as by --decoupled-lr.
 
     Args:
         group: a live group.
         live: all live groups.
-        kinds_are_known: groups that have the job's learning rate are told from those that have one of their own.
+        kinds_are_known: groups with the job's learning rate are distinguished from groups with their own.
     """
     alike = (one for one in live if one.get("params") != [] and rule_of(one) == rule_of(group))
     alike = (one for one in alike if _identity(one) == _identity(group))
@@ -181,6 +180,6 @@ def _in_words(group: Group) -> str:
 
 
 def _distinct(groups: Sequence[Group], *but: str) -> int:
-    """How many groups differ in what is carried over, apart from the keys in `but`."""
+    """Return the number of groups that differ in values that are carried over, except the keys in `but`."""
     plain = [{k: v for k, v in group.items() if k not in _OWN and k not in but} for group in groups]
     return len({repr(sorted(group.items())) for group in plain})

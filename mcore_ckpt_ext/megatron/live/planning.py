@@ -30,11 +30,11 @@ from mcore_ckpt_ext.optimizers.groups import Group
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 LIVE_MODEL = "the live model"
-"""Names the order in which the running job registers its parameters."""
+"""Name of an order source: the order in which the running job registers its parameters."""
 
 
 def open_with_orders(folder: Path, views: Iterable[RankSummary], spell: NameFunction = str) -> CheckpointView:
-    """Open a checkpoint with the order in which the ranks of the running job registered their parameters, if known."""
+    """Open a checkpoint with the parameter registration orders of the running job's ranks, if known."""
     orders = [list(map(spell, registered)) for view in views for registered in view.registered]
     order_sources = [ObservedOrder(LIVE_MODEL, orders)] if orders else []
     return with_first_moments(open_checkpoint(folder, order_sources=order_sources))
@@ -43,7 +43,7 @@ def open_with_orders(folder: Path, views: Iterable[RankSummary], spell: NameFunc
 def check_job(
     checkpoint: CheckpointView, views: Sequence[RankSummary], spell: NameFunction, arguments: JobArguments
 ) -> None:
-    """Refuse a job that cannot resume a checkpoint on any of its ranks, as far as no rank's own shards matter.
+    """Refuse a job that cannot resume a checkpoint, by checks that do not depend on single ranks' shards.
 
     Raises:
         CheckpointError: see the checks of `compatibility`.
@@ -72,14 +72,14 @@ def plan_rank(
     accept_lost: bool = False,
     own_bounds: bool = False,
 ) -> RankPlan[OwnShard]:
-    """Plan what one rank reads; nothing but metadata and samples is read.
+    """Plan the reads of one rank; only metadata and samples are read.
 
     Args:
-        checkpoint: what is resumed.
-        shards: what the rank's optimizers hold.
+        checkpoint: the checkpoint to resume.
+        shards: the shards of the rank's optimizers.
         groups: the parameter groups of each of its optimizers.
-        accept_lost: as of `prepare`.
-        own_bounds: as of `carried_groups`.
+        accept_lost: see `prepare`.
+        own_bounds: see `carried_groups`.
 
     Raises:
         CheckpointError: the checkpoint does not have what the rank needs.

@@ -20,7 +20,7 @@ OwnShard = TypeVar("OwnShard", bound=Shard)
 
 
 class Reading(Generic[OwnShard]):
-    """The read plan of one rank, and the shard that each part of it is for."""
+    """The read plan of one rank, and the shard for each part of it."""
 
     def __init__(self, checkpoint: CheckpointView, shards: Sequence[OwnShard], accept_lost: bool) -> None:
         self._checkpoint = checkpoint
@@ -37,12 +37,12 @@ class Reading(Generic[OwnShard]):
         self._once: dict[str, ReadOnce] = {}
 
     def wanted_bytes(self) -> dict[str, Spans]:
-        """What this rank wants of each kind, to be told to all; what it derives, it reads for itself."""
+        """Return the byte ranges of each kind that this rank needs, except inputs of derived values."""
         transfer = self._checkpoint.transfer
         return {kind: wanted_bytes(self._plan.of_kind(kind), transfer) for kind in (FP32_PARAM, *self.kinds)}
 
     def share(self, wants: Sequence[Mapping[str, Spans]]) -> None:
-        """From now on, `read` is collective: what several ranks want of a kind is read by one.
+        """Make `read` collective: one rank reads data of a kind that several ranks need.
 
         Args:
             wants: `wanted_bytes` of every rank.
@@ -54,7 +54,7 @@ class Reading(Generic[OwnShard]):
 
     @contextmanager
     def taking_part(self, kinds: Iterable[str]) -> Iterator[None]:
-        """Within this scope, a rank that fails still sends what the others wait for of these kinds."""
+        """Within this scope, a rank that fails still sends its messages of these kinds."""
         with ExitStack() as stack:
             for kind in reversed(list(kinds)):
                 if kind in self._once:
@@ -63,16 +63,16 @@ class Reading(Generic[OwnShard]):
 
     @property
     def plans(self) -> list[Plan]:
-        """All that is read: what is stored, and what the rest is derived from."""
+        """All plans: for stored values, and for the inputs of derived values."""
         return [self._plan, *(plan for plans in self._derived.values() for plan in plans)]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The moments of all shards together, in the order in which all ranks read them."""
+        """The kinds of all shards' moments, in the order in which all ranks read them."""
         return tuple(sorted({kind for kind, _ in (*self._stored, *self._derived)} - {FP32_PARAM}))
 
     def shards(self, kind: str) -> list[OwnShard]:
-        """The shards that keep a kind."""
+        """Return the shards that keep a kind."""
         return [shard for wanted, shard in (*self._stored, *self._derived) if wanted == kind]
 
     def read(
@@ -81,15 +81,15 @@ class Reading(Generic[OwnShard]):
         rooms: Mapping[OwnShard, torch.Tensor],
         on_read: Callable[[OwnShard, int, int], None] | None = None,
     ) -> dict[OwnShard, list[slice]]:
-        """Read all of one kind.
+        """Read all state of one kind.
 
         Args:
-            kind: which.
-            rooms: the memory, 1-D, that receives it, for each shard that keeps it.
-            on_read: is told of elements from the first to below the second, as of `Transfer.execute`.
+            kind: the kind.
+            rooms: the memory, 1-D, for each shard that keeps it.
+            on_read: called with a shard and the range of elements just read, see `Transfer.execute`.
 
         Returns:
-            The elements that the checkpoint does not have.
+            The elements that the checkpoint does not have, by shard.
         """
         targets = {target: shard for target, (wanted, shard) in enumerate(self._stored) if wanted == kind}
         part, transfer = self._plan.of_kind(kind), self._checkpoint.transfer

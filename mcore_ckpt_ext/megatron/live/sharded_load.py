@@ -1,8 +1,8 @@
-"""What Megatron's loader of `torch_dist` is asked for, planned and read by this package, straight into its place.
+"""Plans and performs the request of Megatron's `torch_dist` loader, reading directly into the tensors.
 
-Each tensor says itself which part of which array it is to hold (`ShardedTensor`,
-megatron/core/dist_checkpointing/mapping.py, core_v0.7.0 to 0.19.2). Nothing is imported: the caller hands over the
-objects.
+Each tensor itself describes which part of which array it holds (`ShardedTensor`,
+megatron/core/dist_checkpointing/mapping.py, core_v0.7.0 to 0.19.2). The module imports nothing of Megatron: the caller
+passes the objects.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def respelled(entry: Any, checkpoint: TorchDistCheckpoint) -> Any:
-    """A ShardedTensor under the key that the checkpoint has for it, which another layer spec may have written."""
+    """Return a ShardedTensor with the checkpoint's key, which differs if another layer spec wrote it."""
     key = renamed_as_in(checkpoint.index.arrays, entry.key)
     return entry if key == entry.key else replace(entry, key=key)
 
 
 def extra_states_of_nobody(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> list[Any]:
-    """The ShardedObjects for extra states of modules that the checkpoint has none of, under no key.
+    """Return the ShardedObjects for extra states of modules that have none in the checkpoint.
 
-    Modules of Transformer Engine ask for them, those of the local spec never wrote any. None is what such a module
-    takes for an old checkpoint (`set_extra_state`, transformer_engine/pytorch/module/base.py, 2.13 to 2.20.2).
+    Modules of Transformer Engine request them; the local spec never writes any. Such a module accepts None, as from an
+    old checkpoint (`set_extra_state`, transformer_engine/pytorch/module/base.py, 2.13 to 2.20.2).
     """
     stored = {_name_of_object(key) for key in checkpoint.index.objects if is_extra_state(key.partition("/")[0])}
     return [
@@ -52,17 +52,17 @@ def extra_states_of_nobody(asked: Sequence[Any], checkpoint: TorchDistCheckpoint
 
 
 def _name_of_object(unique_key: str) -> str:
-    """The model-space name of `decoder.layers.mlp.linear_fc1._extra_state/shard_3_4` (`ShardedObject.unique_key`)."""
+    """Return the model-space name of an object by its unique key, such as `<key>/shard_3_4`."""
     key, _, shard = unique_key.partition("/shard_")
     offsets = [int(number) for number in shard.partition("_")[0].split(".") if number.isdecimal()]
     return name_at(key, offsets) if len(offsets) >= stacked_axes(key) else key
 
 
 def check_objects(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> None:
-    """Look at ShardedObjects that Megatron could not load: torch says what it stumbled over, not where that lies.
+    """Find the damaged one of ShardedObjects that Megatron could not load; torch's error does not name it.
 
     Raises:
-        UnreadableCheckpointError: one is damaged; it says which.
+        UnreadableCheckpointError: an object is damaged; the error names it.
     """
     for entry in asked:
         if entry.unique_key in checkpoint.index.objects:
@@ -80,7 +80,7 @@ def _check_object(key: str, checkpoint: TorchDistCheckpoint) -> None:
 
 
 def stumbling_block(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> str | None:
-    """Why Megatron's own loader had better read these tensors; None where this package knows all that they ask for."""
+    """Return why Megatron's own loader has to read these tensors; None if this package can."""
     arrays = checkpoint.index.arrays
     for key in dict.fromkeys(entry.key for entry in asked):
         if key not in arrays:
@@ -126,18 +126,18 @@ def _sizes(entry: Any) -> tuple[int, ...]:
 
 
 class ShardedLoad:
-    """A planned load; nothing is touched before `read`."""
+    """A planned load; nothing is changed before `read`."""
 
     def __init__(self, asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> None:
-        """Plan, and look at every record.
+        """Plan the load and check every record.
 
         Args:
-            asked: ShardedTensors without a stumbling block.
-            checkpoint: what holds them.
+            asked: ShardedTensors that `stumbling_block` accepts.
+            checkpoint: the checkpoint that holds them.
 
         Raises:
             ModelMismatchError: an array has a hole.
-            UnreadableCheckpointError: a record is not what the index describes.
+            UnreadableCheckpointError: a record contradicts the index.
         """
         self._asked = asked
         self._transfer = checkpoint.transfer
@@ -148,20 +148,20 @@ class ShardedLoad:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether something is stored as fp8 numbers: then Megatron decides what becomes of them."""
+        """True if something is stored as fp8 numbers: then Megatron has to load it."""
         return any(payload.scaled is not None for payload in self._payloads)
 
     @property
     def bytes_read(self) -> int:
-        """Payload bytes."""
+        """Number of tensor bytes that this rank reads."""
         return self._plan.bytes_read
 
     def wanted_bytes(self) -> Spans:
-        """What this rank wants, to be told to all; errors as of `wanted_bytes`."""
+        """Return the byte ranges that this rank needs, for `share` on all ranks; errors as `wanted_bytes`."""
         return wanted_bytes(self._plan, self._transfer)
 
     def share(self, wants: Sequence[Spans]) -> None:
-        """From now on, `read` is collective: what several ranks want is read by one.
+        """Make `read` collective: one rank reads data that several ranks need.
 
         Args:
             wants: `wanted_bytes` of every rank.
@@ -172,7 +172,7 @@ class ShardedLoad:
         """Fill the tensors.
 
         Returns:
-            Them, in the order in which they were asked for, without their gradients.
+            The tensors, in the order of the request, detached from their gradients.
 
         Raises:
             UnreadableCheckpointError: a file is damaged; some elements may have been written.
@@ -199,7 +199,7 @@ def _wanted(entry: Any) -> TargetSlice:
 
 
 def _tensor(entry: Any) -> torch.Tensor:
-    """The memory to fill: a tensor that is not there yet is made on the processor, as Megatron does."""
+    """Return the memory to fill; a tensor without data is allocated on the CPU, as Megatron does."""
     if entry.data is None:
         entry.init_data("cpu")
     tensor: torch.Tensor = entry.data.detach()

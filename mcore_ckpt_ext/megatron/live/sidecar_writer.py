@@ -1,4 +1,4 @@
-"""The sidecar of a running job: the packing of its buffers, gathered once and written beside each checkpoint."""
+"""The sidecars of a running job: the packing of buffers, gathered once, written with each save."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PendingSidecar:
     """A sidecar that is being made.
 
     Attributes:
-        share: tells the other ranks what this one digested; collective. From then on the optimizer may change.
-        text: gives its text once it is known how long the save took; empty where it cannot be made.
+        share: sends this rank's digests to the other ranks; collective. The optimizer may change afterwards.
+        text: returns its text, given the duration of the save; empty if it cannot be made.
     """
 
     share: Callable[[], None]
@@ -36,10 +36,10 @@ class PendingSidecar:
 
 
 class PackingRecorder:
-    """Gathers the packing of a job's gradient buffers once for each optimizer, and gives the sidecar of each save.
+    """Gathers the packing of gradient buffers once for each optimizer, and makes each save's sidecar.
 
     Args:
-        say: tells the user a line.
+        say: logs a line.
         versions: of this package, and of megatron-core.
     """
 
@@ -52,7 +52,7 @@ class PackingRecorder:
     def text(
         self, chunks: Callable[[], Sequence[Any]], optimizer: Any, arguments: Mapping[str, Any], iteration: int
     ) -> str:
-        """The text of a sidecar that does not tell how long the save took; arguments as of `begun`. Collective."""
+        """Return the text of a sidecar without the duration of the save; arguments as for `begun`. Collective."""
         begun = self.begun(chunks, optimizer, arguments, iteration)
         begun.share()
         return begun.text(None)
@@ -65,14 +65,14 @@ class PackingRecorder:
         iteration: int,
         beside: bool = False,
     ) -> PendingSidecar:
-        """The sidecar of a save that begins; a collective call.
+        """Begin the sidecar of a save. Collective.
 
         Args:
-            chunks: gives the unwrapped model chunks.
-            optimizer: what is saved; None where its packing need not be known.
+            chunks: returns the unwrapped model chunks.
+            optimizer: the optimizer that is saved; None if no sidecar is needed.
             arguments: Megatron's arguments of the run.
             iteration: the iteration that is saved.
-            beside: as of `Digester.begin`.
+            beside: see `Digester.begin`.
         """
         if optimizer is None:
             return PendingSidecar(lambda: None, lambda saved: "")
@@ -88,7 +88,7 @@ class PackingRecorder:
 
     def _gathered(self, chunks: Sequence[Any], optimizer: Any) -> tuple[RecordedGroup, ...]:
         own: list[RecordedGroup] = []
-        # Every rank must reach the gathering, and the save must not fail.
+        # Every rank must reach `gather`, and the save must not fail.
         problem = attempt(lambda: own.extend(recorded_groups(chunks, optimizer)))
         of_ranks = gather((own, problem))
         if problems := listed_of_all([text for _, text in of_ranks]):
@@ -104,7 +104,7 @@ class PackingRecorder:
         saved: SaveRecord | None,
         digests: tuple[RecordedDigests, ...],
     ) -> str:
-        """The sidecar's text; empty where it cannot be made: a checkpoint without it is as good as before."""
+        """Return the sidecar's text; empty if it cannot be made, since a checkpoint is valid without it."""
         if not groups:
             return ""
         written_by, megatron = self._versions
@@ -119,7 +119,7 @@ class PackingRecorder:
 
 
 def recorded_groups(chunks: Sequence[Any], optimizer: Any) -> list[RecordedGroup]:
-    """This rank's part of the sidecar: the groups of which it is the first data-parallel rank.
+    """Return this rank's part of the sidecar: the groups of which it is the first data-parallel rank.
 
     Attributes used, present from core_v0.7.0 to 0.19.2: `buffers`, `data_parallel_group_idx` of the
     DistributedOptimizer; `param_index_map`, `buckets` of its buffers (param_and_grad_buffer.py).
@@ -151,7 +151,7 @@ def _buckets(optimizer: Any, live: Mapping[int, LiveParameter]) -> Iterable[Reco
 
 
 def merged(groups: Iterable[RecordedGroup]) -> tuple[RecordedGroup, ...]:
-    """Groups with equal buffers (tensor-parallel siblings) become one entry."""
+    """Merge groups with equal buffers, such as tensor-parallel siblings, into one entry."""
     indices: dict[tuple[int, tuple[RecordedBucket, ...]], set[int]] = {}
     for group in groups:
         indices.setdefault((group.child, group.buckets), set()).update(group.indices)

@@ -1,1 +1,1 @@
-"""Where a live job keeps its optimizer's masters and moments: a module for each kind of optimizer, one protocol."""
+"""Adapters to the masters and moments of live optimizers: a module for each kind, one protocol."""

@@ -1,4 +1,4 @@
-"""Protocol of the adapters to live optimizers of every kind."""
+"""The protocol of adapters to live optimizers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Shard:
 
     Attributes:
         live: the parameter.
-        slice: the elements of it that are held.
-        kinds: what is kept for each element beside the master.
+        slice: the elements of it that the optimizer holds.
+        kinds: the kinds of state that are kept for each element, without the master.
     """
 
     live: LiveParameter
@@ -34,7 +34,7 @@ class Shard:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The live weight's elements, 1-D; a view, unless it is quantised."""
+        """The live weight's elements, 1-D; a view, unless the weight is quantized."""
         parameter = self.live.parameter
         plain = parameter.detach() if quantisation(parameter) is None else parameter.dequantize().detach()
         return plain.reshape(-1)[self.slice.start : self.slice.stop]
@@ -45,75 +45,75 @@ class LiveShard(Shard):
     """A shard of this rank's live optimizer.
 
     Attributes:
-        adapter: the optimizer that holds it.
+        adapter: the adapter of the optimizer that holds it.
     """
 
     adapter: OptimizerAdapter
 
 
 class OptimizerAdapter(Protocol):
-    """One optimizer of a live job: its share of the parameters, and where their masters and moments are kept.
+    """One optimizer of a live job: its share of the parameters, and access to their masters and moments.
 
     All tensors of a shard are 1-D and have `shard.slice.numel` elements.
     """
 
     @property
     def kind(self) -> str:
-        """The way in which masters are kept, in words; the same on all ranks that have such an adapter."""
+        """How masters are kept, in words; the same on all ranks that have such an adapter."""
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether no other rank reports the same about the model."""
+        """True if no other rank reports the same about the model."""
 
     @property
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
         """The parameter groups, in the optimizer's own order."""
 
     def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
-        """The shards of this rank.
+        """Yield the shards of this rank.
 
         Args:
             live: the model's parameters by `id`.
 
         Raises:
             ModelMismatchError: a parameter is trained but never stored, so that no checkpoint can have it.
-            UnsupportedCheckpointError: the optimizer keeps something other than its kind does.
+            UnsupportedCheckpointError: the optimizer's state is not of the expected kind.
         """
 
     def room(self, shard: LiveShard) -> torch.Tensor:
-        """Uninitialised fp32 memory where the shard is stepped, for `set_master` and `keep`."""
+        """Allocate uninitialized fp32 memory on the shard's device, for `set_master` and `keep`."""
 
     def master(self, shard: LiveShard) -> torch.Tensor:
-        """The masters in fp32; to be read only."""
+        """Return the masters in fp32; do not write to them."""
 
     def proof(self, shard: LiveShard) -> Proof | None:
-        """How masters that are kept like this are proven; None where any pair of both is right, as with remainders."""
+        """Return the comparison of masters and weights; None if every pair is valid, as with remainders."""
 
     def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
-        """The weights that this optimizer would write for fp32 masters, 1-D, in the weights' dtype.
+        """Return the weights that this optimizer would write for fp32 masters, 1-D, in the weights' dtype.
 
-        Optimizers differ where a master lies halfway between two weights.
+        Optimizers differ if a master lies halfway between two weights.
         """
 
     def share_weights(self) -> None:
-        """Give all data-parallel ranks the weights of which this one holds the masters; collective."""
+        """Send the weights whose masters this rank holds to all data-parallel ranks. Collective."""
 
     def set_master(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
-        """Take over fp32 masters.
+        """Take fp32 masters.
 
         Args:
-            shard: which.
-            values: from `room`; they must not be changed afterwards.
+            shard: the shard.
+            values: memory from `room`; it must not be changed afterwards.
 
         Returns:
-            Memory for as many elements, which is the caller's: `values`, copied, or what held the old masters.
+            Memory of the same size that the caller may use: `values`, if copied, or the memory of the old masters.
         """
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
-        """Take over fp32 moments; `values` must not be changed afterwards."""
+        """Take fp32 moments; `values` must not be changed afterwards."""
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
-        """Take over the parameter groups' values, in the order of `param_groups`, and the gradient scaler's state.
+        """Set the parameter groups' values, in the order of `param_groups`, and the gradient scaler's state.
 
-        This comes last: with the step, everything is consistent again.
+        Call it last: the step makes the state consistent again.
         """

@@ -1,4 +1,4 @@
-"""Which kind of optimizer a live job has, and what stock Megatron makes of it."""
+"""Detects the kinds of optimizers in a live job, and differences from the checkpoint's optimizer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _UNDISTRIBUTED = ("Float16OptimizerWithFloat16Params", "FP32Optimizer")
 
 @dataclass(frozen=True)
 class Chain:
-    """The optimizers of a live job that step parameters, stubs left out, by how they keep what is stepped.
+    """The optimizers of a live job that step parameters, without stubs, by the way they keep masters.
 
     Attributes:
-        distributed: DistributedOptimizers.
-        whole: those of whole parameters, each with the LayerWiseDistributedOptimizer that shares its parameters out
-            between data-parallel ranks, if one does.
+        distributed: the DistributedOptimizers.
+        whole: optimizers of whole parameters, each with the LayerWiseDistributedOptimizer that distributes its
+            parameters to data-parallel ranks, or None.
         unknown: all others.
     """
 
@@ -40,11 +40,10 @@ class Chain:
 
     @classmethod
     def of(cls, optimizer: Any) -> Chain:
-        """The members of an optimizer that may be a (nested) chain.
+        """Return the members of an optimizer that may be a (nested) chain.
 
-        With `--optimizer muon --use-distributed-optimizer` a chain holds LayerWiseDistributedOptimizer, itself a chain,
-        and the DistributedOptimizer of what Muon does not step (`_get_megatron_emerging_optimizer`,
-        megatron/core/optimizer/__init__.py, core_v0.19.1, 0.19.2 and the development head of August 2026).
+        With `--optimizer muon --use-distributed-optimizer` a chain holds a LayerWiseDistributedOptimizer, itself a
+        chain, and the DistributedOptimizer for parameters that Muon does not step (`_get_megatron_emerging_optimizer`,
         """
         distributed, whole, unknown = [], [], []
         for child, layer_wise in _leaves(optimizer, None):
@@ -70,10 +69,10 @@ def _leaves(optimizer: Any, layer_wise: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def optimizer_adapters_of(optimizer: Any) -> list[OptimizerAdapter]:
-    """The adapters of a (chained) optimizer's masters and moments.
+    """Return the adapters for a (chained) optimizer's masters and moments.
 
     Raises:
-        UnsupportedCheckpointError: this package does not fill some child's kind.
+        UnsupportedCheckpointError: this package cannot fill some optimizer of the chain.
     """
     chain = Chain.of(optimizer)
     if chain.unknown:
@@ -101,13 +100,13 @@ def _adapter_of(optimizer: Any) -> OptimizerAdapter:
 
 
 def check_supported(optimizers: Sequence[Any]) -> None:
-    """Refuse masters beside fp8 or fp4 primary weights that are not plain fp32 shards.
+    """Refuse masters of fp8 or fp4 primary weights that are not plain fp32 shards.
 
     Raises:
-        UnsupportedCheckpointError: the fused optimizer keeps them, or some of them are on the CPU.
+        UnsupportedCheckpointError: the masters are in the fused optimizer, or some of them are on the CPU.
     """
     for optimizer in optimizers:
-        # Transformer Engine's quantised tensors show a high-precision dtype; their buffers do not.
+        # Transformer Engine's quantized tensors show a high-precision dtype; their buffers do not.
         if not any(dtypes[0] == torch.uint8 for ranges in optimizer.gbuf_ranges for dtypes in ranges):
             continue
         config = optimizer.config
@@ -123,20 +122,20 @@ def check_supported(optimizers: Sequence[Any]) -> None:
 
 
 def is_precision_aware(optimizer: Any) -> bool:
-    """Whether a DistributedOptimizer leaves its masters to Transformer Engine's FusedAdam, or to the CPU's."""
+    """Return True if Transformer Engine's FusedAdam, or the CPU's Adam, keeps the masters."""
     return bool(getattr(optimizer.config, "use_precision_aware_optimizer", False))
 
 
 def is_offloaded(optimizer: Any) -> bool:
-    """Whether a DistributedOptimizer works on the CPU in part (HybridDeviceOptimizer)."""
+    """Return True if a DistributedOptimizer works on the CPU in part (HybridDeviceOptimizer)."""
     return hasattr(optimizer.optimizer, "sub_optimizers")
 
 
 def omits_state(optimizer: Any) -> bool:
-    """Whether a DistributedOptimizer loads another set of moments than its inner optimizer keeps, and has saved.
+    """Return True if a DistributedOptimizer loads other moments than its inner optimizer keeps.
 
-    It goes by the name of the job's optimizer, and beside a layer-wise Lion that is Lion's, while Adam steps the rest
-    (`optimizer_state_keys`, megatron/core/optimizer/distrib_optimizer.py; `result.config = config`,
+    It uses the name of the job's optimizer, which is Lion's in a job with a layer-wise Lion, while Adam steps the other
+    parameters (`optimizer_state_keys`, megatron/core/optimizer/distrib_optimizer.py; `result.config = config`,
     `_get_megatron_emerging_optimizer`, megatron/core/optimizer/__init__.py; core_v0.19.1, 0.19.2 and the development
     head of August 2026).
     """
@@ -145,31 +144,31 @@ def omits_state(optimizer: Any) -> bool:
 
 
 def keeps_remainders(optimizer: Any) -> bool:
-    """Whether the trailing 16 bits of the masters, as int16, are all that is kept beside bf16 weights.
+    """Return True if the optimizer keeps only the trailing 16 bits of bf16 weights' masters, as int16.
 
     Source: `FusedAdam.store_param_remainders`, transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2;
-    Megatron sets it since core_v0.11.0, where the class can do it, and has no flag for it.
+    Megatron sets it since core_v0.11.0 if the class supports it, and has no flag for it.
     """
     inner = optimizer.optimizer
     return bool(getattr(inner, "store_param_remainders", False) and getattr(optimizer.config, "bf16", False))
 
 
 def any_keeps_remainders(optimizer: Any) -> bool:
-    """Whether any optimizer in a live optimizer's chain keeps remainders."""
+    """Return True if any optimizer in a live optimizer's chain keeps remainders."""
     return any(map(keeps_remainders, Chain.of(optimizer).distributed))
 
 
 def switched(chain: Chain, written: JobArguments, kind: str | None, stored_remainders: Callable[[], bool]) -> list[str]:
-    """Optimizer options that a job has changed since the checkpoint, which Megatron does not check.
+    """Return the optimizer arguments that differ from the checkpoint's; Megatron does not check them.
 
-    torch's loader copies numbers into whatever tensor is asked for: int16 remainders into fp32 masters, or masters
+    torch's loader copies numbers into any tensor that is requested: int16 remainders into fp32 masters, or masters
     into remainders (seen with core_v0.19.0 and 0.19.2; NaN after the next step).
 
     Args:
         chain: the live optimizers.
         written: the arguments of the job that wrote the checkpoint.
-        kind: what the running job's arguments name, see `kind_named`.
-        stored_remainders: whether the checkpoint has remainders; asked only where both jobs may have them.
+        kind: the running job's optimizer, by `kind_named`.
+        stored_remainders: returns True if the checkpoint has remainders; called only if both jobs may have them.
     """
     optimizers, found = chain.distributed, list[str]()
     if bool(written.use_distributed_optimizer) == bool(chain.whole or chain.unknown):
@@ -187,15 +186,15 @@ def switched(chain: Chain, written: JobArguments, kind: str | None, stored_remai
 
 
 def is_another_kind(written: JobArguments, kind: str | None) -> bool:
-    """Whether a job has another optimizer than the job that wrote the checkpoint: `kind`, as `kind_named` gives it."""
+    """Return True if the running job's optimizer `kind` (by `kind_named`) differs from the checkpoint's."""
     return len({name for name in (kind_named(written.raw), kind) if name}) > 1
 
 
 def kind_named(stated: Mapping[str, Any]) -> str | None:
-    """The optimizer that a job's arguments name; None where they name none.
+    """Return the optimizer that a job's arguments name; None if they name none.
 
-    `dist_muon` is `muon` with parameters that are shared out (megatron/training/arguments.py, core_v0.16.1 to 0.19.2).
-    What Muon does not step, Adam does, or Lion (`--muon-scalar-optimizer`, since core_v0.19.0).
+    `dist_muon` is `muon` with distributed parameters (megatron/training/arguments.py, core_v0.16.1 to 0.19.2). Adam or
+    Lion steps the parameters that Muon does not (`--muon-scalar-optimizer`, since core_v0.19.0).
     """
     name, other = str(stated.get("optimizer") or "").removeprefix("dist_"), stated.get("muon_scalar_optimizer")
     return f"{name} and {other}" if "muon" in name and other not in (None, "adam") else name or None

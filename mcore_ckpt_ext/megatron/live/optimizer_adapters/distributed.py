@@ -28,16 +28,16 @@ class DistributedAdapter(PlainAdapter):
 
     @property
     def kind(self) -> str:
-        """The way in which masters are kept, in words; the same on all ranks that have such an adapter."""
+        """How masters are kept, in words; the same on all ranks that have such an adapter."""
         return "whole masters"
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether no other rank reports the same about the model."""
+        """True if no other rank reports the same about the model."""
         return bool(self._optimizer.data_parallel_group.rank() == 0)
 
     def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
-        """The shards of this rank."""
+        """Yield the shards of this rank."""
         for buckets in (b for ranges in self._optimizer.gbuf_ranges for b in ranges.values()):
             for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
                 own = described(live, parameter)
@@ -47,15 +47,16 @@ class DistributedAdapter(PlainAdapter):
                 yield shard
 
     def share_weights(self) -> None:
-        """Gather the parameters as after a step (`DistributedDataParallel.start_param_sync`, core_v0.8.0 to 0.19.2)."""
+        """Gather the parameters as after a step (`DistributedDataParallel.start_param_sync`)."""
         for chunk in self._optimizer.model_chunks:
             chunk.start_param_sync(force_sync=True)
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
-        """The optimizer's own loading gives torch's Adam its step for each parameter.
+        """Set the groups through the optimizer's own `load_state_dict`, which sets torch's Adam's step.
 
-        Since core_v0.19.0 it also looks up the groups by their bounds (`param_group_identifier_keys`, optimizer.py): it
-        gets those of the live groups, which a new learning rate has changed, and the stored ones come afterwards.
+        Since core_v0.19.0 it also finds the groups by their bounds (`param_group_identifier_keys`, optimizer.py): it
+        gets the bounds of the live groups, which a new learning rate has changed, and the stored ones are set
+        afterwards.
         """
         known = [{**group, **_bounds(live)} for live, group in zip(self.param_groups, groups, strict=True)]
         state: dict[str, Any] = {"optimizer": {"param_groups": known}}
@@ -67,10 +68,10 @@ class DistributedAdapter(PlainAdapter):
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        """Both moments of Adam, one of Lion: what the optimizer inside keeps, whatever the job's is called.
+        """The kinds of state that the inner optimizer keeps, whatever the job's optimizer is called.
 
-        Beside a layer-wise Lion or SOAP, Adam steps the rest, and `optimizer_state_keys` (core_v0.19.0 to 0.19.2 and
-        the development head of August 2026) answers for the job's optimizer instead.
+        In a job with a layer-wise Lion or SOAP, Adam steps the other parameters, but `optimizer_state_keys`
+        (core_v0.19.0 to 0.19.2 and the development head of August 2026) lists the kinds of the job's optimizer.
         """
         return kept_by(self._optimizer.optimizer) or tuple(
             getattr(self._optimizer, "optimizer_state_keys", (EXP_AVG, EXP_AVG_SQ))

@@ -1,4 +1,4 @@
-"""The plain optimizers inside Megatron's: what each of them keeps of a parameter."""
+"""The state that the inner optimizers of Megatron keep for a parameter."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from mcore_ckpt_ext.optimizers.groups import keeps_nothing
 
 
 def kept_by(optimizer: Any) -> tuple[str, ...] | None:
-    """What a plain optimizer keeps of each parameter, every one in the parameter's shape; None where it is not known.
+    """Return the kinds of state that a plain optimizer keeps of each parameter, all in its shape.
 
     Sources: `TensorParallelMuon` (megatron/core/optimizer/muon.py, core_v0.16.0, 0.16.1; emerging_optimizers.py since
-    0.17) and `Lion` (emerging_optimizers, 0.3.0). Others of that package may have Adam's settings but keep something
-    else (SOAP), or Muon's and more (AdaptiveMuon). torch's SGD keeps nothing without a momentum (torch/optim/sgd.py,
-    2.1 to 2.13), Transformer Engine's does (`get_momentums`, transformer_engine/pytorch/optimizers/fused_sgd.py, 2.20).
+    0.17) and `Lion` (emerging_optimizers, 0.3.0). Others of that package may have Adam's settings but other state
+    (SOAP), or Muon's and more (AdaptiveMuon). torch's SGD keeps nothing without momentum (torch/optim/sgd.py, 2.1 to
+    2.13), Transformer Engine's does (`get_momentums`, transformer_engine/pytorch/optimizers/fused_sgd.py, 2.20).
+
+    Returns:
+        The kinds; None if the optimizer is unknown.
     """
     kind = type(optimizer)
     if is_sgd(optimizer):
@@ -33,5 +36,5 @@ def kept_by(optimizer: Any) -> tuple[str, ...] | None:
 
 
 def is_sgd(optimizer: Any) -> bool:
-    """Whether a plain optimizer is SGD: torch's, or the fused one of Transformer Engine and Apex."""
+    """Return True if a plain optimizer is SGD: torch's, or the fused one of Transformer Engine and Apex."""
     return isinstance(optimizer, torch.optim.SGD) or type(optimizer).__name__ == "FusedSGD"

@@ -1,10 +1,10 @@
-"""LayerWiseDistributedOptimizer: whole parameters, each of them on one data-parallel rank (`--optimizer dist_muon`).
+"""LayerWiseDistributedOptimizer: each parameter is on one data-parallel rank (`dist_muon`).
 
 Attributes used, of megatron/core/optimizer/layer_wise_optimizer.py: `pg_collection.dp_cp`, `pg_collection.expt_dp`,
 `allgather_params` (core_v0.16.0 to 0.19.2 and the development head of August 2026); `use_buffer_param_sync`,
 `model_chunks` (since core_v0.19.0), `use_fp8_param_sync`, and its children's `_optimizer_state_offloader` (development
-head). Which rank steps which parameter has changed with the releases (by size in turn, or by place in the gradient
-buffer): the parameter groups tell, which hold only this rank's own.
+head). Releases differ in which rank steps which parameter (by size in turn, or by place in the gradient buffer): the
+parameter groups show it, as they hold only this rank's parameters.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class LayerWiseAdapter(UndistributedAdapter):
     kind = "whole masters of whole parameters, each on one data-parallel rank"
 
     def __init__(self, optimizer: Any, layer_wise: Any) -> None:
-        """Args: the Float16OptimizerWithFloat16Params, and the LayerWiseDistributedOptimizer that it belongs to.
+        """Args: the Float16OptimizerWithFloat16Params, and its LayerWiseDistributedOptimizer.
 
         Raises:
-            UnsupportedCheckpointError: no weight is the rounding of its master, or the masters are elsewhere.
+            UnsupportedCheckpointError: weights are not rounded masters, or the masters are elsewhere.
         """
         super().__init__(optimizer)
         self._layer_wise = layer_wise
@@ -43,7 +43,7 @@ class LayerWiseAdapter(UndistributedAdapter):
 
     @override
     def share_weights(self) -> None:
-        """Share the parameters as after a step (`LayerWiseDistributedOptimizer.step`, `.step_with_ready_grads`)."""
+        """Share the parameters as after a step (`LayerWiseDistributedOptimizer.step`)."""
         if not getattr(self._layer_wise, "use_buffer_param_sync", False):
             self._layer_wise.allgather_params()
             return

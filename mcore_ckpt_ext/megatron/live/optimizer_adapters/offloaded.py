@@ -1,11 +1,10 @@
-"""DistributedOptimizer over HybridDeviceOptimizer (``--optimizer-cpu-offload``): some shards are stepped on the CPU.
+"""DistributedOptimizer over HybridDeviceOptimizer: the CPU steps shards (``--optimizer-cpu-offload``).
 
 Attributes used, present from core_v0.12.1 to 0.19.2 and in the development head of August 2026, in
 megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py: `sub_optimizers`, `param_to_inner_param`, `param_groups`,
 `_sync_hdo_param_groups_to_sub_optimizers`, `_sync_sub_optimizers_state_to_hdo`, `offload_fraction`.
-
-What is stepped is the *inner* parameter, an fp32 copy of the bf16 shard on its device, in one of the sub-optimizers;
-moments and, with torch's Adam, the step are in that one's state. The outer optimizer repeats all of it.
+A sub-optimizer steps the *inner* parameter, an fp32 copy of the bf16 shard on the sub-optimizer's device. Its state has
+the moments and, with torch's Adam, the step. The outer optimizer has references to all of it.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class OffloadedAdapter(DistributedAdapter):
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
         """Set the groups, the step of every sub-optimizer, and the gradient scaler.
 
-        The outer groups are copied over those of the sub-optimizers before every step: a step among them, which stock
-        leaves there when it loads, would keep FusedAdam at that step forever.
+        The outer groups are copied into those of the sub-optimizers before every step. A step among them, which stock
+        leaves there when it loads, would reset FusedAdam to that step each time.
         """
         hybrid, step = self._hybrid, max((int(group[_STEP]) for group in groups if _STEP in group), default=0)
         for group, values in zip(hybrid.param_groups, groups, strict=True):
@@ -60,7 +59,7 @@ class OffloadedAdapter(DistributedAdapter):
 
     @cached_property
     def _steppers(self) -> dict[int, Any]:
-        """The sub-optimizer of each inner parameter, by `id`."""
+        """The sub-optimizer of each inner parameter, by the parameter's `id`."""
         return {
             id(parameter): stepper
             for stepper in self._hybrid.sub_optimizers
@@ -70,7 +69,7 @@ class OffloadedAdapter(DistributedAdapter):
 
     @override
     def _may_move(self, kept: torch.Tensor) -> bool:
-        """They may lie in pinned memory, which copies to and from the device rely on."""
+        """Return False: masters may lie in pinned memory, which copies to and from the device rely on."""
         return False
 
     def _kept(self, shard: LiveShard) -> torch.Tensor:
@@ -79,10 +78,11 @@ class OffloadedAdapter(DistributedAdapter):
 
 
 def set_step(optimizer: Any, step: int) -> None:
-    """Tell a plain optimizer how many steps it has made.
+    """Set the number of steps that a plain optimizer has made.
 
-    torch's Adam counts for each parameter, in a tensor beside it where its kernel is fused (`_init_group`,
-    torch/optim/adam.py, 2.1 to 2.13); Apex's and Transformer Engine's count in the parameter group.
+    torch's Adam counts steps for each parameter, in a tensor on the parameter's device if its kernel is fused
+    (`_init_group`, torch/optim/adam.py, 2.1 to 2.13); the Adam of Apex and Transformer Engine counts in the parameter
+    group.
     """
     for group in optimizer.param_groups:
         if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):

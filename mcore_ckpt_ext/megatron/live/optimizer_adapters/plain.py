@@ -1,4 +1,4 @@
-"""Base of the adapters for Megatron's optimizers: masters are fp32 tensors, and an inner optimizer steps them."""
+"""Base of the adapters for Megatron's optimizers: masters are fp32 tensors of an inner optimizer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 
 
 class PlainAdapter(ABC):
-    """The part of a `OptimizerAdapter` that does not depend on how parameters are spread over data-parallel ranks."""
+    """The part of an `OptimizerAdapter` that does not depend on how data-parallel ranks share parameters."""
 
     def __init__(self, optimizer: Any) -> None:
-        """Args: Megatron's optimizer, around the inner one (`optimizer`) that has the state."""
+        """Args: Megatron's optimizer; its inner optimizer (`optimizer`) has the state."""
         self._optimizer = optimizer
 
     @property
@@ -28,23 +28,23 @@ class PlainAdapter(ABC):
         return groups
 
     def room(self, shard: LiveShard) -> torch.Tensor:
-        """Uninitialised fp32 memory where the shard is stepped, for `set_master` and `keep`."""
+        """Allocate uninitialized fp32 memory on the shard's device, for `set_master` and `keep`."""
         return torch.empty_like(self._kept(shard), dtype=torch.float32, requires_grad=False).view(-1)
 
     def master(self, shard: LiveShard) -> torch.Tensor:
-        """The masters in fp32; to be read only."""
+        """Return the masters in fp32; do not write to them."""
         return self._kept(shard).detach().view(-1)
 
     def proof(self, shard: LiveShard) -> Proof | None:
-        """How masters that are kept like this are proven; None where any pair of both is right, as with remainders."""
+        """Return the comparison of masters and weights; None if every pair is valid, as with remainders."""
         return quantisation(shard.live.parameter) or BY_ROUNDING
 
     def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
-        """A plain cast (`_copy_main_params_to_model_params`)."""
+        """Cast to the weights' dtype (`_copy_main_params_to_model_params`)."""
         return values.to(shard.weight.dtype)
 
     def set_master(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
-        """Take over fp32 masters: by exchanging memory, which costs nothing, where nobody else looks at the old."""
+        """Take fp32 masters: swap the memory, which costs nothing, if no other tensor uses the old memory."""
         kept = self._kept(shard)
         alike = (kept.dtype, kept.device) == (values.dtype, values.device)
         if alike and kept is not shard.live.parameter and self._may_move(kept):
@@ -56,38 +56,38 @@ class PlainAdapter(ABC):
         return values
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
-        """Take over fp32 moments; `values` must not be changed afterwards."""
+        """Take fp32 moments; `values` must not be changed afterwards."""
         state, stepped = self._optimizer.optimizer.state, self._stepped(shard)
         state[stepped] = {**state.get(stepped, {}), kind: values.view(stepped.shape)}
 
     def _may_move(self, kept: torch.Tensor) -> bool:
-        """Whether masters are alone in their memory, so that no other tensor is left with what was there before."""
+        """Return True if no other tensor uses the masters' memory, so that it may be swapped."""
         return is_alone(kept)
 
     @abstractmethod
     def _stepped(self, shard: LiveShard) -> torch.Tensor:
-        """The tensor in the inner optimizer's parameter groups."""
+        """Return the tensor in the inner optimizer's parameter groups."""
 
     def _kept(self, shard: LiveShard) -> torch.Tensor:
-        """The masters where they are kept: what is stepped is an fp32 copy of the weights, or fp32 weights."""
+        """Return the masters: the tensor that is stepped is an fp32 copy of the weights, or fp32 weights."""
         return self._stepped(shard)
 
 
 def is_alone(tensor: torch.Tensor) -> bool:
-    """Whether a tensor fills its memory, and no other tensor has any of it; where torch cannot tell, it is not."""
-    uses = getattr(torch._C, "_storage_Use_Count", None)  # since torch 2.1; as its CUDA graphs ask (cudagraph_trees.py)
+    """Return True if a tensor fills its storage and no other tensor uses it; False if torch cannot tell."""
+    uses = getattr(torch._C, "_storage_Use_Count", None)  # since torch 2.1; its CUDA graphs use it (cudagraph_trees.py)
     if uses is None or tensor.untyped_storage().nbytes() != tensor.nbytes:
         return False
     lone = torch.empty(1, device="cpu")
-    # Both are counted with the Python object through which they are looked at.
+    # Both counts include the Python object that reads them.
     return bool(uses(tensor.untyped_storage()._cdata) == uses(lone.untyped_storage()._cdata))
 
 
 def described(live: Mapping[int, LiveParameter], parameter: torch.Tensor) -> LiveParameter:
-    """The model's parameter, of those by `id`.
+    """Return the description of a parameter, found by `id`.
 
     Raises:
-        ModelMismatchError: it is trained but never stored.
+        ModelMismatchError: the parameter is trained but never stored.
     """
     if (found := live.get(id(parameter))) is None:
         raise ModelMismatchError(

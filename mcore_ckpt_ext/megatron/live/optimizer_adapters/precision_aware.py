@@ -1,11 +1,10 @@
-"""DistributedOptimizer with `--use-precision-aware-optimizer`: Transformer Engine's FusedAdam has the masters, too.
+"""DistributedOptimizer with masters in Transformer Engine's FusedAdam (precision-aware optimizer).
 
 Attributes used: `get_unscaled_state`, `set_scaled_state`, `state`, `store_param_remainders` of FusedAdam
 (transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2), and `config`, `model_chunks` of
-DistributedOptimizer (megatron/core/optimizer/distrib_optimizer.py, core_v0.13.1 to 0.19.2).
-
-What is stepped is the bf16 shard itself. Its master is in the state: whole in fp32 or scaled fp16, or as the int16 that
-the weight lacks (see `optimizers.remainders`). With fp8 recipes other than delayed scaling Megatron keeps the masters.
+DistributedOptimizer (megatron/core/optimizer/distrib_optimizer.py, core_v0.13.1 to 0.19.2). FusedAdam steps the bf16
+shard itself. Its state has the master: whole in fp32 or scaled fp16, or as the trailing 16 bits in int16 (see
+`optimizers.remainders`). With fp8 recipes other than delayed scaling Megatron keeps the masters.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MASTER = "master_param"
 
 
 def keeps_halves(optimizer: Any) -> bool:
-    """Whether the fused optimizer of a DistributedOptimizer has masters in fp16 (`--main-params-dtype fp16`)."""
+    """Return True if the fused optimizer has masters in fp16 (`--main-params-dtype fp16`)."""
     return bool(getattr(optimizer.config, "main_params_dtype", torch.float32) == torch.float16)
 
 
@@ -42,7 +41,7 @@ class PrecisionAwareAdapter(DistributedAdapter):
         return f"masters in the fused optimizer{' as remainders' if self._fused.store_param_remainders else ''}"
 
     def proof(self, shard: LiveShard) -> Proof | None:
-        """Every pair of a weight and a remainder is some master's."""
+        """Return the comparison of masters and weights; None with remainders, where every pair is valid."""
         if self._has_remainder(shard):
             return None
         is_half = keeps_halves(self._optimizer) and self._is_inside(shard)
@@ -54,33 +53,33 @@ class PrecisionAwareAdapter(DistributedAdapter):
         if not self._is_inside(shard):
             return stepped.view(-1)
         if _MASTER not in self._fused.state.get(self._stepped(shard), {}):
-            return stepped.view(-1).float()  # the first step begins with the weights
+            return stepped.view(-1).float()  # the first step starts from the weights
         kept = self._fused.get_unscaled_state(self._stepped(shard), _MASTER).view(-1)
         return join(stepped.view(-1), kept) if kept.dtype == torch.int16 else kept
 
     def set_master(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
-        """The weight that belongs to a remainder is the caller's business, see `rounded`."""
+        """Take masters. With remainders, the caller writes the weights, see `rounded`."""
         stepped, masters = self._stepped(shard), values
         if self._has_remainder(shard):
             masters = split(values)[1]
         elif not self._is_inside(shard):
             stepped.detach().view(-1).copy_(values)
         if self._keeps_masters:
-            # It may scale what it is given in place.
+            # `set_scaled_state` may scale its argument in place.
             self._fused.set_scaled_state(stepped, _MASTER, masters.view(stepped.shape).clone())
         return values
 
     def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
-        """A remainder is right only for the weight that is rounded half up."""
+        """Return the weights for masters; a remainder requires a weight that is rounded half up."""
         return split(values)[0] if self._has_remainder(shard) else super().rounded(shard, values)
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
-        """In the dtype of that moment, with its scale."""
+        """Store moments in their own dtype, with their scale."""
         stepped = self._stepped(shard)
         self._fused.set_scaled_state(stepped, kind, values.view(stepped.shape))
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
-        """The optimizer's own loading fails on remainders in core_v0.16.1."""
+        """Set the groups and the scaler; the optimizer's own loading fails with remainders in core_v0.16.1."""
         for group, values in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         if scaler is not None and self._optimizer.grad_scaler:

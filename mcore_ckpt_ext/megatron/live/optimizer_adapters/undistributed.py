@@ -1,8 +1,8 @@
-"""Optimizers of whole parameters, the same on all data-parallel ranks: Adam, Muon, Lion without distribution.
+"""Optimizers of whole parameters, equal on all data-parallel ranks: Adam, Muon, Lion.
 
 Attributes used, present from core_v0.7.0 to 0.19.2 in megatron/core/optimizer/optimizer.py: `float16_groups` and
 `fp32_from_float16_groups` of Float16OptimizerWithFloat16Params; `optimizer.param_groups`, `optimizer.state` and
-`grad_scaler` of that and FP32Optimizer, whose masters are the weights themselves.
+`grad_scaler` of it and of FP32Optimizer, whose masters are the weights themselves.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ class UndistributedAdapter(PlainAdapter):
     kind = "whole masters of whole parameters"
 
     def __init__(self, optimizer: Any) -> None:
-        """Args: the Float16OptimizerWithFloat16Params or FP32Optimizer, over what `kept_by` knows."""
+        """Args: the Float16OptimizerWithFloat16Params or FP32Optimizer; `kept_by` supports its inner one."""
         super().__init__(optimizer)
         self._kinds = kept_by(optimizer.optimizer) or ()
 
     @property
     def is_first_replica(self) -> bool:
-        """Every rank reports the same; those of one stage cannot be told apart here."""
+        """True: every rank reports its model, as ranks of one stage cannot be distinguished here."""
         return True
 
     def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
-        """The shards of this rank."""
+        """Yield the shards of this rank."""
         for group in self.param_groups:
             for master in group["params"]:
                 own = described(live, self._parameters.get(id(master), master))
                 yield LiveShard(own, Slice.whole(own.regions), self._kinds, self)
 
     def share_weights(self) -> None:
-        """Every rank has written all of them."""
+        """Do nothing: every rank has written all weights."""
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
-        """Take over the parameter groups' values, in the order of `param_groups`, and the gradient scaler's state."""
+        """Set the parameter groups' values, in the order of `param_groups`, and the gradient scaler's state."""
         for group, values in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
-        if steps := [int(group["step"]) for group in groups if "step" in group]:  # Muon counts none
+        if steps := [int(group["step"]) for group in groups if "step" in group]:  # Muon has no step
             set_step(self._optimizer.optimizer, max(steps))
         if scaler is not None and getattr(self._optimizer, "grad_scaler", None):
             self._optimizer.grad_scaler.load_state_dict(scaler)
