@@ -27,7 +27,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.megatron.live.compatibility import check_lost, name_map_for, verify_checksums
 from mcore_ckpt_ext.megatron.live.job import LiveJob, RankSummary
 from mcore_ckpt_ext.megatron.live.master_check import Prover
-from mcore_ckpt_ext.megatron.live.model import NameFunction, quantisation
+from mcore_ckpt_ext.megatron.live.model import NameFunction, quantization_check
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 from mcore_ckpt_ext.megatron.live.planning import check_job, open_with_orders, plan_rank
 from mcore_ckpt_ext.megatron.live.reading import Reading
@@ -202,7 +202,7 @@ class Prepared:
     @property
     def proof(self) -> Proof:
         """The comparison of masters and weights that the checkpoint and live fp8 or fp4 weights permit."""
-        live = (quantisation(shard.live.parameter) for shard in self.job.shards)
+        live = (quantization_check(shard.live.parameter) for shard in self.job.shards)
         return reduce(weaker_of, live, self.checkpoint.proof)
 
     def prove(self) -> Proven:
@@ -288,7 +288,7 @@ class Proven:
         """
         if shard.adapter.proof(shard) is not None and not self.prepared.checkpoint.masters_are_derived(shard.name):
             return 0
-        if quantisation(shard.live.parameter) is not None:
+        if quantization_check(shard.live.parameter) is not None:
             return 0  # the next step writes them
         rounded = shard.adapter.rounded(shard, master)
         changed = int((rounded != shard.weight).sum())

@@ -73,9 +73,9 @@ def wrap_sharded_state_dict(original: Function) -> Function:
         if not call.arguments.get("is_loading", False) or not isinstance(found, dict):
             PROCESS.one(PendingSave).note(self, found)
             return found
-        asked = found if isinstance(found, LoadRequest) else LoadRequest(found)
-        asked.optimizer = self  # the outermost optimizer of a chain sets it last
-        return asked
+        request = found if isinstance(found, LoadRequest) else LoadRequest(found)
+        request.optimizer = self  # the outermost optimizer of a chain sets it last
+        return request
 
     return sharded_state_dict
 
@@ -145,7 +145,7 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
     def inspect_here() -> None:
         served = [request for request in requests if serves(request.optimizer)] if speaks else []
         if served and any(not _decided(folder, one.optimizer, _fits(folder, one)).is_stock for one in served):
-            ranks = format_ranks(rank for rank, asks in enumerate(ask) if not asks)
+            ranks = format_ranks(rank for rank, has_one in enumerate(ask) if not has_one)
             raise UnsupportedCheckpointError(
                 "Megatron cannot load this optimizer, and some ranks have no optimizer",
                 found=f"no optimizer on rank {ranks}, as where a rank trains no parameter", where=str(folder),

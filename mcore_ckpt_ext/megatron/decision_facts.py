@@ -29,7 +29,7 @@ from mcore_ckpt_ext.optimizers.table import FORMATS
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 
 
-def facts_of_fed(
+def facts_of_presented(
     folder: Path, chain: Chain, arguments: Any, version: tuple[int, int], *, has_new_tokens: bool
 ) -> LoadFacts:
     """Return the facts of a load for which `sources.legacy_state_dict` presents the weights to Megatron.

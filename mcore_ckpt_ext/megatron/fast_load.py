@@ -26,9 +26,9 @@ from mcore_ckpt_ext.megatron.live.compatibility import verify_checksums
 from mcore_ckpt_ext.megatron.live.sharded_load import (
     ShardedLoad,
     check_objects,
-    extra_states_of_nobody,
-    respelled,
-    stumbling_block,
+    missing_extra_states,
+    unsupported_reason,
+    with_stored_key,
 )
 from mcore_ckpt_ext.megatron.shared_index import index_read_once
 from mcore_ckpt_ext.patching.log import announce, missing_extra_states_message
@@ -58,34 +58,34 @@ def reading_fast(opened: Checkpoint | None = None, read_once: bool = False) -> I
     """
     strategy: Any = import_module(_STRATEGIES).TorchDistLoadShardedStrategy
     original = strategy.load
-    told: list[str] = []
+    log_lines: list[str] = []
 
     @functools.wraps(original)
     def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *more: Any, **keywords: Any) -> Any:
-        def stock(asked: Any) -> Any:
-            return original(self, asked, checkpoint_dir, *more, **keywords)
+        def stock(request: Any) -> Any:
+            return original(self, request, checkpoint_dir, *more, **keywords)
 
         started = time.monotonic()
         answer, nbytes = _load(sharded_state_dict, Path(str(checkpoint_dir)), opened, read_once, stock)
         if nbytes:
-            told.append(f"{nbytes / 1e6:,.1f} MB of tensors read in {time.monotonic() - started:.1f} s")
+            log_lines.append(f"{nbytes / 1e6:,.1f} MB of tensors read in {time.monotonic() - started:.1f} s")
         return answer
 
     strategy.load = load
     try:
         with index_read_once():
-            yield told
+            yield log_lines
     finally:
         strategy.load = original
 
 
 def _load(
-    asked: Any, folder: Path, opened: Checkpoint | None, read_once: bool, stock: Callable[[Any], Any]
+    request: Any, folder: Path, opened: Checkpoint | None, read_once: bool, stock: Callable[[Any], Any]
 ) -> tuple[Any, int]:
     """Load a sharded state dict, with the tensors read by this package if it supports the request.
 
     Args:
-        asked: the sharded state dict: a tree of ShardedTensors and ShardedObjects.
+        request: the sharded state dict: a tree of ShardedTensors and ShardedObjects.
         folder: the iteration folder.
         opened: its checkpoint, if it is already open.
         read_once: one rank reads data that several ranks need and sends them to the others.
@@ -94,21 +94,21 @@ def _load(
     Returns:
         The loaded state dict, and the number of bytes that all ranks read; 0 if Megatron's own loader read it.
     """
-    leaves = _Leaves.of(asked)
+    leaves = _Leaves.of(request)
     planned: list[ShardedLoad] = []
     checkpoints: list[TorchDistCheckpoint] = []
     empty: list[Any] = []
 
     def prepare(checkpoint: TorchDistCheckpoint) -> str | None:
-        tensors = [respelled(entry, checkpoint) for entry in leaves.tensors]
-        if reason := stumbling_block(tensors, checkpoint):
+        tensors = [with_stored_key(entry, checkpoint) for entry in leaves.tensors]
+        if reason := unsupported_reason(tensors, checkpoint):
             return reason
         try:
             planned.append(ShardedLoad(tensors, checkpoint))
             checkpoints.append(checkpoint)
         except UnsupportedCheckpointError as error:
             return str(error)
-        empty.extend(extra_states_of_nobody(leaves.objects, checkpoint))
+        empty.extend(missing_extra_states(leaves.objects, checkpoint))
         if VERIFY_ALL.value and checkpoint.view is not opened:  # an open checkpoint is verified already
             verify_checksums(checkpoint.view, *rank_and_size())
         return "some of it is stored quantized" if planned[0].is_quantized else None
@@ -124,7 +124,7 @@ def _load(
     for rank, (reason, *_) in enumerate(plans):
         if reason is not None:
             announce(f"{LOAD.flag}: Megatron's own loader reads this checkpoint (rank {rank}: {reason})")
-            return stock(asked), 0
+            return stock(request), 0
 
     if missing := sum(number for *_, number in plans):
         stated = checkpoints[0].arguments.raw
@@ -157,7 +157,7 @@ def _load(
         return planned[0].bytes_read
 
     nbytes = sum(agreed("reading the model", read, consequence))
-    return _answer(asked, values | dict(zip(map(id, leaves.tensors), tensors, strict=True))), nbytes
+    return _answer(request, values | dict(zip(map(id, leaves.tensors), tensors, strict=True))), nbytes
 
 
 def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoint | None, str | None]:

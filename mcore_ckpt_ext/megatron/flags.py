@@ -73,8 +73,8 @@ def wrap_parse_args(original: Callable[P, Arguments]) -> Callable[P, Arguments]:
         for change in changes:
             setattr(arguments, change.name, change.value)
         if changes:
-            told = "; ".join(f"{change.name} = {change.value} ({change.reason})" for change in changes)
-            announce(f"--async-save: {told}")
+            changed = "; ".join(f"{change.name} = {change.value} ({change.reason})" for change in changes)
+            announce(f"--async-save: {changed}")
         if hazard := offload_hazard(arguments, version):
             announce(f"--async-save: {hazard}")
         return arguments

@@ -121,9 +121,9 @@ class Exports:
             self._say(f"iteration {save.iteration} was also written as a Hugging Face folder: {place}, {seconds:.1f} s "
                       "in the background")  # fmt: skip
         else:
-            told = " ".join(problem.strip().splitlines()[-_SHOWN:])
+            output_end = " ".join(problem.strip().splitlines()[-_SHOWN:])
             self._warn(f"WARNING: no Hugging Face folder of iteration {save.iteration} was written to {place}; the "
-                       f"checkpoint itself is complete: {told}")  # fmt: skip
+                       f"checkpoint itself is complete: {output_end}")  # fmt: skip
 
 
 def environment_of(variables: Mapping[str, str]) -> dict[str, str]:

@@ -45,7 +45,7 @@ from mcore_ckpt_ext.megatron.run_folder import folder_named, run_folder
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.shared_index import index_shared
 from mcore_ckpt_ext.megatron.sources.huggingface import start_from
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import fed, load_weights_alone
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import load_weights_alone, presented
 from mcore_ckpt_ext.megatron.sources.megatron_fsdp import is_of_fsdp, load_into_fsdp
 from mcore_ckpt_ext.megatron.sources.torch_fsdp import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
 from mcore_ckpt_ext.optimizer_reshard import prepare
@@ -100,7 +100,7 @@ class _Load:
         self._arguments = self._scope["get_args"]()
         self._load_arg = call.arguments["load_arg"]
         self._directory, self._finetunes = run_folder(self._scope, self._arguments, self._load_arg)
-        self._told: list[str] = []
+        self._read_lines: list[str] = []
         self._new_tokens = range(0)
 
     def done(self) -> Any:
@@ -125,8 +125,8 @@ class _Load:
         proven = False
         if self._optimizer is not None and not is_of_fsdp(self._arguments):
             proven = prove_loaded(self._chunks, self._optimizer, detector.detects_load(self._chunks), weaker)
-        if self._told:
-            announce(f"{LOAD.flag}: {self._told[-1]}{f'; {PROVEN}' if proven else ''}")
+        if self._read_lines:
+            announce(f"{LOAD.flag}: {self._read_lines[-1]}{f'; {PROVEN}' if proven else ''}")
         return result
 
     def _dispatch(self) -> tuple[Any, Proof | None]:
@@ -185,7 +185,7 @@ class _Load:
             return self._by_megatron()
         with reading_fast(read_once=READ_ONCE.chosen(self._arguments)) as read:
             result = self._by_megatron()
-        self._told.extend(read)
+        self._read_lines.extend(read)
         return result
 
     def _load_stock(self, assessment: LoadAssessment) -> Any:
@@ -254,13 +254,13 @@ class _Load:
         self._accept_new_tokens(new)
         grid = requested_grid(arguments, megatron_version())
         fresh = prepared.random_state_grid != grid or assessment.lacks_random_states
-        feed = fed(self._scope, assessment.folder, self._chunks) if assessment.is_fed else nullcontext()
+        source = presented(self._scope, assessment.folder, self._chunks) if assessment.is_presented else nullcontext()
         less = {"no_load_optim": True, "no_load_rng": fresh or arguments.no_load_rng, **_strictness(arguments)}
-        fed_or_stock = assessment.is_fed or LOAD.chosen(arguments) == STOCK
+        is_read_by_others = assessment.is_presented or LOAD.chosen(arguments) == STOCK
         with (
             overridden(vars(arguments), **less),
-            feed,
-            nullcontext() if fed_or_stock else reading_fast(prepared.checkpoint, once),
+            source,
+            nullcontext() if is_read_by_others else reading_fast(prepared.checkpoint, once),
             initialization_kept(self._chunks, new),
         ):
             result = self._original(None, None, *self._positional, **self._keywords)

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.sidecar import orders_of
-from mcore_ckpt_ext.megatron.decision_facts import decision_on, facts_of_common, facts_of_fed
+from mcore_ckpt_ext.megatron.decision_facts import decision_on, facts_of_common, facts_of_presented
 from mcore_ckpt_ext.megatron.live.compatibility import another_kind_of_optimizer, check_optimizer_was_saved
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, is_another_kind, kind_named
 from mcore_ckpt_ext.megatron.live.sidecar_writer import recorded_groups
@@ -26,7 +26,7 @@ from mcore_ckpt_ext.megatron.load_facts import LoadFacts
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.megatron.random_states import are_lacking, are_too_few, may_differ
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import folder_to_feed
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import folder_to_present
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, shows_names
 from mcore_ckpt_ext.patching.log import is_logging_rank, own_logger
@@ -43,12 +43,12 @@ class LoadAssessment:
     Attributes:
         folder: the iteration folder.
         decision: which of stock Megatron and this package loads the optimizer, and why.
-        is_fed: `sources.legacy_state_dict` has to present the weights to Megatron.
+        is_presented: `sources.legacy_state_dict` has to present the weights to Megatron.
     """
 
     folder: Path
     decision: LoadDecision
-    is_fed: bool = False
+    is_presented: bool = False
 
     @property
     def lacks_random_states(self) -> bool:
@@ -89,7 +89,7 @@ def assess_load(
         ResumeRefusedError: on every rank, if the assessment fails on some rank.
     """
     assessment = _assess_on_all_ranks(scope, call, directory, has_new_tokens)
-    if assessment is not None and assessment.stock_loads and not assessment.is_fed:
+    if assessment is not None and assessment.stock_loads and not assessment.is_presented:
         chunks = functools.partial(scope["unwrap_model"], call["ddp_model"])
         assessment = replace(
             assessment, decision=with_order_compared(assessment.decision, assessment.folder, chunks, call["optimizer"])
@@ -123,9 +123,9 @@ def _assess_on_all_ranks(
 ) -> LoadAssessment | None:
     """Return the assessment of rank 0. Collective."""
     arguments = scope["get_args"]()
-    folder = agreed(_PHASE, lambda: folder_to_feed(directory, arguments))[0]
+    folder = agreed(_PHASE, lambda: folder_to_present(directory, arguments))[0]
     if folder is not None:
-        return agreed(_PHASE, lambda: _look_at_what_is_fed(folder, call, arguments, has_new_tokens))[0]
+        return agreed(_PHASE, lambda: _assess_presented(folder, call, arguments, has_new_tokens))[0]
     if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
         return None
     assessments = agreed(_PHASE, lambda: _assess(scope, call, directory, has_new_tokens))
@@ -155,15 +155,15 @@ def packs_otherwise(folder: Path, chunks: Callable[[], Sequence[Any]], optimizer
     return bool(known) and any(agreed(_PHASE, differs))
 
 
-def _look_at_what_is_fed(
+def _assess_presented(
     folder: Path, call: Mapping[str, Any], arguments: Any, has_new_tokens: bool
 ) -> LoadAssessment | None:
     if folder.name == "release":
         return None
     chain, version = Chain.of(call["optimizer"]), megatron_version()
-    facts = facts_of_fed(folder, chain, arguments, version, has_new_tokens=has_new_tokens)
+    facts = facts_of_presented(folder, chain, arguments, version, has_new_tokens=has_new_tokens)
     decision = replace(decide(facts), omits_random_states=are_too_few(facts.written, facts.running))
-    return LoadAssessment(folder, decision, is_fed=True)
+    return LoadAssessment(folder, decision, is_presented=True)
 
 
 def _assess(

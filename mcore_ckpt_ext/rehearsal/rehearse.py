@@ -19,7 +19,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.megatron.decision_facts import decision_on, facts_of_common, facts_of_fed
+from mcore_ckpt_ext.megatron.decision_facts import decision_on, facts_of_common, facts_of_presented
 from mcore_ckpt_ext.megatron.live.compatibility import check_lost, verify_checksums
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import kind_named
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
@@ -181,7 +181,7 @@ class _Rehearsing:
             has_remainders=index is not None and has_remainders(index),
         )  # fmt: skip
         if checkpoint.format != TORCH_DIST:
-            facts = facts_of_fed(folder, chain, arguments, self._version, has_new_tokens=False)
+            facts = facts_of_presented(folder, chain, arguments, self._version, has_new_tokens=False)
         else:
             common = checkpoint.common
             facts = facts_of_common(

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.megatron.live.model import NEW, NameFunction, quantisation
+from mcore_ckpt_ext.megatron.live.model import NEW, NameFunction, quantization_check
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
 from mcore_ckpt_ext.model_space.anatomy import is_output_layer, output_layer_of, word_embeddings_in
 from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
@@ -188,7 +188,7 @@ def check_precision(checkpoint: CheckpointView, shard: Shard) -> None:
         ModelMismatchError: the precision differs.
     """
     stored, parameter = checkpoint.logical_tensor(WEIGHT, shard.name), shard.live.parameter
-    if stored is None or quantisation(parameter) is not None or checkpoint.masters_are_derived(shard.name):
+    if stored is None or quantization_check(parameter) is not None or checkpoint.masters_are_derived(shard.name):
         return
     live = str(parameter.dtype).removeprefix("torch.")
     if stored.dtype in _ROUNDED and live != stored.dtype:

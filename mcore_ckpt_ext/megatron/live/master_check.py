@@ -12,7 +12,7 @@ import torch
 from mcore_ckpt_ext.errors import CheckpointError, ProofError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Mismatch, Proof, bits_dtype, weaker_of
-from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_parameters, quantisation
+from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_parameters, quantization_check
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard, Shard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import optimizer_adapters_of
 from mcore_ckpt_ext.model_space.slices import Region
@@ -34,7 +34,7 @@ class Prover:
 
     def __init__(self, masters: Mapping[LiveShard, torch.Tensor], checkpoint: CheckpointView) -> None:
         self._masters, self._checkpoint = masters, checkpoint
-        plain = {shard: shard.weight for shard in masters if quantisation(shard.live.parameter) is None}
+        plain = {shard: shard.weight for shard in masters if quantization_check(shard.live.parameter) is None}
         near = {shard: weight for shard, weight in plain.items() if weight.device == masters[shard].device}
         self._pairs = {shard: _Pair(masters[shard], weight) for shard, weight in near.items()}
         self._room = _Room()
@@ -89,7 +89,7 @@ def prove(shard: Shard, master: torch.Tensor, checkpoint: CheckpointView) -> Non
         ProofError: a master does not round to its weight.
     """
     stored = proof_at_stored_scales(checkpoint, shard.live.tensors, checkpoint.proof, checkpoint.transfer)
-    proof, weight = weaker_of(stored, quantisation(shard.live.parameter)), shard.weight
+    proof, weight = weaker_of(stored, quantization_check(shard.live.parameter)), shard.weight
     for begin in range(0, master.numel(), _BLOCK):
         part = slice(begin, begin + _BLOCK)
         first = shard.slice.start + begin
@@ -115,7 +115,7 @@ def sample_matches(shard: LiveShard, master: torch.Tensor, proof: Proof = BY_ROU
     if master.device != weight.device:
         weight = weight.to(master.device)
     with torch.no_grad():
-        mismatch = weaker_of(proof, quantisation(shard.live.parameter)).first_mismatch(master, weight)
+        mismatch = weaker_of(proof, quantization_check(shard.live.parameter)).first_mismatch(master, weight)
     if mismatch is None:
         return True
     return False if 2 * mismatch.count > master.numel() else None
@@ -184,7 +184,7 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
     if proof is None:
         return None
     # No matter who loaded them, live weights of few bits may have been quantized again.
-    proof, weight = weaker_of(proof, weaker or quantisation(shard.live.parameter)), shard.weight
+    proof, weight = weaker_of(proof, weaker or quantization_check(shard.live.parameter)), shard.weight
     master = shard.adapter.master(shard)
     if master.data_ptr() == weight.data_ptr():
         return None  # fp32 training: masters and weights are the same memory

@@ -30,7 +30,7 @@ class LiveParameter:
     may_pad: bool
 
 
-def quantisation(parameter: torch.Tensor) -> Proof | None:
+def quantization_check(parameter: torch.Tensor) -> Proof | None:
     """Return the comparison for masters of an fp8 or fp4 live parameter; None for a plain tensor.
 
     Transformer Engine's quantized tensors show a high-precision dtype, and can dequantize themselves

@@ -30,13 +30,13 @@ _KIND = "array"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def respelled(entry: Any, checkpoint: TorchDistCheckpoint) -> Any:
+def with_stored_key(entry: Any, checkpoint: TorchDistCheckpoint) -> Any:
     """Return a ShardedTensor with the checkpoint's key, which differs if another layer spec wrote it."""
     key = renamed_as_in(checkpoint.index.arrays, entry.key)
     return entry if key == entry.key else replace(entry, key=key)
 
 
-def extra_states_of_nobody(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> list[Any]:
+def missing_extra_states(requested: Sequence[Any], checkpoint: TorchDistCheckpoint) -> list[Any]:
     """Return the ShardedObjects for extra states of modules that have none in the checkpoint.
 
     Modules of Transformer Engine request them; the local spec never writes any. Such a module accepts None, as from an
@@ -45,7 +45,7 @@ def extra_states_of_nobody(asked: Sequence[Any], checkpoint: TorchDistCheckpoint
     stored = {_name_of_object(key) for key in checkpoint.index.objects if is_extra_state(key.partition("/")[0])}
     return [
         entry
-        for entry in asked
+        for entry in requested
         if is_extra_state(entry.key)
         and name_at(entry.key, entry.global_offset[: stacked_axes(entry.key)]) not in stored
     ]
@@ -58,13 +58,13 @@ def _name_of_object(unique_key: str) -> str:
     return name_at(key, offsets) if len(offsets) >= stacked_axes(key) else key
 
 
-def check_objects(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> None:
+def check_objects(requested: Sequence[Any], checkpoint: TorchDistCheckpoint) -> None:
     """Find the damaged one of ShardedObjects that Megatron could not load; torch's error does not name it.
 
     Raises:
         UnreadableCheckpointError: an object is damaged; the error names it.
     """
-    for entry in asked:
+    for entry in requested:
         if entry.unique_key in checkpoint.index.objects:
             _check_object(entry.unique_key, checkpoint)
 
@@ -79,17 +79,17 @@ def _check_object(key: str, checkpoint: TorchDistCheckpoint) -> None:
         raise UnreadableCheckpointError(what, found=error.found, where=where) from error
 
 
-def stumbling_block(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> str | None:
+def unsupported_reason(requested: Sequence[Any], checkpoint: TorchDistCheckpoint) -> str | None:
     """Return why Megatron's own loader has to read these tensors; None if this package can."""
     arrays = checkpoint.index.arrays
-    for key in dict.fromkeys(entry.key for entry in asked):
+    for key in dict.fromkeys(entry.key for entry in requested):
         if key not in arrays:
             return f"{key} is not in the checkpoint"
         if key in checkpoint.index.natural_shapes:
             return f"{key} is stored in another shape"
         if key in checkpoint.index.overlapping:
             return f"the chunks of {key} overlap"
-    found = ((entry.key, what) for entry in asked for what in _peculiarities(entry, arrays[entry.key]))
+    found = ((entry.key, what) for entry in requested for what in _peculiarities(entry, arrays[entry.key]))
     return next((f"{key} is {what}" for key, what in found), None)
 
 
@@ -128,20 +128,20 @@ def _sizes(entry: Any) -> tuple[int, ...]:
 class ShardedLoad:
     """A planned load; nothing is changed before `read`."""
 
-    def __init__(self, asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> None:
+    def __init__(self, requested: Sequence[Any], checkpoint: TorchDistCheckpoint) -> None:
         """Plan the load and check every record.
 
         Args:
-            asked: ShardedTensors that `stumbling_block` accepts.
+            requested: ShardedTensors that `unsupported_reason` accepts.
             checkpoint: the checkpoint that holds them.
 
         Raises:
             ModelMismatchError: an array has a hole.
             UnreadableCheckpointError: a record contradicts the index.
         """
-        self._asked = asked
+        self._requested = requested
         self._transfer = checkpoint.transfer
-        self._plan = make_plan([_wanted(entry) for entry in asked], StoredArrays(checkpoint.index.arrays))
+        self._plan = make_plan([_wanted(entry) for entry in requested], StoredArrays(checkpoint.index.arrays))
         self._reader = checkpoint.reader
         self._once: ReadOnce | None = None
         self._payloads = [self._transfer.locate(copy.extent) for copy in self._plan.copies]
@@ -178,7 +178,7 @@ class ShardedLoad:
             UnreadableCheckpointError: a file is damaged; some elements may have been written.
         """
         with torch.no_grad(), nullcontext() if self._once is None else self._once.taking_part():
-            tensors = [_tensor(entry) for entry in self._asked]
+            tensors = [_tensor(entry) for entry in self._requested]
             places = [tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous() for tensor in tensors]
             memory = [place.view(-1) for place in places]
             if self._once is None:

@@ -49,8 +49,8 @@ class Report:
 
     def added_to(self, problem: str) -> str:
         """Return the problem, followed by the writer's own output."""
-        said = self.read()
-        return f"{problem}\n    its output: {said}".replace("\n", "\n    ") if said else problem
+        output = self.read()
+        return f"{problem}\n    its output: {output}".replace("\n", "\n    ") if output else problem
 
 
 def _observed(work: Callable[..., Any], path: str, *positional: Any, **keywords: Any) -> Any:
@@ -110,7 +110,7 @@ class ProcessWatch:
         """Start to watch a new piece of work."""
         self._moved = self._looked = time.monotonic()
         self._marks: tuple[object, ...] = ()
-        self._told = False
+        self._is_reported = False
 
     def problem(self, owes: bool) -> str | None:
         """Return the problem of the writer; None if there is none.
@@ -129,14 +129,14 @@ class ProcessWatch:
                 return f"a process of its writer (pid {self.process.pid}) was killed by {killed}"
             marks = _signs_of_life(self.process.pid)
             if marks != self._marks:
-                self._marks, self._moved, self._told = marks, now, False
+                self._marks, self._moved, self._is_reported = marks, now, False
         return self._silence(now - self._moved)
 
     def _silence(self, seconds: float) -> str | None:
         state = "stopped by a signal" if self._marks[:1] == ("T",) else "waiting for the disk, or forever"
         what = f"its writer (pid {self.process.pid}) has not moved for {seconds:.0f} s: {state}"
-        if seconds > _REMARKABLE and not self._told:
-            self._told = True
+        if seconds > _REMARKABLE and not self._is_reported:
+            self._is_reported = True
             self._say(f"{what}; it is given up after {WRITER_PATIENCE.value:.0f} s ({WRITER_PATIENCE.name})")
         return what if seconds > WRITER_PATIENCE.value else None
 

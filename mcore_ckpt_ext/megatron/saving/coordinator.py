@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from mcore_ckpt_ext.collectives import Failure, attempt, text_of
 from mcore_ckpt_ext.errors import CheckpointError, SaveFailedError
 from mcore_ckpt_ext.megatron.saving.committer import Publisher
-from mcore_ckpt_ext.megatron.saving.save import Finalise, Point, Ranks, Save, State, Step
+from mcore_ckpt_ext.megatron.saving.save import Finalize, Point, Ranks, Save, State, Step
 from mcore_ckpt_ext.settings import CONTINUE, ON_SAVE_FAILURE
 
 _POLL_SECONDS = 0.1
@@ -25,7 +25,7 @@ class WriterLostError(SaveFailedError):
     """The writer of some rank has died or is stuck; raised on every rank."""
 
 
-class _NotFinalisedError(SaveFailedError):
+class _NotFinalizedError(SaveFailedError):
     """The writers are done, but the save is incomplete; raised on every rank."""
 
     def __init__(self, what: str, save: Save) -> None:
@@ -36,8 +36,8 @@ class _NotFinalisedError(SaveFailedError):
 class Writers(Protocol):
     """The background writers of this rank, for one of Megatron's strategies."""
 
-    def claimed(self, request: Any, save: Save, finalise: Finalise) -> Any:
-        """Return the request with error reports; `finalise` gets its finalization functions, if any."""
+    def claimed(self, request: Any, save: Save, finalize: Finalize) -> Any:
+        """Return the request with error reports; `finalize` gets its finalization functions, if any."""
 
     def handing_over(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which scheduling a request does not wait for a dead writer."""
@@ -123,7 +123,7 @@ class Coordinator:
         if save is None:
             return stock(request)
         save.record.share()
-        request = writers.claimed(request, save, partial(self._finalise, save))
+        request = writers.claimed(request, save, partial(self._finalize, save))
         with writers.handing_over():
             result = stock(request)
         if request.finalize_fns:
@@ -164,7 +164,7 @@ class Coordinator:
 
         Raises:
             SaveFailedError: on every rank, in a synchronous save. In an asynchronous save no rank raises here, because
-                up to 0.12 all ranks meet right afterwards (`finalize_fn`, strategies/torch.py): `_finalise` reports
+                up to 0.12 all ranks meet right afterwards (`finalize_fn`, strategies/torch.py): `_finalize` reports
                 problems.
         """
         save, troubles, results = self._active, list[str](), list[Any]()
@@ -200,7 +200,7 @@ class Coordinator:
         self._publisher.prepare(save)
 
     def _publish_now(self, save: Save, redirected: bool) -> None:
-        save.become(State.FINALISED)
+        save.become(State.FINALIZED)
         save.become(State.PUBLISHING)
         if reason := self._first_does(Point.OUTCOME, partial(self._publisher.publish, save, redirected)):
             return self._fail(f"iteration {save.iteration} was not saved:\n  {reason}", [save])
@@ -216,12 +216,12 @@ class Coordinator:
             writers.renew()
             writers.drop_results()
             return self._fail(f"iteration {names} was not saved:\n  {error}", lost)
-        except _NotFinalisedError as error:
+        except _NotFinalizedError as error:
             if self._at(State.WRITING) == [error.save]:  # other saves use the same queue
                 writers.drop_results()
             return self._fail(str(error), [error.save])
 
-    def _finalise(self, save: Save, steps: Sequence[Step]) -> None:
+    def _finalize(self, save: Save, steps: Sequence[Step]) -> None:
         """Do what Megatron does when all writers are done, but exchange errors before the tracker changes.
 
         Raises:
@@ -236,11 +236,11 @@ class Coordinator:
                 if problem is not None and step.has_barrier:
                     self._ranks.barrier()
         # The reason may be empty: an error that Megatron collects from all ranks has a text on rank 0 only.
-        reason = self._ranks.agree(Point.FINALISE, None if problem is None else save.report.added_to(problem))
+        reason = self._ranks.agree(Point.FINALIZE, None if problem is None else save.report.added_to(problem))
         save.stalled += self._now() - began
         if reason is not None:
-            raise _NotFinalisedError(f"iteration {save.iteration} was not saved:\n  {reason}", save)
-        save.become(State.FINALISED)
+            raise _NotFinalizedError(f"iteration {save.iteration} was not saved:\n  {reason}", save)
+        save.become(State.FINALIZED)
         own = [step for step in steps if step.is_own]
         self._publisher.begin(save, own) if self._ranks.is_first else self._publisher.do(save, own)
         save.become(State.PUBLISHING)

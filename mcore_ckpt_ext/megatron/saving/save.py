@@ -17,18 +17,18 @@ class State(Enum):
 
     PLANNED = "planned"  # its content is being collected
     WRITING = "writing"  # the writers are writing it
-    FINALISED = "finalised"  # all ranks have written, and the index lists everything
+    FINALIZED = "finalized"  # all ranks have written, and the index lists everything
     PUBLISHING = "publishing"  # rank 0 flushes it, and lets the tracker name it
-    COMMITTED = "told"  # it is complete on disk, and every rank has been notified
+    COMMITTED = "committed"  # it is complete on disk, and every rank has been notified
     FAILED = "failed"  # its remains are removed, and every rank has been notified
 
 
 TRANSITIONS = (
     (State.PLANNED, State.WRITING),
     (State.PLANNED, State.FAILED),
-    (State.WRITING, State.FINALISED),
+    (State.WRITING, State.FINALIZED),
     (State.WRITING, State.FAILED),
-    (State.FINALISED, State.PUBLISHING),
+    (State.FINALIZED, State.PUBLISHING),
     (State.PUBLISHING, State.COMMITTED),
     (State.PUBLISHING, State.FAILED),
 )
@@ -40,7 +40,7 @@ class Point(Enum):
 
     BEGIN = 1  # of `save_checkpoint`: the previous save is committed, and this one has a folder
     INDEX = 2  # of a synchronous save: rank 0 has written the index, and every file is there
-    FINALISE = 3  # of an asynchronous save: the same, and each rank has run its finalization functions
+    FINALIZE = 3  # of an asynchronous save: the same, and each rank has run its finalization functions
     OUTCOME = 4  # of a commit
 
 
@@ -74,7 +74,7 @@ class Step:
     is_own: bool = False
 
 
-Finalise = Callable[[Sequence[Step]], None]
+Finalize = Callable[[Sequence[Step]], None]
 
 
 @dataclass(eq=False)

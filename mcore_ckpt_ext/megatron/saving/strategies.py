@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mcore_ckpt_ext.collectives import highest_of_all, reasons_of_all
 from mcore_ckpt_ext.megatron.saving.background_writer import ProcessWatch
 from mcore_ckpt_ext.megatron.saving.coordinator import WriterLostError
-from mcore_ckpt_ext.megatron.saving.save import Finalise, Save, Step
+from mcore_ckpt_ext.megatron.saving.save import Finalize, Save, Step
 
 _POLL_SECONDS = 0.1
 # Finalization functions of this module end with a barrier after a step of rank 0: `metadata_finalize_fn` and,
@@ -44,14 +44,14 @@ class MegatronWriters:
         self._scope, self._warn = scope, warn
         self._watches: dict[int, ProcessWatch] = {}
 
-    def claimed(self, request: Any, save: Save, finalise: Finalise) -> Any:
+    def claimed(self, request: Any, save: Save, finalize: Finalize) -> Any:
         """Take over a request: a named tuple, with a list to which Megatron appends nothing more."""
         if request.finalize_fns:
             steps = [
                 Step(function, function.__module__ == _WITH_BARRIER, function.__module__.startswith(_OF_TRAINING))
                 for function in request.finalize_fns
             ]
-            request.finalize_fns[:] = [partial(finalise, steps)]
+            request.finalize_fns[:] = [partial(finalize, steps)]
         names = [name for name in ("async_fn", "preload_fn") if getattr(request, name, None) is not None]
         return request._replace(**{name: save.report.observed(getattr(request, name)) for name in names})
 

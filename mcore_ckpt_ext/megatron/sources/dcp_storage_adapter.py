@@ -188,15 +188,17 @@ class DcpStorageAdapter(ABC):
             self._check_optimizer()
         arrays, objects = self.arrays(), self.objects()
         self.check_used(arrays, every)
-        asked = [key for key in live if self.is_wanted(key, is_tensor=True) or key in arrays]
+        requested = [key for key in live if self.is_wanted(key, is_tensor=True) or key in arrays]
         needed = [key for key in others if self.is_wanted(key, is_tensor=False)]
-        for key in (*asked, *needed):
+        for key in (*requested, *needed):
             if key not in (arrays if key in live else objects):
                 raise ModelMismatchError(
                     "the job has state that the checkpoint lacks", where=f"{key}, {self._folder}",
                     hint="resume with the model and optimizer arguments that the checkpoint was written with",
                 )  # fmt: skip
-        return VirtualStorageReader({key: self._fitted(arrays[key], live[key]) for key in asked}, objects, self._filler)
+        return VirtualStorageReader(
+            {key: self._fitted(arrays[key], live[key]) for key in requested}, objects, self._filler
+        )
 
     def _check_optimizer(self) -> None:
         if self.checkpoint.optimizer_format is None:

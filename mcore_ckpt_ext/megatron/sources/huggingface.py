@@ -34,7 +34,7 @@ from mcore_ckpt_ext.megatron.new_tokens import (
     new_tokens,
     refusal,
 )
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import fed
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import presented
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import overridden
@@ -156,7 +156,7 @@ def start_from(
         return checkpoint.view
 
     exists = overridden(scope, checkpoint_exists=lambda path: path is not None and Path(path) == folder)
-    with exists, fed(scope, folder, chunks, opened), initialization_kept(chunks, new, optimizer):
+    with exists, presented(scope, folder, chunks, opened), initialization_kept(chunks, new, optimizer):
         result = stock()
     grown = f"; {kept_message(new)}" if new else ""
     left = f"; left out: {'; '.join(left_out)}" if left_out else ""

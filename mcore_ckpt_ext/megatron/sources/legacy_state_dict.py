@@ -51,7 +51,7 @@ _FOLLOWS_LAYOUT = (
 )  # fmt: skip
 
 
-def folder_to_feed(directory: str | None, arguments: Any) -> Path | None:
+def folder_to_present(directory: str | None, arguments: Any) -> Path | None:
     """Return the iteration folder that Megatron would load, if stock may be unable to load it; else None."""
     folder = folder_named(directory, arguments)
     if folder is None or is_legacy(folder):
@@ -104,13 +104,13 @@ def load_weights_alone(
     arguments = scope["get_args"]()
 
     def inspect_here() -> Path | None:
-        folder = folder_to_feed(directory, arguments)
+        folder = folder_to_present(directory, arguments)
         return folder if folder is not None and changes_of(folder, arguments) else None
 
     folder = agreed("looking at the checkpoint", inspect_here)[0]
     if folder is None:
         return stock()
-    with fed(scope, folder, chunks):
+    with presented(scope, folder, chunks):
         result = stock()
     form = "legacy" if is_legacy(folder) else open_checkpoint(folder).format
     announce(f"weights of the {form} checkpoint {folder} divided for the running layout; random state is reinitialized")
@@ -118,7 +118,7 @@ def load_weights_alone(
 
 
 @contextmanager
-def fed(
+def presented(
     scope: MutableMapping[str, Any],
     folder: Path,
     chunks: Sequence[Any],
@@ -136,8 +136,8 @@ def fed(
         ResumeRefusedError: on every rank, if some rank's part is unavailable.
     """
     arguments = scope["get_args"]()
-    told = agreed("reading the live model", lambda: live_names(model_tensors(chunks)))
-    live = {name for names in told for name in names}
+    names_of_ranks = agreed("reading the live model", lambda: live_names(model_tensors(chunks)))
+    live = {name for names in names_of_ranks for name in names}
     state: dict[str, Any] = {}
     releases: list[bool] = []
 

@@ -57,10 +57,12 @@ def load_into_fsdp(scope: MutableMapping[str, Any], directory: str | None, stock
     explain(decision, folder)
     if decision.is_stock:
         return stock()
-    return agreed_here("opening the checkpoint", lambda: _Feed(folder, arguments)).load(scope, arguments, stock)
+    return agreed_here("opening the checkpoint", lambda: _MegatronFsdpAdapter(folder, arguments)).load(
+        scope, arguments, stock
+    )
 
 
-class _Feed(DcpStorageAdapter):
+class _MegatronFsdpAdapter(DcpStorageAdapter):
     """One checkpoint for one load of Megatron-FSDP."""
 
     backend: ClassVar[str] = FSDP_DTENSOR

@@ -94,12 +94,12 @@ def load_into_torch_fsdp(
     if folder is None or optimizer is None:
         return stock()
     explain(decide(LoadFacts(Loop.TORCH_FSDP)), folder)
-    feed = agreed_here("opening the checkpoint", lambda: _Feed(folder, arguments, chunks, optimizer))
-    with feed.asked():
-        return feed.load(scope, arguments, stock)
+    adapter = agreed_here("opening the checkpoint", lambda: _TorchFsdpAdapter(folder, arguments, chunks, optimizer))
+    with adapter.returning_state():
+        return adapter.load(scope, arguments, stock)
 
 
-class _Feed(DcpStorageAdapter):
+class _TorchFsdpAdapter(DcpStorageAdapter):
     """One checkpoint for one load of torch's FSDP."""
 
     backend: ClassVar[str] = TORCH_DCP
@@ -130,7 +130,7 @@ class _Feed(DcpStorageAdapter):
         self._places = self._kept()
 
     @contextmanager
-    def asked(self) -> Iterator[None]:
+    def returning_state(self) -> Iterator[None]:
         """Let the optimizer return its state within this scope when the loader requests it."""
 
         def state_dict(is_loading: bool = False) -> Any:

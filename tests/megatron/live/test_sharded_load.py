@@ -21,7 +21,7 @@ from mcore_ckpt_ext.errors import ModelMismatchError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.stored_arrays import StoredArrays
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
-from mcore_ckpt_ext.megatron.live.sharded_load import ShardedLoad, extra_states_of_nobody, stumbling_block
+from mcore_ckpt_ext.megatron.live.sharded_load import ShardedLoad, missing_extra_states, unsupported_reason
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Overlaps, Piece, overlap
@@ -64,7 +64,7 @@ def rows(first: int, count: int, total: int = 128, **more: Any) -> RequestedTens
 
 
 def loaded(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> list[torch.Tensor]:
-    assert stumbling_block(asked, checkpoint) is None
+    assert unsupported_reason(asked, checkpoint) is None
     return ShardedLoad(asked, checkpoint).read()
 
 
@@ -121,7 +121,7 @@ class Quantized(torch.Tensor):
     ],
 )
 def test_what_is_not_known_is_named(asked: RequestedTensors, reason: str, checkpoint: TorchDistCheckpoint) -> None:
-    found = stumbling_block([rows(0, 128), asked], checkpoint)
+    found = unsupported_reason([rows(0, 128), asked], checkpoint)
     assert found is not None
     assert re.search(reason, found)
 
@@ -134,9 +134,9 @@ def with_chunks(checkpoint: TorchDistCheckpoint, chunks: Sequence[StoredChunk]) 
 
 def test_chunks_that_overlap_are_left_to_megatron(checkpoint: TorchDistCheckpoint) -> None:
     """How they are found, `offline/test_contradictions.py` sees."""
-    assert stumbling_block([rows(0, 128)], checkpoint) is None
+    assert unsupported_reason([rows(0, 128)], checkpoint) is None
     checkpoint.__dict__["index"] = replace(checkpoint.index, overlapping=frozenset([EMBEDDING]))
-    assert stumbling_block([rows(0, 128)], checkpoint) == f"the chunks of {EMBEDDING} overlap"
+    assert unsupported_reason([rows(0, 128)], checkpoint) == f"the chunks of {EMBEDDING} overlap"
 
 
 def test_a_hole_is_refused_before_anything_is_written(checkpoint: TorchDistCheckpoint) -> None:
@@ -236,4 +236,4 @@ def test_only_missing_extra_states_start_empty() -> None:
 
     own = [asked(layer, 1), asked(other, 2), asked("rng_state", 0)]
     missing = [asked(layer, 0), asked(other, 1), asked("decoder.final_layernorm._extra_state", 0)]
-    assert extra_states_of_nobody([*own, *missing], checkpoint) == missing
+    assert missing_extra_states([*own, *missing], checkpoint) == missing

@@ -21,7 +21,7 @@ from mcore_ckpt_ext.megatron.live.sidecar_writer import PendingSidecar
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.megatron.saving.committer import Publisher
 from mcore_ckpt_ext.megatron.saving.coordinator import Coordinator, WriterLostError
-from mcore_ckpt_ext.megatron.saving.save import Finalise, Point, Save, State, Step
+from mcore_ckpt_ext.megatron.saving.save import Finalize, Point, Save, State, Step
 
 TRACKER = "latest_checkpointed_iteration.txt"
 OF_RANK_0 = ("prepare", "index", "config", "settle", "publish", "track", "resist")
@@ -211,11 +211,11 @@ class Rank:
 
     # The writers, as the coordinator sees them.
 
-    def claimed(self, request: Request, save: Save, finalise: Finalise) -> Request:
+    def claimed(self, request: Request, save: Save, finalize: Finalize) -> Request:
         if request.finalize_fns:
             index, step, config, own = request.finalize_fns
             steps = [Step(index), Step(step), Step(config, has_barrier=True), Step(own, is_own=True)]
-            request.finalize_fns[:] = [lambda: finalise(steps)]
+            request.finalize_fns[:] = [lambda: finalize(steps)]
         return request
 
     @contextlib.contextmanager
@@ -305,7 +305,7 @@ class Rank:
                 path.unlink()
 
     def finalise_calls(self) -> None:
-        """`maybe_finalize_async_calls`: ask all ranks, then finalise what all have written."""
+        """`maybe_finalize_async_calls`: ask all ranks, then finalize what all have written."""
         while self.queue:
             request = self.queue[0]
             dead = request.order.has("writer", self.number)

@@ -26,8 +26,8 @@ from tests.megatron.saving.simulated import (
 
 RANKS = 3
 LIVES = [
-    (State.WRITING, State.FINALISED, State.PUBLISHING, State.COMMITTED),
-    (State.WRITING, State.FINALISED, State.PUBLISHING, State.FAILED),
+    (State.WRITING, State.FINALIZED, State.PUBLISHING, State.COMMITTED),
+    (State.WRITING, State.FINALIZED, State.PUBLISHING, State.FAILED),
     (State.WRITING, State.FAILED),
     (State.FAILED,),
 ]

@@ -55,7 +55,7 @@ def test_without_problems_no_rank_reports_one(tmp_path: Path) -> None:
 
 def test_the_problem_of_one_is_known_to_all(tmp_path: Path) -> None:
     known = "rank 1: no space left"
-    assert answers_to(tmp_path, (Point.FINALISE, ""), (Point.FINALISE, "no space left")) == [
+    assert answers_to(tmp_path, (Point.FINALIZE, ""), (Point.FINALIZE, "no space left")) == [
         (True, known),
         (False, known),
     ]

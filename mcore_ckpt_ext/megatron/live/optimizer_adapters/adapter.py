@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from mcore_ckpt_ext.layout.master_check import Proof
-from mcore_ckpt_ext.megatron.live.model import LiveParameter, quantisation
+from mcore_ckpt_ext.megatron.live.model import LiveParameter, quantization_check
 from mcore_ckpt_ext.model_space.slices import Slice
 
 
@@ -36,7 +36,7 @@ class Shard:
     def weight(self) -> torch.Tensor:
         """The live weight's elements, 1-D; a view, unless the weight is quantized."""
         parameter = self.live.parameter
-        plain = parameter.detach() if quantisation(parameter) is None else parameter.dequantize().detach()
+        plain = parameter.detach() if quantization_check(parameter) is None else parameter.dequantize().detach()
         return plain.reshape(-1)[self.slice.start : self.slice.stop]
 
 

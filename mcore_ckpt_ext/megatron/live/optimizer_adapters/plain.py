@@ -10,7 +10,7 @@ import torch
 
 from mcore_ckpt_ext.errors import ModelMismatchError
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof
-from mcore_ckpt_ext.megatron.live.model import LiveParameter, quantisation
+from mcore_ckpt_ext.megatron.live.model import LiveParameter, quantization_check
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 
 
@@ -37,7 +37,7 @@ class PlainAdapter(ABC):
 
     def proof(self, shard: LiveShard) -> Proof | None:
         """Return the comparison of masters and weights; None if every pair is valid, as with remainders."""
-        return quantisation(shard.live.parameter) or BY_ROUNDING
+        return quantization_check(shard.live.parameter) or BY_ROUNDING
 
     def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
         """Cast to the weights' dtype (`_copy_main_params_to_model_params`)."""
