@@ -1,4 +1,4 @@
-"""Fills the blocks of what a conversion writes: reads their content, proves masters on the way, rounds, quantises."""
+"""Fills the blocks of a conversion's output: reads their content, verifies masters, rounds and quantizes."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from mcore_ckpt_ext.transfer import Transfer, read_wanted
 
 
 class BlockReader:
-    """Reads the content of blocks, and proves the masters in them."""
+    """Reads the content of blocks, and verifies the masters in them."""
 
     def __init__(self, checkpoint: CheckpointView, accept_lost: bool) -> None:
         self.proven = 0
         self._proof, self._rounds_weights = checkpoint.proof, checkpoint.weights_derived_from_masters
         self._source = cached(checkpoint)
         self._checksums = Checksums(checkpoint.reader)
-        # The records are shared between threads already.
+        # One thread, because the caller reads several records at once.
         self._transfer = Transfer(checkpoint.reader, workers=1, checksums=self._checksums)
         self._accept_lost = accept_lost
         self._lock = threading.Lock()
 
     def fill(self, record: Record, block: Block, elements: torch.Tensor) -> list[Piece]:
-        """Read the content of one block of a record, and prove the masters in it.
+        """Read the content of one block of a record, and verify the masters in it.
 
         Returns:
             The pieces of the block whose checksums are known.
@@ -52,7 +52,7 @@ class BlockReader:
         return self._fill_content(record, block, elements)
 
     def note_written(self, record: Record) -> None:
-        """Take notice of what a record was made of that an interrupted run wrote, so that its checksums are compared.
+        """Note the source records of an output record that an earlier run wrote, for `finish` to verify.
 
         Raises:
             CheckpointError: the source is damaged or incomplete.
@@ -69,14 +69,14 @@ class BlockReader:
         """Compare the checksums of records of which only parts were read.
 
         Raises:
-            UnreadableCheckpointError: one differs.
+            UnreadableCheckpointError: a checksum differs.
         """
         with ThreadPoolExecutor(workers, thread_name_prefix="mcore_ckpt_ext") as pool:
             for compared in [pool.submit(verify) for verify in self._checksums.rest()]:
                 compared.result()
 
     def _fill_quantised(self, matrix: Quantised, block: Block, elements: torch.Tensor) -> None:
-        """Read the bands of a matrix that a block is about, one after the other, and quantise each."""
+        """Read the bands of a matrix that a block needs, one after the other, and quantize each."""
         unit = matrix.unit
         for band in range(block.start // unit, -(-block.stop // unit)):
             content = matrix.band(band)
@@ -102,7 +102,7 @@ class BlockReader:
         self._read([(placed.wanted, room)])
 
     def _read(self, parts: Sequence[tuple[TargetSlice, torch.Tensor]]) -> list[tuple[torch.Tensor, Piece]]:
-        """Read slices; what is stored is copied, what is derived computed. Returns what is known of the rooms."""
+        """Read slices: copy stored values, compute derived ones. Return the known pieces, with their memory."""
         stored = []
         for wanted, room in parts:
             if derivation_of(self._source, wanted.kind, wanted.slice.regions[0].name) is None:
@@ -112,7 +112,7 @@ class BlockReader:
         return self._read_stored(stored)
 
     def _read_stored(self, parts: Sequence[tuple[TargetSlice, torch.Tensor]]) -> list[tuple[torch.Tensor, Piece]]:
-        """Read slices, and prove the masters among them before any rounding."""
+        """Read slices, and verify the masters among them before any rounding."""
         exact = [
             torch.empty(room.numel()) if wanted.kind == FP32_PARAM and room.dtype != torch.float32 else room
             for wanted, room in parts
@@ -128,7 +128,7 @@ class BlockReader:
         return [(parts[target][1], piece) for target, piece in pieces if exact[target] is parts[target][1]]
 
     def _read_arranged(self, placed: WriteItem, room: torch.Tensor) -> None:
-        """Read the rows or columns that hold a part of a matrix, and put its elements into the record's order."""
+        """Read the rows or columns that hold a part of a matrix, and arrange its elements as in the record."""
         if placed.arranged is None:
             return
         reading = placed.arranged.reading(placed.wanted.slice)
@@ -148,7 +148,7 @@ class BlockReader:
         self._transfer.execute(beside, [weights])
         for fill in plan.fills:
             if fill.target == index:
-                # These masters are stored nowhere: padding of the vocabulary (zero on both sides), or accepted losses.
+                # These masters are not stored: padding of the vocabulary (zero on both sides), or accepted losses.
                 masters[fill.start : fill.stop] = weights[fill.start : fill.stop]
         proof_at_stored_scales(self._source, wanted.tensors, self._proof, self._transfer).check(
             masters, weights, lambda position: f"element {position} of {wanted.slice}", ": use another iteration"
@@ -157,7 +157,7 @@ class BlockReader:
             self.proven += masters.numel()
 
     def _weight(self, name: str, master: LogicalTensor) -> LogicalTensor:
-        """The weight beside a master, in the shape that the target wants."""
+        """Return the weight of a master, in the shape that the target requires."""
         weight = self._source.logical_tensor(WEIGHT, name)
         if weight is None:
             raise UnreadableCheckpointError("a parameter with optimizer state has no weight", where=name)

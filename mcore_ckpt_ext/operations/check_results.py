@@ -1,4 +1,4 @@
-"""A verification as data for programs: one result for each check, by a stable id, and the problems."""
+"""A verification as data for programs: one result for each check, with a stable id, and the problems."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ IDS = {
     COPIES: "copies", VALUES: "values", DTYPES: "dtypes", SCALES: "scales", RECORDED_FILES: "recorded-files",
     RECORDED_TENSORS: "recorded-tensors",
 }  # fmt: skip
-"""The id of each check by its name in text; ids are public, and never given to another check."""
+"""The id of each check by its name in text; ids are public and are never reused."""
 _OF_CONTENT = {MANIFEST, CHECKSUMS, DIGESTS, PROOF, COPIES, VALUES}
-# Checks that a checkpoint need not have anything for, whatever ended a verification.
+# Checks that do not apply to every checkpoint, so that their absence says nothing about an earlier failure.
 _OPTIONAL = {FILE_DIGESTS, DTYPES, SCALES, RECORDED_FILES, RECORDED_TENSORS}
 SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of a check: `extent` is what was checked, or why it was not."""
+    """The result of a check: `extent` says how much was checked, or why it was not."""
 
     id: str
     status: Status
@@ -51,7 +51,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem: the check that found it, and where; `file` and `offset` are None where it is not of one place."""
+    """A problem: the check that found it, and its place; `file` and `offset` are None without one."""
 
     severity: Severity
     check: str
@@ -63,10 +63,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """The result of `verify --json`; `sound` is False where a problem is an error.
+    """The result of `verify --json`; `sound` is False if a problem is an error.
 
-    `recorded`: the manifest that was written; None where none was. `iteration`: None where the checkpoint has none, or
-    cannot be opened.
+    `recorded`: the manifest that was written; None if none was. `iteration`: None if the checkpoint has none, or cannot
+    be opened.
     """
 
     schema: int
@@ -80,7 +80,7 @@ class VerificationResult:
 
 
 def verification_result(found: Verification) -> VerificationResult:
-    """Give each known check one result, and each finding its check's id."""
+    """Return one result for each known check, and each finding with its check's id."""
     problems = (
         Problem(one.severity, IDS[one.check], one.where, one.file, one.offset, one.what) for one in found.findings
     )

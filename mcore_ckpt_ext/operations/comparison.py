@@ -1,4 +1,4 @@
-"""Comparing two checkpoints of any formats and layouts in model space, bit by bit."""
+"""Compares two checkpoints of any formats and layouts in model space, bit by bit."""
 
 from __future__ import annotations
 
@@ -64,20 +64,21 @@ def compare(
     Equal means bit by bit: two NaNs with the same bits are equal, 0.0 and -0.0 are not.
 
     Args:
-        a: a path as `open_checkpoint` takes it.
-        b: another.
-        kinds: which kinds; by default all that one of the two has, or with a Hugging Face folder all that both have.
-        family: of a Hugging Face folder, as `convert` takes it.
-        facts: what you know of the jobs that wrote them, where their checkpoints are without Megatron's arguments.
-        weights: where the weights lie of those that hold an optimizer alone.
-        workers: threads.
-        progress: told the bytes compared so far and the bytes to compare.
-        pictures: also say where in each tensor the differences are, and how large.
-        tensors_only: whether settings (learning rates, decay, scheduler, counters, random states) do not count.
+        a: a path, see `open_checkpoint`.
+        b: another path.
+        kinds: the kinds to compare; by default all kinds that one of the two has, or with a Hugging Face folder all
+            kinds that both have.
+        family: the family of a Hugging Face folder, see `convert`.
+        facts: facts about the jobs that wrote checkpoints without Megatron's arguments.
+        weights: the path of the weights for checkpoints that hold only an optimizer.
+        workers: the number of threads.
+        progress: called with the bytes compared so far and the bytes to compare.
+        pictures: also show where in each tensor the differences are, and how large.
+        tensors_only: ignore settings (learning rates, decay, scheduler, counters, random states).
         team: the processes that share the tensors, each with the same arguments; all return the same.
 
     Raises:
-        CheckpointError: one of them cannot be read, or has none of the asked kinds.
+        CheckpointError: a checkpoint cannot be read, or has none of the requested kinds.
 
     Example:
         >>> report = convert("run", "other", Legacy())
@@ -167,19 +168,19 @@ def _differing_copies(side: _Side, kinds: Sequence[str], team: Team) -> tuple[st
 
 
 def _unread(side: _Side, kinds: Sequence[str] | None, sides: tuple[_Side, _Side]) -> tuple[UnreadState, ...]:
-    """What of one checkpoint nobody looks at, and should: of the chosen kinds, and of more than weights."""
+    """Return the keys of one checkpoint that nothing reads, but should: of the chosen kinds, not only weights."""
     if any(one.checkpoint.format_reader.is_model_folder for one in sides):
         return ()
     return tuple(one for one in side.checkpoint.unread() if not one.why and (kinds is None or one.kind in kinds))
 
 
 def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:
-    """Whether a kind is compared unasked: not where one side has it only to derive another kind from it."""
+    """Return True if a kind is compared by default: not if one side has it only to derive another kind."""
     return all(kind in side.kinds for side in sides) or any(kind in side.checkpoint.carried_kinds() for side in sides)
 
 
 def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Where | None) -> tuple[_Side, _Side]:
-    """Both checkpoints, a Hugging Face folder with the vocabulary of the other, B under the names of A's layer spec."""
+    """Open both checkpoints, a Hugging Face folder with the other's vocabulary, B with names of A's layer spec."""
     of_family = family_named(family) if family else None
     opened = open_both((a, b), of_family, facts, weights)
     rows: list[int | None] = [None, None]
@@ -197,7 +198,7 @@ def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Whe
 
 
 class _Side:
-    """One of the two checkpoints; of its vocabulary only `rows` are looked at, where that is given."""
+    """One of the two checkpoints; if `rows` is given, only that many rows of its vocabulary are compared."""
 
     def __init__(self, checkpoint: CheckpointView, rows: int | None, as_stored: bool) -> None:
         self.checkpoint = checkpoint
@@ -222,7 +223,7 @@ class _Side:
 
     @property
     def vocabulary(self) -> str:
-        """How many of the vocabulary's rows are looked at."""
+        """The number of vocabulary rows that are compared, in words."""
         tensor = self.source.logical_tensor(WEIGHT, word_embeddings_in(self.checkpoint.names(WEIGHT)) or "")
         stored = tensor.shape[0] if tensor else 0
         return f"{self.rows} of {stored} rows, as many as the other has" if self.rows not in (None, stored) else "all"
@@ -232,7 +233,7 @@ class _Side:
         return 0 if tensor is None else prod(tensor.shape) * int(getattr(torch, tensor.dtype).itemsize)
 
     def shifted(self) -> int:
-        """How many weights are stored as numbers that model space has less 1; in a coarse dtype they are rounded."""
+        """Return the number of weights that are stored plus 1; in a coarse dtype they were rounded."""
         extents = ([one.extent for one in self.source.stored(WEIGHT, name)] for name in self.names(WEIGHT))
         return sum(any(isinstance(extent, TransposeCodec) and extent.shift for extent in found) for found in extents)
 

@@ -14,7 +14,7 @@ SCHEMA = 4
 
 @dataclass(frozen=True, slots=True)
 class PaddingRows:
-    """Rows that only one of the two has, beyond the other's end: how many, and how many elements are not zero."""
+    """The rows that only one side has, beyond the other's end: their number, and their nonzero elements."""
 
     only_in: str
     rows: int
@@ -23,21 +23,21 @@ class PaddingRows:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How one tensor differs.
+    """The differences of one tensor.
 
     Attributes:
-        kind: of both tensors.
-        name: of both tensors.
-        shapes: of A and of B; rows that both have are compared where only the first axis differs.
-        dtypes: of A and of B; where they differ, values are compared as float64.
-        elements: compared.
-        different: elements whose bits differ.
-        signed_zeros: of these, 0.0 against -0.0.
+        kind: the kind of both tensors.
+        name: the name of both tensors.
+        shapes: the shapes of A and B; if only the first axis differs, the rows that both have are compared.
+        dtypes: the dtypes of A and B; if they differ, values are compared as float64.
+        elements: the number of elements that were compared.
+        different: the number of elements whose bits differ.
+        signed_zeros: the number of these that are 0.0 in one and -0.0 in the other.
         largest: the largest absolute difference between two finite numbers.
         first: the index of the first element that differs, and both values as text (JSON has no NaN).
-        padding: rows that only one has.
-        problem: why it could not be compared.
-        where: a picture of where the differences are; None unless it was asked for, or nothing differs.
+        padding: rows that only one side has; None if there are none.
+        problem: why it could not be compared; empty if it was.
+        where: a picture of the places of the differences; None if it was not requested, or nothing differs.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class KindComparison:
-    """All tensors of one kind."""
+    """The comparison of all tensors of one kind."""
 
     kind: str
     compared: int
@@ -67,19 +67,18 @@ class KindComparison:
 
     @property
     def equal(self) -> bool:
-        """Same names, shapes, dtypes, and bits."""
+        """True if names, shapes, dtypes and bits are equal."""
         return not (self.only_in_a or self.only_in_b or self.different)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result; `facts` do not count for equality.
+    """The result of a comparison; `facts` do not count for equality.
 
-    `equal`: tensors and settings are. `settings` are those that a resume takes up. They count where both checkpoints
-    have an optimizer, and neither kinds nor tensors alone were asked for; otherwise `settings_equal` is None.
-
-    Tensors are not equal while one of the two has keys that nothing here reads (`unread_a`, `unread_b`), or copies of
-    one tensor, held by several ranks, that are not the same (`differing_copies_a`, `differing_copies_b`).
+    `equal`: True if tensors and settings are equal. `settings` are those that a resume restores. They count if both
+    checkpoints have an optimizer, and the user did not restrict the comparison to kinds or tensors; else
+    `settings_equal` is None. Tensors are not equal if a checkpoint has keys that nothing here reads (`unread_a`,
+    `unread_b`), or different copies of one tensor on several ranks (`differing_copies_a`, `differing_copies_b`).
     """
 
     schema: int

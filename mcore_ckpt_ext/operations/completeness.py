@@ -1,7 +1,7 @@
-"""Whether everything is there: the files that a finished save leaves, and room in them for every record.
+"""Checks that all files of a finished save are present and large enough for every record.
 
-The order in which Megatron writes tells how far a save came: `.distcp` files, `.metadata`, then `metadata.json`, then
-the tracker file; an asynchronous save does the latter two when it is finalised. Source: `save` in
+The order in which Megatron writes shows how far a save came: `.distcp` files, `.metadata`, then `metadata.json`, then
+the tracker file; an asynchronous save writes the latter two when it is finalized. Source: `save` in
 megatron/core/dist_checkpointing/serialization.py and `save_checkpoint` in megatron/training/checkpointing.py,
 core_v0.7.0 to 0.19.2.
 """
@@ -33,7 +33,7 @@ from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, check_plans
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 
-# What a folder lacks whose format does not show: a save of `torch_dist` that was not finished.
+# Files that a folder of unrecognized format lacks: it is an unfinished save of `torch_dist`.
 _OF_UNFINISHED = (CONFIG_FILE, METADATA_FILE)
 _WITHOUT = {
     CONFIG_FILE: "missing: Megatron writes it last, so the save was interrupted, or is under way",
@@ -43,17 +43,17 @@ _WITHOUT = {
 
 @dataclass(frozen=True, slots=True)
 class LocatedCheckpoint:
-    """The iteration folder to look at, or None, and what its surroundings showed."""
+    """The iteration folder to verify, or None, and the findings about its surroundings."""
 
     folder: Path | None
     findings: tuple[Finding, ...]
 
 
 def locate(path: Path) -> LocatedCheckpoint:
-    """The iteration folder that a path means.
+    """Return the iteration folder that a path refers to.
 
     Raises:
-        UnreadableCheckpointError: there is no checkpoint at all, not even a part of one.
+        UnreadableCheckpointError: there is no checkpoint, not even a part of one.
     """
     check_folder_exists(path)
     iterations = iteration_folders(path)
@@ -95,14 +95,14 @@ def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
 
 
 def _is_iteration(path: Path, found: Format[Any] | None) -> bool:
-    """Whether a folder is an iteration of a job, finished or not; `found`: its format, if it is known."""
+    """Return True if a folder is an iteration of a job, finished or not; `found` is its format, if known."""
     known = (CONFIG_FILE, METADATA_FILE, "common.pt")
     files = any((path / name).exists() for name in known) or next(path.glob("__*.distcp"), None) is not None
     return files or (found is not None and found.is_iteration)
 
 
 def check_folder(folder: Path) -> list[Finding]:
-    """The files without which nothing else can be looked at."""
+    """Check the files without which nothing else can be checked."""
     found = format_of(folder)
     if found is None and not _is_iteration(folder, found):
         return [error(COMPLETE, str(folder), "the folder contains no file of a checkpoint")]
@@ -112,7 +112,7 @@ def check_folder(folder: Path) -> list[Finding]:
 
 
 def check_index_file(folder: Path) -> Iterator[Finding]:
-    """The part of an index that is not read otherwise: the ranks' plans."""
+    """Check the ranks' plans, the part of an index that nothing else reads."""
     if (folder / METADATA_FILE).exists():
         try:
             check_plans(folder)
@@ -128,10 +128,10 @@ class _Record(NamedTuple):
 
 
 def check_index(reader: FolderReader, index: DcpIndex) -> tuple[list[Finding], set[str], int]:
-    """Check that every record of the index has room of its own in its file.
+    """Check that every record of the index has its own place in its file.
 
     Returns:
-        What is wrong, the files that fail, and how many files there are.
+        The findings, the files with errors, and the number of files.
     """
     by_file: defaultdict[str, list[_Record]] = defaultdict(list)
     for key, array in index.arrays.items():

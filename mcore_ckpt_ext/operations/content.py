@@ -1,4 +1,4 @@
-"""Checks of elements: masters against weights, copies that must be equal, and values that no training produces."""
+"""Checks elements: masters against weights, copies for equality, and impossible values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 @dataclass
 class ParameterReport:
-    """What was looked at for one name, and what was found; counts in elements, `bytes_read` of first copies.
+    """The findings and counts for one name; counts in elements, `bytes_read` of first copies.
 
     `joined`: masters that are joined from their weights and remainders.
     """
@@ -54,13 +54,14 @@ class Tally:
 
 
 class ContentCheck:
-    """Checks the elements of a checkpoint, one parameter at a time; to be called from several threads.
+    """Checks the elements of a checkpoint, one parameter at a time; thread-safe.
 
     Args:
-        checkpoint: its packing, where it needs one, has been recovered.
-        unreadable: files that are known to be missing or cut; what they hold is left out.
-        checksums: compared on the way, if any.
-        digest_tensors: whether to compute the SHA-256 of each tensor, too.
+        checkpoint: the checkpoint; its packing, if it needs one, has been recovered.
+        state: True if its optimizer state can be read.
+        unreadable: files that are known to be missing or truncated; their content is skipped.
+        checksums: checksums to compare on the way, if any.
+        digest_tensors: also compute the SHA-256 of each tensor.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class ContentCheck:
         digest_tensors: bool = False,
     ) -> None:
         self._checkpoint = checkpoint
-        # The blocks are shared between threads by whoever calls.
+        # One thread, because the caller divides the blocks between threads.
         self._transfer = Transfer(checkpoint.reader, workers=1, checksums=checksums)
         self._sources = {WEIGHT: cached(checkpoint.weights)}
         self._rooms = Rooms()
@@ -85,7 +86,7 @@ class ContentCheck:
             self._sources |= dict.fromkeys(self._optimizer.kinds, cached(self._optimizer))
 
     def check(self, name: str) -> ParameterReport:
-        """Everything about one parameter.
+        """Check all elements of one parameter.
 
         Raises:
             CheckpointError: a part of it cannot be read.
@@ -150,7 +151,7 @@ class ContentCheck:
                 report.findings.append(judged(COPIES, f"{kind} {name}", what))
 
     def _check_shifted(self, optimizer: OptimizerState, name: str, held: dict[str, LogicalTensor]) -> Iterator[Finding]:
-        """Compare the slot of a parameter, as Megatron wrote it, with where its elements really stand."""
+        """Compare the slot of a parameter, as Megatron wrote it, with the true places of its elements."""
         shapes = {kind: tensor.shape for kind, tensor in held.items() if kind != WEIGHT}
         wrong = {
             kind: sum(self._wrong_in_slot(optimizer, kind, wanted) for wanted in blocks((Region.whole(name, shape),)))
@@ -166,7 +167,7 @@ class ContentCheck:
             yield error(PROOF, name, what)
 
     def _wrong_in_slot(self, optimizer: OptimizerState, kind: str, wanted: Slice) -> int:
-        """The elements of a slot that are not its parameter's; lost ones count as wrong."""
+        """Return the number of elements in a slot that are not its parameter's; lost elements count, too."""
         in_slots = replace(
             SourceView.of(optimizer),
             stored=optimizer.slots,
@@ -197,17 +198,17 @@ def check_parameters(
 
     Args:
         checkpoint: an open checkpoint.
-        state: whether its optimizer's state can be read.
-        unreadable: see `ContentCheck`, like `checksums`.
-        checksums: compared on the way.
-        workers: threads.
+        state: True if its optimizer state can be read.
+        unreadable: see `ContentCheck`.
+        checksums: see `ContentCheck`.
+        workers: the number of threads.
         advance: called with the number of bytes that were read.
-        results: where findings and checks are added.
+        results: receives findings and checks.
         team: the processes that share the parameters.
         digest_tensors: see `ContentCheck`.
 
     Returns:
-        The SHA-256 of each tensor, if wanted.
+        The SHA-256 of each tensor, if requested.
     """
     content = ContentCheck(checkpoint, state, unreadable, checksums, digest_tensors=digest_tensors)
 
@@ -244,12 +245,12 @@ def check_parameters(
 
 
 def count_values(kind: str, block: torch.Tensor, tally: Tally) -> None:
-    """Count the values of a block that no training leaves behind; of second moments also negative ones."""
+    """Count the values of a block that no training produces; for second moments also negative ones."""
     if not block.is_floating_point():
         return
     values = block.float() if block.element_size() == 1 else block
-    # A sum is finite only where all of its numbers are, and takes a thirtieth of the time. That of large numbers may be
-    # infinite, too: then each is looked at.
+    # A sum is finite only if all of its numbers are, and takes a thirtieth of the time. The sum of large numbers may be
+    # infinite, too: then check each number.
     if not isfinite(float(values.sum())) and not bool(torch.isfinite(values).all()):
         tally.nan += int(torch.isnan(values).sum())
         tally.infinite += int(torch.isinf(values).sum())
@@ -273,7 +274,7 @@ def _judge(kind: str, name: str, shape: tuple[int, ...], tally: Tally) -> Iterat
 
 
 def judge(where: str, tally: Tally, file: str | None = None, offset: int | None = None) -> Iterator[Finding]:
-    """Report values that no training leaves behind, of a tensor at byte `offset` of a file where it is in one place."""
+    """Report values that no training produces; `file` and `offset`: the tensor's place, if it has one."""
     odd = [(tally.nan, "NaN"), (tally.infinite, "infinite"), (tally.negative, "negative")]
     if any(count for count, _ in odd):
         what = join_some([f"{count:,} elements are {what}" for count, what in odd if count])
@@ -281,7 +282,7 @@ def judge(where: str, tally: Tally, file: str | None = None, offset: int | None 
 
 
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The index of an element of the row-major flattening."""
+    """Return the index of an element, given its position in row-major order."""
     index: list[int] = []
     for size in reversed(shape):
         position, remainder = divmod(position, max(size, 1))

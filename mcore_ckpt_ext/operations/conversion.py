@@ -1,7 +1,7 @@
-"""Converting a checkpoint into another format or layout: from a path to a published folder.
+"""Converts a checkpoint into another format or layout: from a path to a published folder.
 
-The target lays out its files, the source says where each element lies, the plan between the two is executed block by
-block, and every master is proven against its weight on the way.
+The target lays out its files, the source finds where each element lies, and the plan between the two is executed block
+by block. Every master is compared with its weight on the way.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.targets import Target
 from mcore_ckpt_ext.writing import BLOCK_BYTES
 
-# A block is held once as it is written, once more while it is proven, and its weights beside it.
+# A block is in memory once as it is written, once more while it is verified, and its weights with it.
 _BLOCKS_AT_ONCE = 4
-# What a cache still holds when it is proven, summed up and written; less would cost more planning than it saves.
+# The block is still in the cache when it is verified, digested and written; a smaller one would cost more planning.
 _CACHED_BYTES = 8 << 20
 
 
@@ -55,17 +55,17 @@ class Report:
 
     Attributes:
         destination: the folder that was made.
-        files: how many it has.
-        records: arrays in them.
-        bytes_read: of tensors of the source.
-        bytes_written: of all files.
-        peak_memory: what blocks take together at most.
-        proven_elements: masters that are proven to be those of their weights.
-        seconds: from beginning to end.
-        notes: what a user of the destination should know.
-        lost: elements that the source itself lacks, by parameter.
-        unread: keys of the source that nothing here knows, or that are not carried.
-        how: the way in which masters are proven, in words.
+        files: the number of its files.
+        records: the number of arrays in them.
+        bytes_read: the size of the tensors that were read.
+        bytes_written: the size of all files.
+        peak_memory: the maximum size of all blocks together.
+        proven_elements: the number of masters that were verified against their weights.
+        seconds: the duration.
+        notes: messages for a user of the destination.
+        lost: the number of elements that the source itself lacks, by parameter.
+        unread: keys of the source that are unknown or not converted.
+        how: how masters were verified, in words.
     """
 
     destination: Path
@@ -107,28 +107,30 @@ def convert(
     Args:
         source: a run folder (its newest iteration), an iteration folder, a Hugging Face or a canonical folder.
         destination: the run folder to make (for `HuggingFace` and `Canonical` the folder itself).
-        target: what to write: `TorchDist(...)`, `Legacy(...)`, `FsdpDtensor()`, `HuggingFace(...)` or `Canonical()`.
-        family: of the model, where a Hugging Face folder is read or written and its family is not recognised: a name,
-            or `path.py:Class`, which is executed.
+        target: the format to write: `TorchDist(...)`, `Legacy(...)`, `FsdpDtensor()`, `HuggingFace(...)` or
+            `Canonical()`.
+        family: the model family of a Hugging Face folder, if it is not recognized: a name, or `path.py:Class`, which is
+            executed.
         accept_keys: keys of a Hugging Face folder's `config.json` that have no effect on what the model computes.
-        workers: records that are written at the same time.
-        memory_limit: bytes that the blocks of all workers may take together.
+        workers: the number of records that are written at the same time.
+        memory_limit: the maximum number of bytes of the blocks of all workers together.
         force: replace the destination.
         resume: continue an interrupted conversion of the same source with the same options.
-        dry_run: only say what would be done.
+        dry_run: only report what would be done.
         accept_lost: convert although the source lacks elements of the optimizer; their masters are taken from the
             weights, their moments become zero.
-        drop: kinds of optimizer state to leave out, where it cannot be carried; `optimizer` leaves all of it out.
-        facts: what you know of the job that wrote a source without Megatron's arguments.
-        weights: where the weights lie, if the source holds an optimizer alone: a Hugging Face folder, or a checkpoint.
-        merge: the model that the source's adapters are merged into, a Hugging Face folder or a checkpoint; the source
-            itself, where they lie beside it.
-        progress: told the bytes written so far and the bytes to write, of this process.
-        team: the processes that share the work, each with the same arguments; by default this one alone.
+        drop: kinds of optimizer state to leave out because they cannot be converted; `optimizer` leaves all of it out.
+        facts: facts about the job that wrote a source without Megatron's arguments.
+        weights: the path of the weights, if the source holds only an optimizer: a Hugging Face folder, or a checkpoint.
+        merge: the model into which the source's adapters are merged: a Hugging Face folder or a checkpoint, or the
+            source itself if it contains the model.
+        progress: called with the bytes written so far and the bytes to write, of this process.
+        team: the processes that share the work, each with the same arguments; by default only this one.
 
     Raises:
-        UsageError: an option makes no sense for this source.
-        CheckpointError: the source cannot be read, proven or represented, or the destination not written. Nothing is
+        UsageError: an option is invalid for this source.
+        CheckpointError: the source cannot be read, verified or represented, or the destination cannot be written.
+            Nothing is published then.
             published then.
 
     Example:
@@ -174,7 +176,7 @@ def convert(
     if not dry_run:
         with reraise_as_unreadable(checkpoint.folder):
             differing = _differing_copies(checkpoint, laid_out.reads_optimizer, team)
-        # Inodes and devices are not the same on all machines that share the work, nor after a restart.
+        # Inodes and devices differ between machines that share the work, and after a restart.
         states = [[entry[:3] for entry in state] for state in before]
         identity = ([*map(str, folders)], states, target, family, accept_lost, sorted(drop), facts)
         fingerprint = _fingerprint(identity, output)
@@ -209,7 +211,7 @@ def convert(
 
 
 def _edited(folder: Path) -> list[str]:
-    """A note for each small file of a source that was edited, or damaged, since this package wrote it."""
+    """Return a note for each small file of a source that was edited or damaged since this package wrote it."""
     found = compare_digests(folder)
     return (
         [f"{folder / file.name} has changed since it was written: {file.what}" for file in found.changed]
@@ -219,9 +221,9 @@ def _edited(folder: Path) -> list[str]:
 
 
 def _turns(checkpoint: CheckpointView, output: Output) -> bool:
-    """Whether matrices may be transposed or quantised on the way: parts of their rows and columns are slow to read.
+    """Return True if matrices may be transposed or quantized, so that small blocks are slow to read.
 
-    Of weights that are merged, every number takes several times its memory on the way.
+    For merged weights it is False, because each number takes several times its own memory.
     """
     if checkpoint.merger:
         return False
@@ -231,7 +233,7 @@ def _turns(checkpoint: CheckpointView, output: Output) -> bool:
 
 
 def _fingerprint(identity: tuple[object, ...], output: Output) -> str:
-    """What makes two conversions the same: source, options, and every byte that is known without reading a tensor."""
+    """Hash the identity of a conversion: source, options, and all bytes known before reading tensors."""
     found = hashlib.sha256(repr(identity).encode())
     for file in output.files:
         found.update(repr((file.name, file.length)).encode())
@@ -242,10 +244,10 @@ def _fingerprint(identity: tuple[object, ...], output: Output) -> str:
 
 
 def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, int]:
-    """Elements that the source lacks, by parameter.
+    """Return the number of elements that the source lacks, by parameter.
 
     Raises:
-        ProofError: there are some, and they were not accepted.
+        ProofError: elements are missing, and the user did not accept it.
     """
     lost = dict(checkpoint.optimizer.lost_elements()) if checkpoint.optimizer_format else {}
     if lost and not accept_lost:
@@ -259,7 +261,7 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
 
 
 def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Team) -> list[str]:
-    """A note where ranks hold copies of one tensor that are not the same; each process looks at its share."""
+    """Return a note if ranks hold different copies of one tensor; each process compares its share."""
     kinds, found = checkpoint.carried_kinds() if with_optimizer else (WEIGHT,), list[str]()
     team.all(lambda: found.extend(differing_copies(checkpoint, kinds, (team.rank, team.size))))
     count = team.total(len(found))
@@ -267,7 +269,7 @@ def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Te
 
 
 def _left_by_offload(checkpoint: CheckpointView) -> list[str]:
-    """A note where copies of the word embeddings differ that CPU offload may leave so."""
+    """Return a note if copies of the word embeddings differ in the way that CPU offload permits."""
     if not checkpoint.optimizer_format or not checkpoint.arguments.optimizer_cpu_offload:
         return []
     count = left_by_offload.differing_masters(checkpoint.optimizer, checkpoint.transfer)
@@ -275,7 +277,7 @@ def _left_by_offload(checkpoint: CheckpointView) -> list[str]:
 
 
 def _check_digests(checkpoint: CheckpointView, team: Team) -> None:
-    """Refuse remainders that are not those that were saved; each process looks at its share.
+    """Refuse remainders that have changed since they were saved; each process checks its share.
 
     Raises:
         ProofError: see `digests.check_digests`.
@@ -289,7 +291,7 @@ def _check_digests(checkpoint: CheckpointView, team: Team) -> None:
 
 
 def _check_readable(folder: Path, source: CheckpointView, laid_out: OutputPlan) -> None:
-    """Open what was written, as a reader will, and compare what it says about itself with the source."""
+    """Open the written folder as a reader would, and compare the names of its tensors with the source's."""
     written = (laid_out.reads_back or open_checkpoint)(folder)
     for kind in laid_out.kinds:
         expected = sorted(set(source.names(kind)) - set(laid_out.left_out))

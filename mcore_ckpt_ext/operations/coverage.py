@@ -1,4 +1,4 @@
-"""Whether every element of every tensor is there exactly once: arithmetic over the metadata, without tensor bytes."""
+"""Checks from the metadata that every element of every tensor is stored exactly once."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _OF_ADAM = _MOMENTS | {FP32_PARAM, PARAM_REMAINDER}
 
 
 def copies_of(checkpoint: CheckpointView, kind: str, name: str) -> Copies:
-    """The parts of a tensor, the copies of each part, and the slices that hold each copy."""
+    """Return the parts of a tensor, the copies of each part, and the slices that hold each copy."""
     source = checkpoint.weights if kind == WEIGHT else checkpoint.optimizer
     return source.copies(kind, name)
 
 
 def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Finding]:
-    """Check that each copy is whole, and that the first copies of all parts make up the tensor, each element once."""
+    """Check that each copy is complete, and that the first copies of all parts cover each element once."""
     if _is_grid(tensor, parts):
         return
     where = f"{kind} {tensor.name}"
@@ -54,7 +54,7 @@ def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Fi
 
 
 def _is_grid(tensor: LogicalTensor, parts: Copies) -> bool:
-    """Whether there is one copy, whose parts are the cells of a grid, each once, as most tensors are stored."""
+    """Return True if there is one copy whose parts are the cells of a grid, each once, as for most tensors."""
     match parts:
         case [[[only]]] if only.slice == Slice.whole((Region.whole(tensor.name, tensor.shape),)):
             return True
@@ -79,12 +79,12 @@ def _inside(region: Region, shape: tuple[int, ...]) -> bool:
 
 
 def check_weights(checkpoint: CheckpointView) -> Iterator[Finding]:
-    """All weights."""
+    """Check all weights."""
     yield from _check_kind(checkpoint, WEIGHT)
 
 
 def check_arrays(buffers: Buffers) -> Iterator[Finding]:
-    """Check the flat arrays themselves, whatever lies where in them."""
+    """Check the flat arrays themselves, without their packing."""
     for (child, index), arrays in buffers.arrays.items():
         of_group = {kind for _, kind in arrays}
         for bucket in dict.fromkeys(bucket for bucket, _ in arrays):
@@ -110,7 +110,7 @@ def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
 
 
 def check_state(checkpoint: CheckpointView) -> Iterator[Finding]:
-    """The optimizer's state by name; its packing must be known."""
+    """Check the optimizer's state by name; its packing must be known."""
     optimizer = checkpoint.optimizer
     for kind in optimizer.kinds:
         yield from _check_kind(checkpoint, kind)
@@ -123,9 +123,9 @@ def check_state(checkpoint: CheckpointView) -> Iterator[Finding]:
 
 
 def check_kinds(checkpoint: CheckpointView) -> Iterator[Finding]:
-    """Check that each parameter with optimizer state is one of the model's, and has all that its rule keeps.
+    """Check that each parameter with optimizer state belongs to the model and has all kinds of its update rule.
 
-    Which kinds belong together is seen from the other parameters, and from the parameter groups.
+    The other parameters and the parameter groups show which kinds belong together.
     """
     optimizer, known = checkpoint.optimizer, set(checkpoint.names(WEIGHT))
     kinds_of: dict[str, frozenset[str]] = {}
@@ -147,7 +147,7 @@ def check_kinds(checkpoint: CheckpointView) -> Iterator[Finding]:
 
 
 def _needs_no_master(checkpoint: CheckpointView, name: str, lacking: Collection[str]) -> bool:
-    """Whether only the master is lacking of a parameter that is trained in fp32 itself."""
+    """Return True if only the master is missing, of a parameter that is itself trained in fp32."""
     weight = checkpoint.logical_tensor(WEIGHT, name)
     return set(lacking) == {FP32_PARAM} and weight is not None and weight.dtype == "float32"
 
@@ -157,7 +157,7 @@ def _listed(kinds: Collection[str]) -> str:
 
 
 def check_stored_once(checkpoint: CheckpointView, kinds: Iterable[str]) -> Iterator[Finding]:
-    """Check that no element is stored more than once: it is not known which of the values counts."""
+    """Check that no element is stored more than once: it is unknown which of the values counts."""
     for kind in kinds:
         for name in checkpoint.names(kind):
             tensor = checkpoint.logical_tensor(kind, name)
@@ -168,10 +168,10 @@ def check_stored_once(checkpoint: CheckpointView, kinds: Iterable[str]) -> Itera
 
 
 def raise_first_contradiction(checkpoint: CheckpointView, findings: Iterable[Finding]) -> None:
-    """Refuse a checkpoint in which something was found.
+    """Refuse a checkpoint that has findings.
 
     Raises:
-        UnreadableCheckpointError: it names the first finding.
+        UnreadableCheckpointError: the error describes the first finding.
     """
     found = next(iter(findings), None)
     if found is not None:

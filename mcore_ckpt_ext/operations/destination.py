@@ -1,8 +1,8 @@
-"""Where a conversion writes: never into its source, and never over anything but a checkpoint.
+"""Decides where a conversion writes: never into its source, and never over anything but a checkpoint.
 
-What may be replaced is what this tool or Megatron demonstrably wrote: a run folder by its tracker file and what is in
-its one iteration, a canonical or Hugging Face folder by the mark in it. Anything else in a folder keeps it from being
-replaced, by name.
+Only folders that this tool or Megatron evidently wrote may be replaced: a run folder with a tracker file and one
+iteration, or a canonical or Hugging Face folder by its marker file. Any other file in the folder prevents its
+replacement, and the error names it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, TRACKER_FILE, iterat
 from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE
 from mcore_ckpt_ext.storage.paths import as_path, file_system, is_remote
 
-# Megatron's own files beside the iterations (megatron/training: checkpointing.py, training.py, utils.py, 0.7 to 0.19).
+# Megatron's own files next to the iterations (megatron/training: checkpointing.py, training.py, utils.py, 0.7 to 0.19).
 _OF_RUNS = (
     re.escape(TRACKER_FILE), re.escape(LATEST_TRAIN_STATE), r"latest_wandb_artifact_path\.txt", r"progress\.txt",
 )  # fmt: skip
-# What Megatron-Bridge and this tool keep in an iteration, whatever its format is.
+# Files of Megatron-Bridge and this tool in an iteration, whatever its format is.
 _OF_ITERATIONS = (
     rf"mcore_ckpt_ext\.json|{re.escape(DIGESTS_FILE)}|integrity\.json|run_config\.yaml|train_state\.pt",
     rf"tokenizer/({COMPANION_PATTERN}|[^/]+)",
@@ -44,10 +44,10 @@ class Destination:
     iteration: str
 
     def check_replaceable(self, path: Path) -> None:
-        """Refuse a folder that must not be replaced; what was moved aside has another path.
+        """Refuse a folder that must not be replaced; a folder that was moved aside has another path.
 
         Raises:
-            DestinationError: it is no checkpoint, or more than that.
+            DestinationError: the folder is no checkpoint, or holds other files, too.
         """
         if path.is_symlink() or not path.is_dir():
             raise self._refused("the destination is not a folder, so it is not replaced", "a file, or a link")
@@ -82,15 +82,15 @@ class Destination:
 
 
 def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], iteration: str) -> Destination:
-    """The destination, without links and `..` in its path.
+    """Return the destination, without links and `..` in its path.
 
     Args:
-        path: as the user gives it.
+        path: the path as the user gives it.
         sources: folders that are read.
         iteration: see `Destination`.
 
     Raises:
-        DestinationError: it is no path at all, a link, or lies in a source, or a source in it.
+        DestinationError: the path is invalid or a link, lies in a source, or a source lies in it.
     """
     found = as_path(path)
     if not is_remote(found):
@@ -113,7 +113,7 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
 
 
 def _nested(first: Path, second: Path) -> bool:
-    """Whether one of two paths is the other, or lies in it, by whatever names and links they are reached."""
+    """Return True if one of two paths is the other or lies in it, under whatever names and links."""
     if is_remote(first) != is_remote(second):
         return False
     if is_remote(first):
@@ -133,7 +133,7 @@ def _upwards(path: Path) -> Iterator[Path]:
 
 
 def _identity(path: Path) -> object:
-    """A folder's identity, whatever its name (a bind mount, an upper-case letter); without a folder, its path."""
+    """Return a folder's identity, independent of its name (bind mounts, letter case), else its path."""
     try:
         status = path.stat()
     except OSError:
@@ -142,7 +142,7 @@ def _identity(path: Path) -> object:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
-    """Everything below a folder except folders: relative paths, and whether each is an ordinary file."""
+    """Yield everything below a folder except folders: relative paths, and True for a regular file."""
     for above, folders, files in os.walk(folder):
         below = os.path.relpath(above, folder)
         for name in [*files, *(name for name in folders if (Path(above) / name).is_symlink())]:
@@ -151,10 +151,10 @@ def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _known(folder: Path) -> list[str]:
-    """Patterns of the files that belong to the checkpoint in a folder; none where there is no checkpoint.
+    """Return patterns of the files that belong to the checkpoint in a folder; empty without a checkpoint.
 
     Raises:
-        CheckpointError: its marks cannot be read.
+        CheckpointError: its marker files cannot be read.
     """
     found = format_of(folder)
     if found is not None and not found.is_iteration and (own := found.own_files(folder)):
@@ -166,7 +166,7 @@ def _known(folder: Path) -> list[str]:
             return []
         within = format_of(folder / names[0])
         if within is None:
-            sharded_backend(folder / names[0])  # which says what is wrong with it
+            sharded_backend(folder / names[0])  # raises an error about its content
             return []
         if own := within.own_files(folder / names[0]):
             return [*_OF_RUNS, *(f"{re.escape(names[0])}/({pattern})" for pattern in (*own, *_OF_ITERATIONS))]

@@ -1,4 +1,4 @@
-"""What two tensors differ in: how many elements, by how much, and where: a coarse picture of any tensor."""
+"""The differences of two tensors: how many elements, how large, and a coarse picture of where."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MOST_ROWS, MOST_COLUMNS = 16, 64
 
 @dataclass(frozen=True, slots=True)
 class DifferenceMap:
-    """A tensor of two axes, the first and all others, cut into cells; only cells with differences are listed.
+    """Differences in cells of a tensor with two axes, the first and all others; equal cells are absent.
 
     Attributes:
-        rows: of cells.
-        columns: of cells.
-        cells: (number of the cell, row by row; elements that differ; the largest absolute difference of two finite
-            numbers).
+        rows: the number of rows of cells.
+        columns: the number of columns of cells.
+        cells: (number of the cell, row by row; number of elements that differ; the largest absolute difference of two
+            finite numbers).
     """
 
     rows: int
@@ -29,10 +29,10 @@ class DifferenceMap:
 
 
 class MapBuilder:
-    """Adds up what the blocks of a tensor differ in.
+    """Adds up the differences of a tensor's blocks.
 
     Args:
-        shape: of the tensor, in elements; the elements that are compared come first.
+        shape: the shape of the tensor; the elements that are compared come first.
     """
 
     def __init__(self, shape: Sequence[int]) -> None:
@@ -43,11 +43,11 @@ class MapBuilder:
         self._largest = torch.zeros(self.rows * self.columns, dtype=torch.float64)
 
     def add(self, positions: torch.Tensor, distances: torch.Tensor) -> None:
-        """Take note of elements that differ.
+        """Record elements that differ.
 
         Args:
-            positions: int64, of the elements in the tensor, row-major.
-            distances: float64, as many; not finite where one of the two numbers is not.
+            positions: int64, the positions of the elements in the tensor, row-major.
+            distances: float64, as many; not finite if one of the two numbers is not.
         """
         row = (positions // self._width).clamp(max=max(0, self._height - 1)) * self.rows // max(1, self._height)
         cell = row * self.columns + positions % self._width * self.columns // self._width
@@ -56,7 +56,7 @@ class MapBuilder:
         self._largest.scatter_reduce_(0, cell, finite, "amax")
 
     def finished(self) -> DifferenceMap:
-        """The picture of everything that was added."""
+        """Return the picture of everything that was added."""
         (cells,) = self._different.nonzero(as_tuple=True)
         found = zip(cells.tolist(), self._different[cells].tolist(), self._largest[cells].tolist(), strict=True)
         return DifferenceMap(self.rows, self.columns, tuple(found))
@@ -64,12 +64,12 @@ class MapBuilder:
 
 @dataclass
 class Tally:
-    """Adds up what the blocks of two tensors differ in.
+    """Adds up the differences of two tensors' blocks.
 
     Attributes:
-        picture: where to draw it; None if nobody looks.
-        different: elements whose bits differ.
-        signed_zeros: of these, 0.0 against -0.0.
+        picture: receives the places of the differences; None if no picture is requested.
+        different: the number of elements whose bits differ.
+        signed_zeros: the number of these that are 0.0 in one and -0.0 in the other.
         largest: the largest absolute difference between two finite numbers.
         first: the position of the first element that differs, and both values as text.
     """
@@ -81,11 +81,11 @@ class Tally:
     first: tuple[int, str, str] | None = None
 
     def count(self, a: torch.Tensor, b: torch.Tensor, start: int) -> None:
-        """Take note of two blocks, 1-D and of one length, whose first element is number `start` of the tensor."""
+        """Count the differences of two 1-D blocks of equal length that begin at element `start` of the tensor."""
         if a.dtype != b.dtype:
             a, b = a.double(), b.double()
         bits_of_a, bits_of_b = bits_of(a), bits_of(b)
-        # Most blocks are equal, which one pass shows that stores nothing.
+        # Most blocks are equal, which a single pass without temporary memory shows.
         if torch.equal(bits_of_a, bits_of_b):
             return
         positions = (bits_of_a != bits_of_b).nonzero().flatten()

@@ -1,4 +1,4 @@
-"""Carrying out a conversion that has been laid out: into a folder on this machine, or in a remote store."""
+"""Executes a planned conversion: into a folder on this machine, or in a remote store."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from mcore_ckpt_ext.storage.remote import Upload
 from mcore_ckpt_ext.writing import FillBlock, RecordWriter, lay_out
 
 Checks = tuple[Callable[[], None], Callable[[], None]]
-"""That the source has not changed, and that what is written reads back."""
+"""Checks that the source has not changed, and that the output can be read."""
 
 
 class Filling(Protocol):
-    """Knows what belongs into the records."""
+    """Provides the content of records."""
 
     @property
     def fill(self) -> FillBlock:
-        """Fills a block of a record."""
+        """The function that fills a block of a record."""
 
     def note_written(self, record: Record) -> None:
-        """Told of a record that is there already."""
+        """Record that an earlier run has written a record."""
 
     def finish(self, workers: int) -> None:
-        """Told when every record of this process is there; raises CheckpointError where none of it may be published."""
+        """Check the data when this process has written all records; raises CheckpointError to prevent publishing."""
 
 
 class LocalOutput:
-    """A folder beside the destination, filled record by record, and renamed when it is whole."""
+    """A temporary folder in the destination's parent, filled record by record, and renamed when it is complete."""
 
     def __init__(self, destination: Destination, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
         self._publication = Publication(destination.path, fingerprint, team.rank, destination.check_replaceable)
@@ -46,11 +46,11 @@ class LocalOutput:
     def write(
         self, output: Output, filler: Filling, checks: Checks, progress: Progress, *, force: bool, resume: bool
     ) -> None:
-        """Write everything, let the checks look at it, and publish it.
+        """Write everything, check it, and publish it.
 
         Raises:
-            DestinationError: the destination exists, or the disk refuses.
-            CheckpointError: what `filler` and `checks` raise.
+            DestinationError: the destination exists, or writing failed.
+            CheckpointError: `filler` or `checks` raised it.
         """
         team, publication = self._team, self._publication
         try:
@@ -58,7 +58,7 @@ class LocalOutput:
             team.all(publication.join)
             team.first(lambda: lay_out((file for file in output.files if not file.last), publication.content))
             team.all(lambda: self._fill(output, filler, progress))
-            # The file that says that everything is there.
+            # These files mark the checkpoint as complete.
             team.first(lambda: lay_out((file for file in output.files if file.last), publication.content))
             for check in checks:
                 team.first(check)
@@ -67,7 +67,7 @@ class LocalOutput:
             publication.close()
 
     def _fill(self, output: Output, filler: Filling, progress: Progress) -> None:
-        """This process's share of the records; what an interrupted run finished is checked, not written again."""
+        """Write this process's share of the records; records that an interrupted run finished are only checked."""
         writer = RecordWriter(self._publication.content, filler.fill, self._workers, self._block_bytes)
         done = self._publication.done()
         mine = list(enumerate(output.records))[self._team.rank :: self._team.size]
@@ -86,7 +86,7 @@ class LocalOutput:
 
 
 class RemoteOutput:
-    """Files made one at a time on this machine's disk, and uploaded; the one that says that all are there is last."""
+    """Files made one at a time on the local disk and uploaded; the file that marks them as complete is last."""
 
     def __init__(self, destination: Destination, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
         self._upload = Upload(destination.path, fingerprint, team.rank)
@@ -98,7 +98,7 @@ class RemoteOutput:
     ) -> None:
         """Write everything; an existing remote folder is never replaced.
 
-        What does not pass the second check loses the files by which it would pass for whole.
+        If the second check fails, the files that mark the output as complete are removed again.
         """
         unchanged, readable = checks
         team = self._team
@@ -128,7 +128,7 @@ class RemoteOutput:
             for file in last:
                 team.first(lambda file=file: self._make(file, [], filler, None))  # type: ignore[misc]  # bound at once
             team.first(readable)
-        except BaseException:  # an interrupt, too
+        except BaseException:  # interrupts included
             if team.rank == 0:
                 self._upload.withdraw([file.name for file in last])
             raise
@@ -152,6 +152,6 @@ def _records(files: Sequence[OutputFile], records: dict[str, list[tuple[int, Rec
 def _counter(
     share: Sequence[tuple[int, Record]], left: Sequence[tuple[int, Record]], progress: Progress
 ) -> ByteCounter:
-    """Counts how much of this process's share is written; a part of it may be there already."""
+    """Return a counter for this process's share, of which a part may be written already."""
     total = sum(record.nbytes for _, record in share)
     return ByteCounter(total, progress, done=total - sum(record.nbytes for _, record in left))

@@ -25,10 +25,10 @@ RECORDED_TENSORS = "recorded tensors"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong (`error`) or remarkable (`warning`): which check saw it, where, and what.
+    """A problem (`error`) or remarkable fact (`warning`), with its check, place and description.
 
-    `file` and `offset`: the file, as the checkpoint names it or by its path, and the byte in it, where it is of one
-    place.
+    `file` and `offset`: the file, as the checkpoint names it or by its path, and the byte in it; None if it has no
+    single place.
     """
 
     severity: Severity
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check that was made, and on how much; `done` is False where it could not be, for the reason in `extent`."""
+    """A check and its extent; `done` is False if it was not possible, with the reason in `extent`."""
 
     name: str
     extent: str
@@ -50,15 +50,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result: sound means that no finding is an error.
+    """The result of a verification; sound means that no finding is an error.
 
     Attributes:
         path: the checkpoint's folder.
-        quick: whether metadata alone was checked.
-        checks: that were made, or could not be.
-        findings: in the order of the checks.
-        recorded: the manifest that was written; None where none was.
-        iteration: of a job; None where the checkpoint cannot be opened, or is a model to start from.
+        quick: only metadata was checked.
+        checks: the checks that were made, or were not possible.
+        findings: the findings, in the order of the checks.
+        recorded: the manifest that was written; None if none was.
+        iteration: the iteration; None if the checkpoint cannot be opened, or is a model to start from.
     """
 
     path: str
@@ -70,7 +70,7 @@ class Verification:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if no finding is an error."""
         return not any(finding.severity == "error" for finding in self.findings)
 
 
@@ -88,10 +88,10 @@ class Results:
 
 
 def error(check: str, where: str, what: str, file: str | None = None, offset: int | None = None) -> Finding:
-    """Something is wrong."""
+    """Make a finding about a problem."""
     return Finding("error", check, where, what, file, offset)
 
 
 def warning(check: str, where: str, what: str, file: str | None = None, offset: int | None = None) -> Finding:
-    """Something is remarkable."""
+    """Make a finding about a remarkable fact."""
     return Finding("warning", check, where, what, file, offset)

@@ -1,4 +1,4 @@
-"""Values that are rounded to float16, which has none above 65504."""
+"""Detects values that overflow when they are rounded to float16, whose maximum is 65504."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_fits(placed: WriteItem, rounded: torch.Tensor, read: Callable[[WriteIt
     """Refuse finite values that became infinite.
 
     Args:
-        placed: what was read.
+        placed: the slice that was read.
         rounded: its elements, in float16.
         read: reads it again, into memory of another dtype.
 

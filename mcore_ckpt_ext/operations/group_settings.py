@@ -1,4 +1,4 @@
-"""What the settings show: of the parameter groups and of the scheduler, those that are missing or make no sense."""
+"""Checks settings of parameter groups and of the scheduler: missing or impossible ones are findings."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mcore_ckpt_ext.operations.findings import COMPLETE, VALUES, Finding, error,
 from mcore_ckpt_ext.optimizers.groups import ADAM, rule_of
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
-# Of every parameter group, and of Adam's (torch.optim, Transformer Engine's FusedAdam).
+# Settings that every parameter group needs, and Adam's groups besides (torch.optim, Transformer Engine's FusedAdam).
 _NEEDED, _OF_ADAM = ("lr", "weight_decay"), ("eps",)
-# A fused optimizer of CUDA graphs (`capturable`) keeps them as tensors.
+# A fused optimizer for CUDA graphs (`capturable`) keeps them as tensors.
 _NUMBERS = (int, float, TensorReference)
 
 
 def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """What cannot be, of a checkpoint's parameter groups and its scheduler.
+    """Yield impossible settings of a checkpoint's parameter groups and its scheduler.
 
-    An error where a setting is not there or is no number; a warning where it is no finite one: the next step would make
-    the weights so.
+    An absent or non-numeric setting is an error; a non-finite one is a warning: the next step would make the weights
+    non-finite.
     """
     found: dict[str, bool] = {}
     for group in groups:
@@ -46,7 +46,7 @@ def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any
 
 
 def check_group_of_each(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Parameters that no group is for, by Megatron's own rule; a loop may have another. Their packing is known."""
+    """Yield parameters without a group, by Megatron's rule; other loops may differ. Needs the packing."""
     there = {None if (decay := decay_of(group)) is None else bool(decay) for group in groups}
     if not there or None in there:
         return
@@ -65,7 +65,7 @@ def _is_number(value: object) -> bool:
 
 
 def _odd(settings: Mapping[str, Any]) -> dict[str, bool]:
-    """Those that are no finite numbers, in words."""
+    """Return the settings that are not finite, in words."""
     odd = ((key, value) for key, value in settings.items() if isinstance(value, float) and not isfinite(value))
     return {f"{key} is {value}": False for key, value in odd}
 

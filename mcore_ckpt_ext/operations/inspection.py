@@ -1,4 +1,4 @@
-"""Describes a checkpoint from metadata alone: layout, writer, model, sizes, files, and what can resume it."""
+"""Describes a checkpoint from its metadata: layout, writer, model, sizes, files, and what can resume it."""
 
 from __future__ import annotations
 
@@ -46,14 +46,16 @@ class StoredTensor:
 
 @dataclass
 class StoredFile:
-    """A file, explained.
+    """A file and its content.
 
     Attributes:
-        rank: the global rank that wrote it; None where the name does not say.
-        writer: which of that rank's writers.
+        file: its name.
+        rank: the global rank that wrote it; None if the name does not contain it.
+        writer: the number of that rank's writer.
         place: the rank's place in the layout, in words.
-        bytes_on_disk: None when the file is missing.
-        bytes_by_kind: payload of the arrays in it.
+        bytes_on_disk: its size; None if the file is missing.
+        records: the number of arrays or parts of arrays in it.
+        bytes_by_kind: the size of the arrays in it, by kind.
         tensors: the arrays of which it holds a part, as its format names them.
     """
 
@@ -69,9 +71,9 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class BufferMap:
-    """Which parameter lies where in one flat array of `numel` elements: (name, first, one past the last).
+    """The packing of one flat array of `numel` elements: (name, first element, end) of each parameter.
 
-    `order_source` proposed it, and sizes and chunk borders agree with it; empty where no proposal fits.
+    `order_source` proposed it, and sizes and chunk borders agree with it; empty if no proposal fits.
     """
 
     group: str
@@ -85,10 +87,10 @@ class BufferMap:
 class Inspection:
     """Everything that `inspect` reports; sizes in bytes.
 
-    `iteration` is None of a model to start from. A dimension of `layout`, that of the job that saved it or of the one
-    whose checkpoint was converted, is None where nothing tells its size; `layout_text` is empty without any job.
-    `described_by` names the file that describes the job of a checkpoint without Megatron's arguments; `unbelieved` is
-    what such a source states wrongly.
+    `iteration` is None for a model to start from. `layout` is that of the job that saved the checkpoint, or the one
+    that it was converted from; a dimension is None if its size is unknown, and `layout_text` is empty without any job.
+    `described_by` names the file that describes the job of a checkpoint without Megatron's arguments; `unbelieved`
+    lists wrong statements of such a file.
     """
 
     schema: int
@@ -124,16 +126,16 @@ def inspect(
     facts: Facts = NOTHING,
     weights: str | os.PathLike[str] | None = None,
 ) -> Inspection:
-    """Inspect a checkpoint; nothing but metadata is read.
+    """Inspect a checkpoint; only metadata is read.
 
     Args:
         path: a run folder (its newest iteration), an iteration folder, or a canonical folder.
-        buffers: also propose the maps of flat gradient buffers.
-        facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
-        weights: where the weights lie, if the checkpoint holds an optimizer alone; samples of it are then read.
+        buffers: also propose the packing of flat gradient buffers.
+        facts: facts about the job that wrote a checkpoint without Megatron's arguments.
+        weights: the path of the weights, if the checkpoint holds only an optimizer; samples of them are then read.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
 
     Example:
         >>> found = inspect("run")
@@ -206,12 +208,12 @@ def _files(checkpoint: CheckpointView, grid: RankGrid | None) -> list[StoredFile
 
 
 def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid | None) -> StoredFile:
-    """A file, and its place in the layout; `grid`: of the ranks that wrote the files, None where no rank did."""
+    """Return a file with its place in the layout; `grid`: of the ranks that wrote files, if any."""
     try:
         size: int | None = (checkpoint.folder / name).stat().st_size
     except OSError:
         size = None
-    # An absolute path: a file of another job.
+    # An absolute path is a file of another job.
     if grid is not None and (match := _DISTCP.match(name)) and not name.startswith("/"):
         rank = int(match[1])
         return StoredFile(name, rank, int(match[2]), grid.place(rank), size)
@@ -228,7 +230,7 @@ def _other_bytes(folder: Path, files: list[StoredFile]) -> int:
 
 
 def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
-    """The model in numbers; what the arguments do not give is left out, and what is a job's where none saved it."""
+    """Return the model in numbers; unknown arguments, and arguments of a job if no job saved it, are left out."""
     names = {
         "layers": "num_layers", "hidden size": "hidden_size", "feed-forward size": "ffn_hidden_size",
         "attention heads": "num_attention_heads", "query groups": "num_query_groups", "experts": "num_experts",
@@ -256,7 +258,7 @@ def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
 
 
 def _training(checkpoint: CheckpointView) -> dict[str, int | float | list[int | float]]:
-    """Learning rate, step and counters, from the parameter groups and arguments."""
+    """Return learning rate, step and counters, from the parameter groups and arguments."""
     groups = checkpoint.param_groups()
     found: dict[str, int | float | list[int | float]] = {}
     for key in ("step", "lr"):
@@ -271,7 +273,7 @@ def _training(checkpoint: CheckpointView) -> dict[str, int | float | list[int | 
 
 
 def _tensors(checkpoint: CheckpointView) -> tuple[StoredTensor, ...]:
-    """All weights; optimizer state too where the format names it without a packing."""
+    """Return all weights, and optimizer state if the format names it without a packing."""
     kinds = checkpoint.kinds() if shows_names(checkpoint.optimizer_format) else [WEIGHT]
     tensors = [(kind, checkpoint.logical_tensor(kind, name)) for kind in kinds for name in checkpoint.names(kind)]
     return tuple(StoredTensor(kind, t.name, t.shape, t.dtype) for kind, t in tensors if t is not None)

@@ -1,4 +1,4 @@
-"""Whether the bytes are those that were written: torch's own checksums, and Megatron's manifest."""
+"""Checks that the bytes are those that were written: by torch's own checksums, and Megatron's manifest."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ Item = TypeVar("Item")
 
 
 def check_file_digests(folder: Path, results: Results) -> bool:
-    """Compare the small files of a folder with their digests, where it has any.
+    """Compare the small files of a folder with their digests, if it has any.
 
     Returns:
-        Whether the rest of the folder can be read by them.
+        True if the rest of the folder can be read with these files.
     """
     try:
         found = compare_digests(folder)
@@ -65,11 +65,11 @@ def check_file_digests(folder: Path, results: Results) -> bool:
 
 
 class StoredChecksums:
-    """The checksums that a checkpoint has of its own bytes.
+    """The checksums of a checkpoint's own bytes.
 
     Args:
         checkpoint: an open checkpoint.
-        failed: files that are missing or cut off.
+        failed: files that are missing or truncated.
     """
 
     def __init__(self, checkpoint: CheckpointView, failed: set[str]) -> None:
@@ -84,13 +84,13 @@ class StoredChecksums:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes have to be read."""
+        """Estimate of the number of bytes to read."""
         return self._guarded + self._manifest_bytes
 
     def check(
         self, confirmed: Confirmed, workers: int, advance: Advance, results: Results, team: Team = ONE_PROCESS
     ) -> None:
-        """Compare all of them but those of `confirmed`, which are known to be right; a team shares them."""
+        """Compare all checksums except those in `confirmed`, which are known to be right; a team shares them."""
         team.all(lambda: read_rest(confirmed, workers))
         for verified, verified_records in team.gather((confirmed.verified, confirmed.verified_records)):
             confirmed.add(verified, verified_records)
@@ -109,13 +109,13 @@ class StoredChecksums:
 
 
 def _has_bare_numbers(checkpoint: CheckpointView) -> bool:
-    """Whether tensors are stored as nothing but their elements."""
+    """Return True if tensors are stored as bare elements, without checksums."""
     stored = (one for name in checkpoint.names(WEIGHT) for one in checkpoint.stored(WEIGHT, name)[:1])
     return any(isinstance(one.extent, RawArray) and one.extent.crc is None for one in stored)
 
 
 def labels(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
-    """What the archive at a place in a file holds, by Megatron's key, where the checkpoint says so."""
+    """Return Megatron's keys for archives, by file and position, if the checkpoint has an index."""
     found: dict[tuple[str, int], str] = {}
     index = checkpoint.format_reader.stored_index
     if index is not None:
@@ -135,7 +135,7 @@ def check_archives(
     confirmed: Confirmed,
     team: Team = ONE_PROCESS,
 ) -> list[Finding]:
-    """Compare the CRC-32 of every record of every archive, but those that are known to be right."""
+    """Compare the CRC-32 of every record of every archive, except records that are known to be right."""
     known = labels(checkpoint)
 
     def check(archive: Archive) -> Finding | None:
@@ -156,7 +156,7 @@ def check_archives(
 
 
 def read_rest(confirmed: Confirmed, workers: int) -> None:
-    """Read what has not passed of the records that were looked into; whether they are right then, `confirmed` says."""
+    """Read the rest of records of which parts were read; `confirmed` then shows if they are right."""
     with ThreadPoolExecutor(workers) as pool:
         for compared in [pool.submit(compare) for compare in confirmed.rest()]:
             with suppress(UnreadableCheckpointError):
@@ -181,11 +181,11 @@ def check_bare_arrays(
 
 
 def check_manifest(folder: Path, workers: int, advance: Advance, team: Team = ONE_PROCESS) -> list[Finding]:
-    """Compare the SHA-256 of every file with `integrity.json`, which `--verify-integrity` leaves since core_v0.18.0.
+    """Compare the SHA-256 of every file with `integrity.json` (`--verify-integrity`, since core_v0.18.0).
 
+    Its content is `{"algorithm": "sha256", "files": {name: hex digest}}`, for the files in the same folder.
     Source: `save_integrity_manifest` and `_verify_integrity_manifest_impl`,
     megatron/core/dist_checkpointing/validation.py, core_v0.18.0 to 0.19.2.
-    Its form is `{"algorithm": "sha256", "files": {name: hex digest}}`, for the files beside it.
     """
     path = folder / MANIFEST
     try:
@@ -218,14 +218,14 @@ def check_manifest(folder: Path, workers: int, advance: Advance, team: Team = ON
 
 
 def manifest_bytes(folder: Path) -> int:
-    """Roughly how much `check_manifest` reads."""
+    """Estimate how many bytes `check_manifest` reads."""
     if not (folder / MANIFEST).exists():
         return 0
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
 
 
 def digest_of_file(folder: Path, name: str, advance: Advance = lambda count: None) -> str:
-    """The SHA-256 of a file of a folder.
+    """Return the SHA-256 of a file of a folder.
 
     Raises:
         OSError: it is missing, cannot be read, or is a link out of the folder.

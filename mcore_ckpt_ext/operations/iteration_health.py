@@ -1,4 +1,4 @@
-"""Which iterations of a run are whole, by the cheap checks of `verify`, so that a resume may take them."""
+"""Finds complete iterations of a run by the quick checks of `verify`, so that a resume may take them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class IterationHealth:
     """The state of the checkpoint that a resume would take.
 
     Attributes:
-        wanted: what the tracker, or the user, names.
-        problems: what is wrong with it; empty if nothing is.
-        newest_complete: the newest iteration of the run that is whole, or None; looked for only where the wanted one is
-            not whole.
-        unfinished: iterations that came after the wanted one and are not whole.
-        has_tracker: whether the tracker names anything at all.
+        wanted: the iteration that the tracker, or the user, names, in words.
+        problems: its problems; empty if there are none.
+        newest_complete: the newest complete iteration of the run, or None; searched only if the wanted one is not
+            complete.
+        unfinished: incomplete iterations after the wanted one.
+        has_tracker: True if the tracker names an iteration.
     """
 
     wanted: str
@@ -34,15 +34,15 @@ class IterationHealth:
 
 
 def iteration_health_of(run: Path, step: int | None = None) -> IterationHealth | None:
-    """Look at what a resume from a run folder would take.
+    """Assess the checkpoint that a resume from a run folder would take.
 
     Args:
         run: the run folder.
-        step: the iteration that the user names; otherwise the tracker names it.
+        step: the iteration that the user names; None for the tracker's.
 
     Returns:
-        None where there is nothing to judge: no tracker, or a checkpoint in another format than torch_dist, which is
-        stock Megatron's to resume.
+        The assessment; None without a tracker, or for a checkpoint in another format than torch_dist, which stock
+        Megatron resumes.
     """
     tracker = read_tracker(run / TRACKER_FILE)
     if step is None and (tracker is None or tracker.names_release):
@@ -69,10 +69,10 @@ def _is_of_another_format(folder: Path) -> bool:
 
 
 def problems_of(folder: Path) -> tuple[str, ...]:
-    """What is wrong with an iteration, by its files and its metadata; empty if nothing is."""
+    """Return the problems of an iteration, by its files and its metadata; empty if there are none."""
     try:
         found = verify(folder, quick=True)
-    except UnsupportedCheckpointError:  # whatever it is, it is not damage
+    except UnsupportedCheckpointError:  # unsupported is not damaged
         return ()
     except (CheckpointError, OSError) as error:
         return (str(error),)
@@ -80,7 +80,7 @@ def problems_of(folder: Path) -> tuple[str, ...]:
 
 
 def _iterations(run: Path) -> dict[int, Path]:
-    """Iteration folders by number, newest first."""
+    """Return the iteration folders by number, newest first."""
     return {number: path for number, path in iteration_folders(run).items() if path.is_dir()}
 
 

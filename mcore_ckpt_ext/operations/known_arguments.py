@@ -1,4 +1,4 @@
-"""What the stored tensors show of the arguments that a checkpoint does not state, and which stay unknown."""
+"""Derives a checkpoint's missing arguments from its tensors, and lists those that stay unknown."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NEEDED: Sequence[str] = (
 
 
 def with_shown_arguments(checkpoint: CheckpointView, job: JobArguments) -> JobArguments:
-    """A job's arguments, and the precision and the kind of optimizer that the stored tensors show if nothing states it.
+    """Return a job's arguments; the stored tensors show precision and kind of optimizer if not set.
 
     Args:
-        checkpoint: which holds the tensors.
-        job: the arguments that it states, and those that a user does.
+        checkpoint: the checkpoint with the tensors.
+        job: the arguments of the checkpoint and of the user.
     """
     shown: dict[str, Any] = {}
     if not (job.is_set("bf16") or job.is_set("fp16")):
@@ -36,5 +36,5 @@ def with_shown_arguments(checkpoint: CheckpointView, job: JobArguments) -> JobAr
 
 
 def unknown_arguments(job: JobArguments) -> tuple[str, ...]:
-    """The arguments that a plan uses and nothing states."""
+    """Return the names of unset arguments that a plan uses."""
     return tuple(name for name in _NEEDED if not job.is_set(name))

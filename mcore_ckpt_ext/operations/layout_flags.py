@@ -1,4 +1,4 @@
-"""A layout as a job states it: Megatron's arguments, the flags to paste, and what they change."""
+"""A layout as Megatron's arguments and as flags to paste, with notes about what it changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_ckpt_ext.layout_choice.search import FoundLayout, batch_of
 
 
 def arguments_of(one: FoundLayout) -> dict[str, Any]:
-    """Megatron's arguments of a layout, as they are after parsing."""
+    """Return Megatron's arguments of a layout, as they are after parsing."""
     choice, layout = one.choice, one.choice.layout
     return {
         "tensor_model_parallel_size": layout.tensor,
@@ -26,7 +26,7 @@ def arguments_of(one: FoundLayout) -> dict[str, Any]:
 
 
 def flags_of(one: FoundLayout) -> list[str]:
-    """The job's flags for a layout, as Megatron spells them."""
+    """Return the job's flags for a layout, as Megatron spells them."""
     choice, layout = one.choice, one.choice.layout
     flags = [
         f"--tensor-model-parallel-size {layout.tensor}",
@@ -40,7 +40,7 @@ def flags_of(one: FoundLayout) -> list[str]:
         ]
     split = dict(choice.split.arguments) if choice.split else {}
     text = split.get("pipeline_model_parallel_layout")
-    # Virtual stages of hybrid models are named in their pattern, and nowhere else.
+    # Virtual stages of hybrid models are only given in their pattern.
     if layout.virtual_pipeline > 1 and not text and not is_hybrid(choice.job):
         flags.append(f"--num-virtual-stages-per-pipeline-rank {layout.virtual_pipeline}")
     for name, value in split.items():
@@ -60,7 +60,7 @@ def flags_of(one: FoundLayout) -> list[str]:
 
 
 def notes_of(one: FoundLayout, job: JobArguments, keeps_random_state: bool) -> list[str]:
-    """What a layout changes for the user."""
+    """Return notes about what a layout changes for the user."""
     choice = one.choice
     micro, whole = batch_of(job)
     notes = []

@@ -1,4 +1,4 @@
-"""Which layouts of a number of GPUs can resume a checkpoint, best first, with what each needs and what to type."""
+"""Lists the layouts that can resume a checkpoint on a number of GPUs, best first."""
 
 from __future__ import annotations
 
@@ -40,21 +40,20 @@ class PlannedLayout:
     Attributes:
         layout: its sizes, in words.
         sizes: the size of each dimension.
-        layers_per_stage: decoder layers of each pipeline rank.
-        fits: whether it fits; None where that is not known, because no memory size is given and the old layout needed
-            less.
+        layers_per_stage: the number of decoder layers of each pipeline rank.
+        fits: True if it fits; None if that is unknown: no memory size is given and the old layout needed less.
         memory: weights, gradients, optimizer, activations (an estimate), and host memory.
         bubble: the idle share of the pipeline, 0 to 1.
-        micro_batch_size: samples that a rank processes at once.
-        global_batch_size: samples of an iteration.
+        micro_batch_size: the number of samples that a rank processes at once.
+        global_batch_size: the number of samples of an iteration.
         read_per_rank: bytes that the fullest rank reads.
         read_in_all: bytes that all ranks read.
         read_once: bytes that are read with `--ckpt-ext-read-once`.
-        seconds: at the given rate; None without one.
-        stock_resumes: whether stock Megatron alone resumes the optimizer.
-        keeps_random_state: whether random states are carried over.
-        flags: to paste into the job's command line.
-        notes: what changes for the user.
+        seconds: the duration of reading at the given rate; None without one.
+        stock_resumes: stock Megatron resumes the optimizer without this package.
+        keeps_random_state: random states are restored.
+        flags: flags for the job's command line.
+        notes: changes for the user.
     """
 
     layout: str
@@ -80,16 +79,17 @@ class LayoutPlan:
     """The result of `plan`.
 
     Attributes:
-        old_layout: of the job that saved the checkpoint; empty where none did.
-        layouts: accepted layouts, best first, as many as were asked for.
-        accepted: how many there are in all.
-        least_memory: bytes of a GPU that every accepted layout needs, listed or not; None where none is accepted.
-        least_layout: the one that needs no more.
-        gpu_memory: bytes of a GPU; where they are not given, what the old layout needs by the same estimate.
+        old_layout: the layout of the job that saved the checkpoint; empty without a job.
+        layouts: accepted layouts, best first, as many as requested.
+        accepted: the number of accepted layouts.
+        least_memory: the least memory of a GPU, in bytes, with which any accepted layout works; None if none is
+            accepted.
+        least_layout: the layout that needs `least_memory`.
+        gpu_memory: bytes of a GPU; if not given, the need of the old layout by the same estimate.
         gpu_memory_source: where that number is from.
         excluded: how many combinations each rule of Megatron excluded.
-        nearest: for each rule, the excluded layout that is nearest to the old one, and why: (layout, reason).
-        unknown: arguments of the job that are not known, and count as their defaults.
+        nearest: for each rule, the excluded layout that is nearest to the old one, and the reason: (layout, reason).
+        unknown: arguments of the job that are unknown, and count as their defaults.
     """
 
     schema: int
@@ -110,7 +110,7 @@ class LayoutPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether at least one layout is accepted and fits."""
+        """True if at least one layout is accepted and fits."""
         return any(one.fits is not False for one in self.layouts)
 
 
@@ -128,24 +128,24 @@ def plan(
     facts: Facts = NOTHING,
     arguments: Mapping[str, Any] | None = None,
 ) -> LayoutPlan:
-    """List the layouts that Megatron accepts for a checkpoint on so many GPUs; reads metadata alone.
+    """List the layouts that Megatron accepts for a checkpoint on a number of GPUs; reads only metadata.
 
     Args:
         path: a run folder (its newest iteration) or an iteration folder.
-        gpus: number of GPUs.
-        gpus_per_node: tensor parallelism beyond them crosses nodes, and comes last.
-        gpu_memory: bytes of a GPU; by default at least what the old layout needs by the same estimate.
+        gpus: the number of GPUs.
+        gpus_per_node: the GPUs of a node; layouts with larger tensor parallelism cross nodes, and come last.
+        gpu_memory: bytes of a GPU; by default at least the need of the old layout by the same estimate.
         megatron_version: the release that will run; by default the installed one, else the newest known.
-        pins: sizes that are fixed: `{"tp": 8}`.
+        pins: fixed sizes: `{"tp": 8}`.
         recomputation: `none`, `selective` or `full`; by default that of the job.
         read_rate: bytes a second that all GPUs together read from the store.
         most: how many layouts are listed; None for all.
-        facts: the layout of the job that wrote a checkpoint without Megatron's arguments.
+        facts: facts about the job that wrote a checkpoint without Megatron's arguments, such as its layout.
         arguments: arguments of the job that the checkpoint does not state, by name.
 
     Raises:
-        UsageError: a value makes no sense.
-        CheckpointError: the checkpoint cannot be read, or does not say enough of its model.
+        UsageError: a value is invalid.
+        CheckpointError: the checkpoint cannot be read, or does not describe its model completely.
     """
     check_gpus(gpus, gpus_per_node)
     with reraise_as_unreadable(path):
@@ -190,7 +190,7 @@ def check_gpus(*numbers: int) -> None:
     """Refuse numbers of GPUs that no job has.
 
     Raises:
-        UsageError: one is not positive, or many times that of the largest jobs.
+        UsageError: a number is not positive, or far beyond the largest jobs.
     """
     for number in numbers:
         if not 1 <= number <= MOST_RANKS:
@@ -200,7 +200,7 @@ def check_gpus(*numbers: int) -> None:
 def _as_before(
     job: JobArguments, table: ModelTable, old: ParallelLayout, wish: SearchRequest, buffers: Buffers
 ) -> tuple[SearchRequest, str]:
-    """The memory that the old layout needs: its job ran."""
+    """Set the memory to the need of the old layout, as its job has run."""
     pins = {name: getattr(old, name) for name in PINS.values()}
     before = search(job, table, old, replace(wish, gpus=old.world, pins=pins), buffers).found
     if not before or old.unknown:
@@ -209,7 +209,7 @@ def _as_before(
 
 
 def buffers_of(job: JobArguments, table: ModelTable, version: Version) -> Buffers:
-    """How a job of a release keeps its gradients and its optimizer, by its arguments."""
+    """Return how a job of a release keeps its gradients and its optimizer, by its arguments."""
     is_fp32 = bool(job.accumulate_allreduce_grads_in_fp32) or not (job.bf16 or job.fp16)
     fraction = job.raw.get("optimizer_offload_fraction")
     offloads = bool(job.optimizer_cpu_offload) and isinstance(fraction, float)
@@ -224,9 +224,9 @@ def buffers_of(job: JobArguments, table: ModelTable, version: Version) -> Buffer
 
 
 def _layer_wise(job: JobArguments, table: ModelTable, version: Version) -> LayerWise | None:
-    """How a layer-wise optimizer shares parameters out; None for other optimizers.
+    """Return how a layer-wise optimizer distributes parameters; None for other optimizers.
 
-    Experts with biases make a part for a DistributedOptimizer impossible (`_get_megatron_emerging_optimizer`,
+    With biases in the experts, no part of it can be a DistributedOptimizer (`_get_megatron_emerging_optimizer`,
     megatron/core/optimizer/__init__.py, core_v0.19.1 and the development head of August 2026).
     """
     if not is_layer_wise(job):
@@ -298,6 +298,6 @@ def _planned(
 
 
 def _nearest(result: Search) -> tuple[tuple[str, str], ...]:
-    """For each rule the excluded layout that is nearest to the old one, nearest first."""
+    """Return for each rule the excluded layout that is nearest to the old one, nearest first."""
     by_distance = sorted(result.nearest.values(), key=lambda one: one[0])
     return tuple((str(layout), reason) for _, layout, reason in by_distance)

@@ -24,7 +24,7 @@ _DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class MetadataDifference:
-    """Something beside the tensors, told and not judged."""
+    """A difference outside of the tensors, which is reported but does not count for equality."""
 
     what: str
     a: str
@@ -32,7 +32,7 @@ class MetadataDifference:
 
 
 def facts_beside(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
-    """The differences in metadata of two checkpoints."""
+    """Yield the differences in metadata of two checkpoints."""
     yield MetadataDifference("format", _format(a), _format(b))
     yield MetadataDifference("layout", str(a.layout), str(b.layout))
     yield MetadataDifference("iteration", str(a.iteration), str(b.iteration))
@@ -59,15 +59,15 @@ def facts_beside(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDiffe
 
 
 def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
-    """What the two compute differently with the same tensors, as far as both say how they do."""
-    with suppress(UnsupportedCheckpointError):  # a checkpoint need not say how large its model is
+    """Yield model arguments that differ, so that equal tensors compute different results."""
+    with suppress(UnsupportedCheckpointError):  # a checkpoint need not describe its model completely
         models = complete(a.arguments), complete(b.arguments)
         for name, values in differing(*models).items():
             yield MetadataDifference(name, *map(format_value, values))
 
 
 def _left_out(checkpoint: CheckpointView) -> str:
-    """What of a Hugging Face folder sees images, where the other has none; empty where nothing does."""
+    """Return the vision tensors of a Hugging Face folder that are ignored; empty if there are none."""
     return join_some(checkpoint.format_reader.ignored_vision_tensors, 1)
 
 
@@ -76,29 +76,29 @@ def _format(checkpoint: CheckpointView) -> str:
 
 
 def _group_values(checkpoint: CheckpointView, key: str) -> str:
-    """The distinct values of a key of the parameter groups."""
+    """Return the distinct values of a number in the parameter groups."""
     groups: list[dict[str, Any]] = checkpoint.param_groups()
     values = {float(group[key]) for group in groups if isinstance(group.get(key), (int, float))}
     texts = (f"{value:g}" if value.is_integer() else repr(value) for value in sorted(values))
-    return ", ".join(dict.fromkeys(texts)) or "none"  # one NaN is not another
+    return ", ".join(dict.fromkeys(texts)) or "none"  # one NaN is not unlike another
 
 
 def _settings(checkpoint: CheckpointView, key: str) -> str:
-    """The distinct values of any setting of the parameter groups."""
+    """Return the distinct values of any setting of the parameter groups."""
     return (
         ", ".join(sorted({format_value(group[key]) for group in checkpoint.param_groups() if key in group})) or "none"
     )
 
 
 def _counted(checkpoint: CheckpointView, key: str) -> str:
-    """The samples that the scheduler or the job has counted."""
+    """Return the number of samples that the scheduler or the job has counted."""
     scheduler = scheduler_in(checkpoint.common)
     found = scheduler.get(key) if isinstance(scheduler, dict) else None
     return format_value(checkpoint.args.get(key, "none") if found is None else found)
 
 
 def _multiplied(checkpoint: CheckpointView) -> str:
-    """What no tensor of adapters tells; empty where there are none."""
+    """Return the scaling of adapters, which no tensor contains; empty without adapters."""
     if not any(map(is_adapter, checkpoint.names(WEIGHT))):
         return ""
     try:
@@ -109,12 +109,12 @@ def _multiplied(checkpoint: CheckpointView) -> str:
 
 
 def _scaling(checkpoint: CheckpointView) -> str:
-    """How many modules have fp8 scaling, and a digest of its numbers; empty where none has."""
+    """Return the number of modules with fp8 scaling, and a digest of its values; empty without any."""
     count, digest = 0, hashlib.sha256()
     for name, state in sorted(checkpoint.extra_states().items()):
         try:
             parts = [(what, values.numpy().tobytes()) for what, values in sorted(scaling_of(state).items())]
-        except UnknownStateError:  # of another kind than that of fp8: by its bytes
+        except UnknownStateError:  # not of fp8: digest its bytes
             parts = [("", content_of(state) or b"")]
         for what, data in parts:
             digest.update(f"{name} {what} {len(data)};".encode())

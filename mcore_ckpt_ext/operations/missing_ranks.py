@@ -1,4 +1,4 @@
-"""Ranks that wrote no file, and why."""
+"""Explains ranks that wrote no file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mcore_ckpt_ext.layout.rank_grid import RankGrid
 
 
 def why_silent(ranks: Sequence[int], grid: RankGrid, arguments: JobArguments) -> str:
-    """Why these ranks wrote no file.
+    """Explain why some ranks wrote no file.
 
     Source: `FullyParallelSaveStrategyWrapper` (megatron/core/dist_checkpointing/strategies/fully_parallel.py): without
-    it only main replicas are saved, which are those of data-parallel rank 0; with it they are spread over all.
+    it only main replicas are saved, all on data-parallel rank 0; with it they are distributed over all ranks.
     """
     if not ranks:
         return ""

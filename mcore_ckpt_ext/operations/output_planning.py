@@ -1,4 +1,4 @@
-"""Laying out what a conversion writes: from a source and a target to files, records and notes."""
+"""Plans the output of a conversion: from a source and a target to files, records and notes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 
 def lay_out(checkpoint: CheckpointView, target: Target, family: Family | None) -> OutputPlan:
-    """Lay out the files of a conversion.
+    """Plan the files of a conversion.
 
     Raises:
         UnsupportedCheckpointError: the format cannot hold this checkpoint.
@@ -27,10 +27,10 @@ def lay_out(checkpoint: CheckpointView, target: Target, family: Family | None) -
 
 
 def _check_vocabulary(checkpoint: CheckpointView, asked: int | None) -> None:
-    """A vocabulary that is smaller than the source says would lose tokens; a larger one than it has invents them.
+    """Refuse a vocabulary that would lose tokens of the source, or add tokens that it does not have.
 
     Raises:
-        UsageError: it is either.
+        UsageError: the vocabulary is too small or too large.
     """
     if asked is not None and asked < (checkpoint.tokens or 0):
         raise UsageError(
@@ -47,10 +47,10 @@ def _check_vocabulary(checkpoint: CheckpointView, asked: int | None) -> None:
 
 
 def _check_experts(checkpoint: CheckpointView, asked: int | None) -> None:
-    """Refuse to spread experts of a model without any.
+    """Refuse expert parallelism for a model without experts.
 
     Raises:
-        UsageError: it has none.
+        UsageError: the model has no experts.
     """
     if asked is not None and asked > 1 and not any(map(of_experts, checkpoint.names(WEIGHT))):
         raise UsageError(

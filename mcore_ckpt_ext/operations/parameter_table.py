@@ -1,4 +1,4 @@
-"""The parameters of a checkpoint's model as the choice of a layout needs them: shapes, places, bytes of state."""
+"""The parameters of a checkpoint's model for the choice of a layout: shapes, places, bytes of state."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_conf
 
 
 def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
-    """The parameters of a checkpoint's model.
+    """Return the parameters of a checkpoint's model.
 
     Raises:
-        UnsupportedCheckpointError: it does not say enough of its model.
+        UnsupportedCheckpointError: the checkpoint does not describe its model completely.
     """
     names = checkpoint.names(WEIGHT)
     block, twice = pipelined_block(names), second_names(names)
@@ -71,10 +71,10 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
 
 
 def _check_layers(checkpoint: CheckpointView, job: JobArguments, stated: int, block: str) -> None:
-    """Refuse a number of layers that the weights contradict: every memory and every division would be wrong."""
+    """Refuse a number of layers that the weights contradict: memory and pipeline division would be wrong."""
     layers = (split_layer(name)[0] for name in checkpoint.names(WEIGHT))
     found = 1 + max(layer.number for layer in layers if layer is not None and layer.block == block)
-    # The last layers of a heterogeneous model may be without parameters.
+    # The last layers of a heterogeneous model may have no parameters.
     is_heterogeneous = any(job.raw.get(name) for name in _HETEROGENEOUS)
     if found > stated or (found < stated and not is_heterogeneous):
         raise UnsupportedCheckpointError(
@@ -102,7 +102,7 @@ class _States:
         self._state = checkpoint.optimizer if checkpoint.optimizer_format else None
         self._shows_names = shows_names(checkpoint.optimizer_format)
         kinds = self._state.kinds if self._state else (FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
-        # A remainder and a weight make the master, which then exists nowhere by itself.
+        # With remainders, the master is not stored: it is joined from a weight and a remainder.
         self._kinds = [kind for kind in kinds if not (kind == FP32_PARAM and PARAM_REMAINDER in kinds)]
         self._names = (
             {kind: set(self._state.names(kind)) for kind in kinds} if self._state and self._shows_names else {}
@@ -112,7 +112,7 @@ class _States:
         self._distributed = bool(job.use_distributed_optimizer)
 
     def of(self, name: str, weight_bytes: int) -> tuple[int, int, bool]:
-        """Bytes of an element in memory, bytes of an element in the checkpoint, and whether ranks share them."""
+        """Return the bytes of an element in memory and in the checkpoint, and True if ranks share them."""
         in_memory = stored = 0
         for kind in self._kinds:
             if self._names and name not in self._names[kind]:
@@ -129,7 +129,7 @@ class _States:
 
 
 def _state_dtypes(job: JobArguments) -> dict[str, int]:
-    """Bytes of the kinds of state whose precision the arguments choose (`--use-precision-aware-optimizer`)."""
+    """Return the bytes of kinds whose precision is an argument (`--use-precision-aware-optimizer`)."""
     if not job.use_precision_aware_optimizer:
         return {FP32_PARAM: 4, EXP_AVG: 4, EXP_AVG_SQ: 4}
     chosen = {EXP_AVG: "exp_avg_dtype", EXP_AVG_SQ: "exp_avg_sq_dtype", FP32_PARAM: "main_params_dtype"}

@@ -1,4 +1,4 @@
-"""Which decoder layers lie on which ranks."""
+"""Maps decoder layers to the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Stage:
 
     Attributes:
         pipeline: the pipeline rank.
-        chunk: which of that rank's chunks (`--virtual-pipeline-model-parallel-size`).
+        chunk: the number of the chunk on that rank (`--virtual-pipeline-model-parallel-size`).
         first: its first decoder layer.
-        last: one past its last; equal to `first` where it has none.
-        ranks: the global ranks that hold it or a tensor-parallel part of it, as runs (first, one past the last).
+        last: the end of its decoder layers (exclusive); equal to `first` if it has none.
+        ranks: the global ranks that hold it or a tensor-parallel part of it, as ranges (first, end).
     """
 
     pipeline: int
@@ -30,10 +30,10 @@ class Stage:
 
 
 def stages_of(checkpoint: CheckpointView, grid: RankGrid) -> tuple[Stage, ...]:
-    """Every chunk of the job that wrote a checkpoint; empty where the pipeline's split is not known."""
+    """Return every chunk of the job that wrote a checkpoint; empty if the pipeline split is unknown."""
     try:
         layers = checkpoint.layers() or layers_by_chunk(checkpoint.arguments, checkpoint.layout)
-    except CheckpointError:  # arguments that contradict each other; what else is in the checkpoint can be shown
+    except CheckpointError:  # contradictory arguments; the rest of the checkpoint can still be shown
         return ()
     if layers is None or not grid.is_known or "virtual_pipeline" in grid.layout.unknown:
         return ()
@@ -46,7 +46,7 @@ def stages_of(checkpoint: CheckpointView, grid: RankGrid) -> tuple[Stage, ...]:
 
 
 def _ranks(grid: RankGrid, pipeline: int) -> tuple[tuple[int, int], ...]:
-    """The global ranks of a pipeline rank, as runs."""
+    """Return the global ranks of a pipeline rank, as ranges."""
     layout = grid.layout
     inner = layout.tensor * layout.context
     if not grid.pipeline_first:

@@ -9,18 +9,18 @@ Progress = Callable[[int, int], None]
 
 
 class ByteCounter:
-    """Adds up what the threads did and passes it on: bytes so far, and bytes in all (`total` may be an estimate)."""
+    """Adds up the work of threads and reports it: bytes so far, and bytes in all (`total` may be an estimate)."""
 
     def __init__(self, total: int, progress: Progress, done: int = 0) -> None:
         self._done, self._total, self._progress = done, total, progress
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Take note of bytes that are done."""
+        """Add bytes that are done."""
         with self._lock:
             self._done += count
             self._progress(min(self._done, self._total), self._total)
 
     def finish(self) -> None:
-        """Everything is done, whatever was estimated."""
+        """Report that everything is done, even if less was counted than estimated."""
         self._progress(self._total, self._total)

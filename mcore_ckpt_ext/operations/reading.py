@@ -1,4 +1,4 @@
-"""A checkpoint cut into blocks of bounded size, and as sources of which each question is asked once."""
+"""Divides tensors into blocks of bounded size, and caches the answers of sources."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mcore_ckpt_ext.planning.array_location import TransposeCodec
 from mcore_ckpt_ext.planning.plan import Source, StoredSlice, slices_in
 from mcore_ckpt_ext.planning.source_view import SourceView
 
-# A block of each kind, of each of two threads, stays in a processor's last cache until it has been looked at.
+# A block of each kind, in each of two threads, fits into a processor's last-level cache until it has been checked.
 BLOCK_ELEMENTS = 1 << 20
 
 
 def cached(source: Source) -> SourceView:
-    """Return a source that finds the slices, and the shape, of each tensor once."""
+    """Return a source that looks up the slices and the shape of each tensor only once."""
     return replace(
         SourceView.of(source),
         stored=lru_cache(maxsize=None)(source.stored),
@@ -29,7 +29,7 @@ def cached(source: Source) -> SourceView:
 
 
 def without_shifts(source: Source) -> SourceView:
-    """Return a source whose numbers are read as they are stored, not less what its model space has them less."""
+    """Return a source whose numbers are read as stored, without the shift that model space applies to them."""
     return replace(
         SourceView.of(source),
         stored=lambda kind, name: _without_shifts(source.stored(kind, name)),
@@ -45,20 +45,20 @@ def _without_shifts(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
 
 
 def blocks(regions: tuple[Region, ...], numel: int | None = None) -> Iterator[Slice]:
-    """Cut the first `numel` elements of some regions, by default all, into slices of bounded size."""
+    """Divide the first `numel` elements of regions, by default all, into slices of bounded size."""
     end = Slice.whole(regions).stop if numel is None else numel
     for start in range(0, end, BLOCK_ELEMENTS):
         yield Slice(regions, start, min(start + BLOCK_ELEMENTS, end))
 
 
 class Rooms:
-    """Memory for blocks, the same for each block of a thread: fresh pages cost more than what is read into them."""
+    """Memory for blocks, reused by each thread: new pages would cost more than reading into them."""
 
     def __init__(self) -> None:
         self._memory = threading.local()
 
     def of(self, use: str) -> Callable[[int, torch.dtype], torch.Tensor]:
-        """What allocates the memory for one use; what it gave before for that use, in that thread, is overwritten."""
+        """Return an allocator for one use; it overwrites what it returned before for that use in the same thread."""
         return partial(self._allocate, use)
 
     def _allocate(self, use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -71,11 +71,11 @@ class Rooms:
 
 @contextmanager
 def threads(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads of which each computes alone: those that torch adds to each spin while they wait for each other."""
+    """Threads with one thread of torch each: more of them would spin while they wait for each other."""
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(max(1, workers), "mcore_ckpt_ext", torch.set_num_threads, (1,)) as pool:
             yield pool
     finally:
-        # What one thread sets is the number of all that begin later.
+        # The number that one thread sets applies to all threads that start later.
         torch.set_num_threads(before)

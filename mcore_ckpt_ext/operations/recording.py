@@ -1,4 +1,4 @@
-"""Recording the SHA-256 of every file and tensor of a checkpoint, and comparing a checkpoint with what was recorded.
+"""Records the SHA-256 of every file and tensor of a checkpoint, and compares a checkpoint with a record.
 
 Tensors are recorded in model space: a conversion to another format or layout changes all files and no tensor.
 """
@@ -26,18 +26,18 @@ from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 _MANIFEST = "the manifest"
 STORED = "stored"
-"""The kind of tensors that are recorded as they are stored, because their model is not known."""
+"""The kind of tensors that are recorded as they are stored, because their model is unknown."""
 Key = tuple[str, str]
 """Kind and name of a tensor."""
 Content = CheckpointView | Listing
-"""What tensors are read from: an open checkpoint, or the stored tensors of a folder whose model is not known."""
+"""The source of tensors: an open checkpoint, or the stored tensors of a folder whose model is unknown."""
 
 
 def check_destination(path: Path) -> None:
-    """Refuse to write a manifest over something else.
+    """Refuse to write a manifest over another file.
 
     Raises:
-        UsageError: there is a file that is no manifest, or no folder to write it to.
+        UsageError: there is a file that is no manifest, or no folder to write to.
     """
     check_report(
         path,
@@ -68,14 +68,14 @@ class TensorHash:
 def record(
     path: Path, folder: Path, content: Content, digests: Sequence[TensorDigest], workers: int, team: Team
 ) -> None:
-    """Write the manifest of a checkpoint, which a reader sees whole or not at all.
+    """Write the manifest of a checkpoint, atomically.
 
     Args:
-        path: the manifest; where it lies in the checkpoint's folder, it does not list itself.
+        path: the manifest; if it lies in the checkpoint's folder, it does not list itself.
         folder: the checkpoint's folder.
         content: its tensors.
-        digests: those that are there already, of tensors that were read.
-        workers: threads.
+        digests: digests of tensors that have been read already.
+        workers: the number of threads.
         team: the processes that share the reading; the first one writes.
 
     Raises:
@@ -101,14 +101,14 @@ def compare(
     """Compare the files of a checkpoint with a manifest, and its tensors if a file differs.
 
     Args:
-        manifest: what was recorded.
-        path: where it was read from; where it lies in the folder, it is no file of the checkpoint.
+        manifest: the recorded digests.
+        path: the manifest's path; if it lies in the folder, it is no file of the checkpoint.
         folder: the checkpoint's folder.
-        content: its tensors; None where it cannot be opened.
-        workers: threads.
-        results: where findings and checks are added.
+        content: its tensors; None if it cannot be opened.
+        workers: the number of threads.
+        results: receives findings and checks.
         team: the processes that share the reading; each has all results.
-        files_suffice: whether all tensors are in these files.
+        files_suffice: all tensors are in these files, so that equal files mean equal tensors.
     """
     before = len(results.findings)
     try:
@@ -140,7 +140,7 @@ def compare_tensors(
     results: Results,
     team: Team,
 ) -> None:
-    """Compare the tensors of a checkpoint with a manifest, whatever its files are; for the arguments see `record`."""
+    """Compare the tensors of a checkpoint with a manifest, not its files; for the arguments see `record`."""
     if not manifest.has_tensors or content is None:
         what = "the checkpoint cannot be opened" if manifest.has_tensors else "the manifest lists files alone"
         results.checks.append(Check(RECORDED_TENSORS, what, done=False))
@@ -156,7 +156,7 @@ def compare_tensors(
 
 
 def file_digests(folder: Path, manifest: Path, workers: int, team: Team) -> dict[str, str]:
-    """The SHA-256 of each file of a folder, by its path in the folder; without the manifest itself.
+    """Return the SHA-256 of each file of a folder, by its path in the folder, without the manifest itself.
 
     Raises:
         UnreadableCheckpointError: a file cannot be read, or is a link out of the folder; on every process.
@@ -188,7 +188,7 @@ def file_digests(folder: Path, manifest: Path, workers: int, team: Team) -> dict
 
 
 def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: int, team: Team) -> list[TensorDigest]:
-    """The SHA-256 of each tensor, those of a checkpoint in model space; those not in `digests` are read.
+    """Return the SHA-256 of each tensor, in model space for a checkpoint; read those that are not in `digests`.
 
     Raises:
         UnreadableCheckpointError: a tensor cannot be read; on every process.
@@ -214,7 +214,7 @@ def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: i
 
 
 class _ModelTensors:
-    """The tensors of a checkpoint, in model space; to be called from several threads."""
+    """The tensors of a checkpoint, in model space; thread-safe."""
 
     def __init__(self, checkpoint: CheckpointView) -> None:
         self.keys = [(kind, name) for kind in checkpoint.kinds() for name in checkpoint.names(kind)]
@@ -223,12 +223,12 @@ class _ModelTensors:
         self._sources[WEIGHT] = cached(checkpoint.weights)
 
     def size(self, key: Key) -> int:
-        """Elements of a tensor."""
+        """Return the number of elements of a tensor."""
         tensor = self._sources[key[0]].logical_tensor(*key)
         return 0 if tensor is None else prod(tensor.shape)
 
     def digest(self, key: Key) -> TensorDigest:
-        """Read a tensor; returns its digest."""
+        """Read a tensor and return its digest."""
         kind, name = key
         source = self._sources[kind]
         tensor = source.logical_tensor(kind, name)
@@ -241,7 +241,7 @@ class _ModelTensors:
 
 
 class _StoredTensors:
-    """The tensors of a folder as they are stored; to be called from several threads."""
+    """The tensors of a folder as they are stored; thread-safe."""
 
     def __init__(self, listing: Listing) -> None:
         self._tensors = {(STORED, tensor.name): tensor for tensor in listing}
@@ -249,11 +249,11 @@ class _StoredTensors:
         self._transfer = Transfer(listing.reader, workers=1)
 
     def size(self, key: Key) -> int:
-        """Elements of a tensor."""
+        """Return the number of elements of a tensor."""
         return prod(self._tensors[key].shape)
 
     def digest(self, key: Key) -> TensorDigest:
-        """Read a tensor; returns its digest."""
+        """Read a tensor and return its digest."""
         tensor = self._tensors[key]
         hashed, numel = TensorHash(STORED, tensor.name, tensor.extent.dtype, tensor.shape), prod(tensor.shape)
         for start in range(0, numel, BLOCK_ELEMENTS):

@@ -1,4 +1,4 @@
-"""Copies of one tensor that several ranks hold: replicated norms, tied embeddings. The first is taken everywhere."""
+"""Compares copies of one tensor on several ranks, such as replicated norms and tied embeddings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore_ckpt_ext.transfer import Transfer
 
 @dataclass(frozen=True)
 class ComparedCopy:
-    """A copy beside the first: its number, its elements, how many of them differ in their bits, and where both lie."""
+    """A copy and its comparison with the first: number, elements, elements that differ in bits, and both files."""
 
     number: int
     elements: int
@@ -26,10 +26,10 @@ class ComparedCopy:
 
 
 def compared_copies(checkpoint: CheckpointView, kind: str, name: str, transfer: Transfer) -> Iterator[ComparedCopy]:
-    """Each copy of a part of a tensor, compared with the first copy of that part.
+    """Yield each copy of a part of a tensor, compared with the first copy of that part.
 
     Raises:
-        CheckpointError: one cannot be read.
+        CheckpointError: a copy cannot be read.
     """
     source = checkpoint.weights if kind == WEIGHT else checkpoint.optimizer
     tensor = source.logical_tensor(kind, name)
@@ -43,20 +43,20 @@ def compared_copies(checkpoint: CheckpointView, kind: str, name: str, transfer: 
 
 
 def is_left_by_offload(checkpoint: CheckpointView, kind: str, name: str) -> bool:
-    """Whether copies may differ because the job was like that (`optimizers/tied_copies.py`)."""
+    """Return True if the running job itself had different copies (`optimizers/tied_copies.py`)."""
     return kind != WEIGHT and is_word_embeddings(name) and bool(checkpoint.arguments.optimizer_cpu_offload)
 
 
 def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tuple[int, int] = (0, 1)) -> list[str]:
-    """The kind and name of each tensor whose copies are not all the same, and where they lie.
+    """Return the kind, name and files of each tensor whose copies differ.
 
     Args:
-        checkpoint: with the packing of its buffers recovered, where kinds of the optimizer are asked for.
-        kinds: that are looked at.
-        share: which part of the names: the number of this process, and how many there are.
+        checkpoint: the checkpoint; the packing of its buffers must be known for kinds of the optimizer.
+        kinds: the kinds to compare.
+        share: the part of the names to compare: the number of this process, and the number of processes.
 
     Raises:
-        CheckpointError: one cannot be read.
+        CheckpointError: a copy cannot be read.
     """
     transfer, found = Transfer(checkpoint.reader, workers=1), []
     for kind in kinds:
@@ -67,14 +67,14 @@ def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tu
 
 
 def shifted_names(checkpoint: CheckpointView, kind: str) -> frozenset[str]:
-    """The parameters of which a kind is stored shifted (`optimizers/workarounds/fully_reshardable_padding.py`)."""
+    """Return the parameters of which a kind is stored shifted (`workarounds/fully_reshardable_padding.py`)."""
     return frozenset(checkpoint.optimizer.shifted if kind != WEIGHT else ())
 
 
 def differing_copies_of(
     checkpoint: CheckpointView, kind: str, name: str, shifted: Set[str], transfer: Transfer
 ) -> list[str]:
-    """Like `differing_copies`, of one tensor: itself and where its copies lie; nothing where they are all the same."""
+    """Do what `differing_copies` does for one tensor; the result is empty if its copies are equal."""
     if name in shifted or is_left_by_offload(checkpoint, kind, name):
         return []
     places = [copy.places for copy in compared_copies(checkpoint, kind, name, transfer) if copy.different]
@@ -82,7 +82,7 @@ def differing_copies_of(
 
 
 def in_words(found: Sequence[str], count: int) -> str:
-    """What whoever goes on from there should know, of `count` tensors."""
+    """Return a note about `count` tensors whose copies differ."""
     more = "" if count == len(found) else f", and others: {count} in all"
     return f"replicas of a tensor differ between ranks; the first is used: {join_some(found, 3)}{more}"
 

@@ -1,4 +1,4 @@
-"""Settings that a resume takes up from a checkpoint beside its tensors, compared between two checkpoints."""
+"""Compares the settings that a resume restores, apart from tensors, between two checkpoints."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.lazy_torch import is_tensor
 from mcore_ckpt_ext.storage.json_tree import encode
 
-# What every version takes for a multiplier that a group does not have (`_get_param_groups`, megatron/core/optimizer/
-# __init__.py, core_v0.8.0 to 0.19.2).
+# The value that every version assumes for a multiplier that a group lacks (`_get_param_groups`,
+# megatron/core/optimizer/__init__.py, core_v0.8.0 to 0.19.2).
 _DEFAULTS = {"wd_mult": 1.0, "lr_mult": 1.0}
-# Of a parameter group: how a job computes its steps, and which ranks do, but nothing that changes the result.
+# Settings of a parameter group that say how and where a job computes its steps, without effect on the result.
 _WITHOUT_EFFECT = {
     "is_expert_parallel", "default_config", "offload_fraction", "param_update_in_fp32", "pin_cpu_grads",
     "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "fused", "foreach", "capturable", "differentiable",
@@ -28,7 +28,7 @@ _ABSENT = "none"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting that a resume takes up: its name, what it is in A and in B as text, and whether that is the same."""
+    """A setting that a resume restores: its name, its values in A and B as text, and True if they are equal."""
 
     name: str
     a: str
@@ -37,10 +37,10 @@ class Setting:
 
 
 def settings_compared(a: CheckpointView, b: CheckpointView) -> tuple[Setting, ...]:
-    """The settings of two checkpoints from which training can go on.
+    """Return the settings of two checkpoints that a resume restores.
 
     Returns:
-        Nothing where one of them has no optimizer: weights alone are loaded without settings.
+        The settings; empty if one checkpoint has no optimizer: weights alone are loaded without settings.
     """
     if a.optimizer_format is None or b.optimizer_format is None:
         return ()
@@ -59,13 +59,13 @@ def _setting(name: str, a: Any, b: Any) -> Setting:
 
 
 def _plain(value: Any) -> Any:
-    """A value as it is compared: a number is the same in a tensor of one element, a tuple the same as a list."""
+    """Normalize a value for comparison: a tensor of one element is a number, a tuple is a list."""
     if is_tensor(value) and value.numel() == 1:
         value = value.item()
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     if isinstance(value, (bool, int, float)):
-        return repr(float(value))  # one NaN is the same as another
+        return repr(float(value))  # NaNs are equal
     return value if isinstance(value, (str, type(None))) else repr(encode(value))
 
 
@@ -76,7 +76,7 @@ def _text(value: Any) -> str:
 
 
 def _groups(checkpoint: CheckpointView) -> list[dict[str, Any]]:
-    """The settings of each group, with the defaults of those that a writer leaves out.
+    """Return the settings of each group, with defaults for settings that a writer leaves out.
 
     Adam's groups of a HybridDeviceOptimizer have a step on some ranks only; it is the same for all.
     """
@@ -92,7 +92,7 @@ def _counts(key: str) -> bool:
 
 
 def _of_groups(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> Iterator[Setting]:
-    """One setting for each key, with its distinct values; and one for the groups, where only their make-up differs."""
+    """Yield a setting for each key, and one for the groups if only the combinations of values differ."""
     keys = sorted({key for group in (*a, *b) for key in group})
     all_equal = True
     for key in keys:
@@ -127,7 +127,7 @@ def _of_mappings(name: str, a: Mapping[str, Any] | None, b: Mapping[str, Any] | 
 
 
 def _of_random_states(a: CheckpointView, b: CheckpointView) -> Iterator[Setting]:
-    """The states of the random generators, where both have them for the same ranks: other ranks begin anew."""
+    """Yield the random generators' states, if both checkpoints have them for the same ranks."""
     with suppress(UnreadableCheckpointError):
         states = [{place: repr(encode(state)) for place, state in one.random_states().items()} for one in (a, b)]
         if states[0] and states[0].keys() == states[1].keys():

@@ -1,4 +1,4 @@
-"""Whether a source has changed while it was read: the state of its files before and after."""
+"""Detects that a source has changed while it was read, by the state of its files before and after."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder
 from mcore_ckpt_ext.storage.paths import file_system, is_remote
 
 SourceState = list[tuple[object, ...]]
-"""For each file below a folder its name, its size, and what changes with its content."""
+"""For each file below a folder its name, its size, and attributes that change with its content."""
 
-# By these marks, stores of fsspec distinguish contents of a file; marks that change when it is read are left out.
+# Attributes by which stores of fsspec identify contents of a file; attributes that change on reading are left out.
 _MARKS = (
     "ETag", "etag", "generation", "md5Hash", "crc32c", "VersionId", "LastModified", "last_modified", "updated", "mtime",
     "created",
@@ -20,22 +20,22 @@ _MARKS = (
 
 
 def state_before(source: Path) -> dict[Path, SourceState]:
-    """The state of the folder that a source will be found to be, before anything of it is read."""
-    with suppress(Exception):  # opening reports what is wrong, and a store may have errors of its own
+    """Return the state of the folder that a source path resolves to, before anything in it is read."""
+    with suppress(Exception):  # opening reports errors, and a store may have its own kinds of errors
         folder = iteration_folder(source)
         return {folder: state_of(folder)}
     return {}
 
 
 def state_of(folder: Path) -> SourceState:
-    """The state of all files below a folder.
+    """Return the state of all files below a folder.
 
-    Of a file on this machine, the time of its last status change (ctime) counts beside that of its last modification:
-    `touch -d` or `cp -p` set the latter, and no program sets the former. A file that was replaced has another inode.
+    For a local file, both the time of its last status change (ctime) and of its last modification count: `touch -d` or
+    `cp -p` set the latter, and no program sets the former. A file that was replaced has another inode.
     """
     if is_remote(folder):
         store = file_system(folder)
-        store.invalidate_cache()  # its memory of what others wrote is old
+        store.invalidate_cache()  # its cache may be older than the writes of other processes
         entries = sorted(store.find(str(folder.path), detail=True).items())  # type: ignore[attr-defined]  # remote
         marks = (
             (name, about, [about[mark] for mark in _MARKS if about.get(mark) is not None]) for name, about in entries
@@ -45,12 +45,12 @@ def state_of(folder: Path) -> SourceState:
 
 
 def _marks(path: Path) -> tuple[int, ...]:
-    status = path.stat() if path.exists() else path.lstat()  # a link to nowhere is no reason to stop
+    status = path.stat() if path.exists() else path.lstat()  # a dangling link is no error
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino
 
 
 def check_unchanged(folder: Path, before: SourceState) -> None:
-    """Refuse a source that is not in the state that it was in.
+    """Refuse a source whose state has changed.
 
     Raises:
         UnreadableCheckpointError: a file of it was changed, replaced, added or removed.

@@ -1,4 +1,4 @@
-"""The source of a conversion: opened under the names that the target wants."""
+"""Opens the source of a conversion under the names that the target needs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def open_source(
     weights: str | os.PathLike[str] | None = None,
     merge: str | os.PathLike[str] | None = None,
 ) -> CheckpointView:
-    """The source of a conversion, under the names that the target wants.
+    """Open the source of a conversion, under the names that the target needs.
 
     Raises:
-        UsageError: an option makes no sense for this source.
-        CheckpointError: it cannot be read.
+        UsageError: an option is invalid for this source.
+        CheckpointError: the source cannot be read.
     """
     wanted = target.transformer_impl
     spec = wanted or TRANSFORMER_ENGINE
@@ -76,12 +76,12 @@ def open_source(
 def open_both(
     paths: Sequence[str | os.PathLike[str]], family: Family | None, facts: Facts, weights: str | os.PathLike[str] | None
 ) -> list[CheckpointView]:
-    """Two checkpoints to compare; what the user states is of those that lack it, or of both.
+    """Open two checkpoints to compare; facts and weights apply to the sides that lack them, else to both.
 
-    A PEFT folder always lacks its model: the weights are that, and then no other's.
+    A PEFT folder always lacks its model: then the weights are its model, and apply to no other side.
 
     Raises:
-        CheckpointError: one cannot be read, or has no weights.
+        CheckpointError: a checkpoint cannot be read, or has no weights.
     """
     peft = [is_adapter_folder(path) for path in paths]
     opened = [
@@ -102,10 +102,10 @@ def open_both(
 
 
 def require_weights(checkpoint: CheckpointView) -> None:
-    """Refuse an optimizer alone: nothing proves it.
+    """Refuse an optimizer without weights, since it cannot be verified.
 
     Raises:
-        UnsupportedCheckpointError: the checkpoint holds nothing else.
+        UnsupportedCheckpointError: the checkpoint holds only an optimizer.
     """
     if checkpoint.optimizer_format and not checkpoint.names(WEIGHT):
         raise UnsupportedCheckpointError(
@@ -117,10 +117,10 @@ def require_weights(checkpoint: CheckpointView) -> None:
 def _merged(
     checkpoint: CheckpointView, target: Target, family: Family | None, path: str | os.PathLike[str]
 ) -> CheckpointView:
-    """A model with the adapters of a checkpoint merged into it.
+    """Return a model with the adapters of a checkpoint merged into it.
 
     Raises:
-        UsageError: the two do not belong together, or the target is not for such a model.
+        UsageError: model and adapters do not belong together, or the target does not support such a model.
     """
     if not any(map(is_adapter, checkpoint.names(WEIGHT))):
         raise UsageError("the checkpoint has no adapters to merge", found="--merge", where=str(checkpoint.folder),
@@ -142,10 +142,10 @@ def _for_legacy_files(checkpoint: CheckpointView) -> CheckpointView:
 
 
 def _under_layer_spec(checkpoint: CheckpointView, target: Target, spec: str) -> CheckpointView:
-    """A checkpoint of Megatron under the names of a layer spec, which may be its own.
+    """Return a checkpoint of Megatron under the names of a layer spec, which may be its own.
 
     Raises:
-        UsageError: the option makes no sense for this source or target.
+        UsageError: the option is invalid for this source or target.
         UnsupportedCheckpointError: the other spec has no such layers.
     """
     if target.for_bridge:

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's optimizer state before its elements are read: by metadata, and by recovering its packing."""
+"""Checks optimizer state before its elements are read: by metadata, and by recovering its packing."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _FILES_GONE = "files of the optimizer's state are missing or cut off"
 
 
 class StateCheck:
-    """The checks of one checkpoint.
+    """The checks of one checkpoint's optimizer state.
 
     Args:
         checkpoint: an open checkpoint.
-        results: where findings and checks are added.
-        failed: files that are missing or cut off, and have a finding already.
+        results: receives findings and checks.
+        failed: files that are missing or truncated, and have a finding already.
     """
 
     def __init__(self, checkpoint: CheckpointView, results: Results, failed: set[str]) -> None:
@@ -33,7 +33,7 @@ class StateCheck:
         self._folder = str(checkpoint.folder)
 
     def check_metadata(self) -> None:
-        """Check what metadata alone shows; which parameter lies where in flat buffers takes a look at elements."""
+        """Check the metadata; the packing of flat buffers is not recovered, because that reads elements."""
         checkpoint, results = self._checkpoint, self._results
         with self._refusals(COVERED):
             if checkpoint.optimizer_format is None or not opens_by_metadata(checkpoint.optimizer_format):
@@ -50,7 +50,7 @@ class StateCheck:
         """Check everything but the elements, and recover the packing of flat buffers.
 
         Returns:
-            Whether the state can be read, parameter by parameter.
+            True if the state can be read parameter by parameter.
         """
         checkpoint, findings = self._checkpoint, self._results.findings
         if checkpoint.optimizer_format is None:
@@ -103,13 +103,13 @@ class StateCheck:
 
 
 class _FindingOnRefusal:
-    """Turns a refusal to read the optimizer into a finding."""
+    """A context that turns a refusal to read the optimizer into a finding."""
 
     def __init__(self, results: Results, failed: set[str], check: str, where: str) -> None:
         self._results, self._failed, self._check, self._where = results, failed, check, where
 
     def __enter__(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
@@ -118,10 +118,10 @@ class _FindingOnRefusal:
             return False
         findings, checks = self._results.findings, self._results.checks
         if any(file in str(problem) for file in self._failed):
-            # The file has its finding already.
+            # The file has a finding already.
             checks.append(Check(self._check, _FILES_GONE, done=False))
         elif isinstance(problem, UnsupportedCheckpointError):
-            # Nothing is wrong with what is not read.
+            # Unsupported state is not an error.
             findings.append(warning(self._check, self._where, str(problem)))
             checks.append(Check(self._check, str(problem).partition(";")[0], done=False))
         else:

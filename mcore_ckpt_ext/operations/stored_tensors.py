@@ -1,4 +1,4 @@
-"""Checks of a folder of weights as it is stored, whatever its model: its files, and each element of its tensors."""
+"""Checks the files and elements of a folder of weights as it is stored, without its model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from mcore_ckpt_ext.transfer import Transfer
 
 _CHECKS: dict[About, str] = {"files": COMPLETE, "tensors": COVERED, "dtypes": DTYPES, "scales": SCALES}
 _NOT_A_NUMBER = 255
-"""Of an exponent of two in a byte (E8M0, OCP Microscaling Formats 1.0)."""
+"""NaN in an exponent of two in a byte (E8M0, OCP Microscaling Formats 1.0)."""
 
 
 def check_listing(listing: Listing, results: Results) -> None:
-    """Report what is wrong with the files of a folder of weights; no element is read."""
+    """Report problems with the files of a folder of weights; no element is read."""
     for one in listing.problems:
         kind = error if one.is_error else warning
         results.findings.append(kind(_CHECKS[one.about], one.where, one.what, one.file, one.offset))
@@ -51,7 +51,7 @@ def check_listing(listing: Listing, results: Results) -> None:
 
 
 def listed_bytes(listing: Listing) -> int:
-    """The bytes of all tensors and archives."""
+    """Return the bytes of all tensors and archives."""
     return sum(map(_bytes_of, listing)) + sum(map(listing.reader.size, listing.archives))
 
 
@@ -64,18 +64,18 @@ def check_stored_tensors(
     *,
     digest_tensors: bool = False,
 ) -> list[TensorDigest]:
-    """Check every element of a folder of weights, and the checksums that it has.
+    """Check every element of a folder of weights, and its checksums.
 
     Args:
-        listing: of the folder.
-        workers: threads.
+        listing: the listing of the folder.
+        workers: the number of threads.
         advance: called with the number of bytes that were read.
-        results: where findings and checks are added.
+        results: receives findings and checks.
         team: the processes that share archives and tensors.
-        digest_tensors: whether to compute the SHA-256 of each tensor, too.
+        digest_tensors: also compute the SHA-256 of each tensor.
 
     Returns:
-        The SHA-256 of each tensor, if wanted.
+        The SHA-256 of each tensor, if requested.
     """
     check = _ElementCheck(listing, advance, digest_tensors=digest_tensors)
     with threads(workers) as pool:
@@ -102,7 +102,7 @@ def _checksum_of(tensor: ListedTensor) -> int | None:
 
 
 class _ElementCheck:
-    """Checks one tensor or archive at a time; to be called from several threads."""
+    """Checks one tensor or archive at a time; thread-safe."""
 
     def __init__(self, listing: Listing, advance: Callable[[int], None], *, digest_tensors: bool) -> None:
         self._reader, self._advance, self._digest_tensors = listing.reader, advance, digest_tensors
@@ -120,7 +120,7 @@ class _ElementCheck:
         return []
 
     def tensor(self, tensor: ListedTensor) -> tuple[list[Finding], TensorDigest | None]:
-        """Check the elements of a tensor; its digest, if wanted, comes with the findings."""
+        """Check the elements of a tensor; return the findings, and its digest if requested."""
         hashed = TensorHash(STORED, tensor.name, tensor.extent.dtype, tensor.shape) if self._digest_tensors else None
         try:
             findings = self._check(tensor, hashed)

@@ -1,4 +1,4 @@
-"""The account of a conversion: every key of the source is carried, follows from what is, or is named with its size."""
+"""Accounts for every key of a conversion's source: it is converted, implied, or listed with its size."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mcore_ckpt_ext.operations.coverage import check_kinds, raise_first_contradi
 from mcore_ckpt_ext.targets import Target
 
 OPTIMIZER = "optimizer"
-"""What `--drop` calls all of an optimizer's state."""
+"""The word for all of an optimizer's state in `--drop`."""
 
-# What `DistributedOptimizer` and Adam have; `legacy` is written for them.
+# The kinds of `DistributedOptimizer` with Adam, for which `legacy` files are written.
 _ADAM = {FP32_PARAM, EXP_AVG, EXP_AVG_SQ}
 _NO_PLACE = "Hugging Face folders cannot store it"
 _MERGED = "it belongs to the model before merging"
@@ -26,17 +26,17 @@ _DROPPED = "dropped, as you asked"
 def settle(
     checkpoint: CheckpointView, target: Target, drop: Collection[str]
 ) -> tuple[CheckpointView, list[UnreadState]]:
-    """The checkpoint without what is to be dropped, and what the conversion does not carry.
+    """Return the checkpoint without dropped state, and the list of state that the conversion leaves out.
 
     Args:
         checkpoint: the source.
-        target: what is written.
+        target: the format to write.
         drop: kinds of optimizer state that the user gives up; `optimizer` for all of it.
 
     Raises:
         UnsupportedCheckpointError: optimizer state would be lost.
-        UnreadableCheckpointError: some of it is missing already, or belongs to no parameter.
-        UsageError: there is nothing of a kind that is to be dropped.
+        UnreadableCheckpointError: some state is missing already, or belongs to no parameter.
+        UsageError: a kind to drop does not occur.
     """
     unread = checkpoint.unread()
     merger = checkpoint.merger
@@ -69,7 +69,7 @@ def settle(
 
 
 def listed(items: Iterable[UnreadState]) -> str:
-    """The keys with their sizes, the first few of them."""
+    """Format the first few keys with their sizes."""
     return join_some([f"{item.key} ({format_bytes(item.nbytes)})" for item in items])
 
 
@@ -87,13 +87,13 @@ def _check_drop(checkpoint: CheckpointView, unread: Collection[UnreadState], dro
 
 
 def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
-    """Refuse an optimizer that the target's optimizer is not.
+    """Refuse optimizer state that the target's optimizer cannot hold.
 
-    All that a DistributedOptimizer holds has the same kinds, and in legacy files those of Adam; beside optimizers of
-    whole parameters, legacy files have all of it whole.
+    All parameters of a DistributedOptimizer have the same kinds of state, in legacy files those of Adam. Legacy files
+    of optimizers of whole parameters hold all state.
 
     Raises:
-        UnsupportedCheckpointError: it has other state, not all of it for every parameter, or no parameter groups.
+        UnsupportedCheckpointError: there is other state, some state lacks parameters, or there are no parameter groups.
     """
     state = checkpoint.optimizer
     names = {kind: set(state.names(kind)) for kind in state.kinds}
@@ -116,7 +116,7 @@ def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
 
 
 def _stored_optimizer(checkpoint: CheckpointView, why: str) -> list[UnreadState]:
-    """The whole optimizer, kind by kind."""
+    """Return the whole optimizer, kind by kind."""
     sizes: dict[str, int] = {}
     for part in checkpoint.format_reader.stored_parts():
         if part.kind not in (WEIGHT, OTHER):

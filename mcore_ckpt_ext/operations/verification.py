@@ -1,4 +1,4 @@
-"""Verifying a checkpoint: from what the folder shows, through what the metadata says, to every element."""
+"""Verifies a checkpoint: its files, its metadata, and every element."""
 
 from __future__ import annotations
 
@@ -74,24 +74,24 @@ def verify(
     Args:
         path: a run folder (its newest iteration), an iteration folder, or a canonical, Hugging Face, PEFT or
             ColossalAI folder.
-        quick: look at metadata only.
-        workers: threads.
-        progress: told the bytes read so far and the bytes to read, about.
-        facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
-        weights: where the weights lie, if the checkpoint holds an optimizer alone; its masters are proven by them. Of
-            adapters alone, the model that they are for.
-        record: a manifest to write, with the SHA-256 of each file and each tensor, if nothing is wrong.
+        quick: check only metadata.
+        workers: the number of threads.
+        progress: called with the bytes read so far and an estimate of the bytes to read.
+        facts: facts about the job that wrote a checkpoint without Megatron's arguments.
+        weights: the path of the weights, if the checkpoint holds only an optimizer, whose masters they verify; for
+            adapters, the path of their model.
+        record: a manifest to write, with the SHA-256 of each file and each tensor, if there is no error.
         against: a manifest to compare with.
-        tensors_only: compare tensors with the manifest, and not files: after a conversion, all files are others.
-        team: the processes that share the reading, each with the same arguments; all return the same. The first alone
+        tensors_only: compare only tensors with the manifest, since a conversion changes all files.
+        team: the processes that share the reading, each with the same arguments; all return the same. Only the first
             writes a manifest.
 
     Raises:
-        UsageError: options contradict each other, or facts are given of a checkpoint that describes its job itself, or
-            they contradict its index.
-        UnreadableCheckpointError: there is no checkpoint at all at that path, or no manifest.
+        UsageError: options contradict each other, or facts contradict the index or the checkpoint's own description of
+            its job.
+        UnreadableCheckpointError: there is no checkpoint at that path, or no manifest.
         DestinationError: the manifest cannot be written.
-        UnsupportedCheckpointError: its kind is not read.
+        UnsupportedCheckpointError: this package does not read its kind.
 
     Example:
         >>> found = verify("run")
@@ -131,7 +131,7 @@ def verify(
 
 
 class _Run:
-    """One verification, step by step; each step adds its findings and says what it looked at."""
+    """One verification; each step adds its findings, and the extent of its checks."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class _Run:
         self._quick, self._workers, self._progress = quick, workers, progress
 
     def verify_or_note(self) -> None:
-        """Run all steps; metadata that makes no sense is a finding."""
+        """Run all steps; invalid metadata is a finding."""
         try:
             with reraise_as_unreadable(self.folder):
                 self._verify()
@@ -182,7 +182,7 @@ class _Run:
                 self._check_bytes(checkpoint, failed)
 
     def _verify_listed(self, listing: Listing) -> None:
-        """Verify a folder of weights: its files and elements as they are, its names and shapes by its model."""
+        """Verify a folder of weights: files and elements as they are stored, names and shapes by its model."""
         check_listing(listing, self.results)
         if listing.is_readable:
             self.content = listing
@@ -197,7 +197,7 @@ class _Run:
                 self._error(COVERED, problem)
         if not self._quick:
             counter = ByteCounter(listed_bytes(listing), self._progress)
-            # In model space, a folder's tensors are others than the stored ones.
+            # The tensors of model space differ from the stored ones.
             digests = self._digest_tensors and self.content is listing
             self.digests = check_stored_tensors(
                 listing, self._workers, counter.add, self.results, self._team, digest_tensors=digests
@@ -210,7 +210,7 @@ class _Run:
         self._check_known(checkpoint)
 
     def _check_metadata(self, checkpoint: CheckpointView) -> set[str]:
-        """Check what needs no tensor; returns the files that are missing or cut off."""
+        """Check what needs no tensor; return the files that are missing or truncated."""
         findings = self.results.findings
         if checkpoint.sidecar_problem:
             what = f"ignored: {checkpoint.sidecar_problem}"
@@ -225,15 +225,15 @@ class _Run:
         return failed
 
     def _check_bytes(self, checkpoint: CheckpointView, failed: set[str]) -> None:
-        """Check the elements, and then the checksums of what has not passed on the way.
+        """Check the elements, and then the checksums of records that were not read completely.
 
-        What the checksums show is listed first: where bytes are damaged, it explains the rest.
+        Findings of checksums are listed first: damaged bytes explain the other findings.
         """
         checksums = StoredChecksums(checkpoint, failed)
         counter = ByteCounter(checksums.nbytes + _content_bytes(checkpoint), self._progress)
         confirmed, content = Confirmed(checkpoint.reader), Results()
         try:
-            if not _has_optimizer_alone(checkpoint):  # else all that could be said of its state hangs on the weights
+            if not _has_optimizer_alone(checkpoint):  # without weights its state cannot be checked
                 state: list[bool] = []
                 self._team.all(lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
                 self.digests = check_parameters(
@@ -246,10 +246,10 @@ class _Run:
         counter.finish()
 
     def _check_known(self, checkpoint: CheckpointView) -> None:
-        """Name the keys that no other check will look at."""
+        """Report the keys that no other check reads."""
         try:
             unread = checkpoint.unread(objects=not self._quick)
-        except CheckpointError as problem:  # damage, which other checks find
+        except CheckpointError as problem:  # damage, which other checks report
             self.results.checks.append(Check(KNOWN, str(problem), done=False))
             return
         for item in unread:
@@ -284,7 +284,7 @@ def _has_optimizer_alone(checkpoint: CheckpointView) -> bool:
 
 
 def _content_bytes(checkpoint: CheckpointView) -> int:
-    """The bytes of all weights, and about those of the optimizer's state."""
+    """Return the bytes of all weights, plus an estimate for the optimizer's state."""
     tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
     weights = sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in tensors if tensor is not None)
     numel = sum(prod(tensor.shape) for tensor in tensors if tensor is not None)

@@ -1,6 +1,6 @@
-"""Which Megatron wrote a checkpoint, by what evidence, and which Megatron can resume it.
+"""Determines which Megatron wrote a checkpoint, by which evidence, and which Megatron can resume it.
 
-Megatron does not record its version. Every statement here is a bound that some file or key implies; together they
+Megatron does not record its version. Every piece of evidence is a bound that some file or key implies; together they
 leave a range. Sources: megatron/core/dist_checkpointing and megatron/training/checkpointing.py, core_v0.7.0 to
 0.19.2; the arguments were compared in megatron/training/arguments.py of every release.
 """
@@ -22,7 +22,7 @@ from mcore_ckpt_ext.versions import NEWEST, OLDEST, Version, parse_version
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was seen, and the first and last release that it allows the writer to be."""
+    """An observation, and the first and last release that it allows for the writer."""
 
     what: str
     first: str
@@ -31,9 +31,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Writer:
-    """Who wrote a checkpoint: a version or a range of them, the evidence, and the earliest release that it allows.
+    """The writer of a checkpoint: a version or a range, the evidence, and the earliest release that it allows.
 
-    `converted`: a conversion of this package did, so that no rank of a job wrote any of its files.
+    `converted`: a conversion of this package wrote it, so that no rank of a job wrote any of its files.
     """
 
     version: str
@@ -44,7 +44,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Who resumes a checkpoint with its optimizer, under which layouts, and what to know about it."""
+    """A program that resumes a checkpoint with its optimizer, under which layouts, with a note."""
 
     who: str
     versions: str
@@ -53,7 +53,7 @@ class Resumption:
 
 
 def writer_of(checkpoint: CheckpointView) -> Writer:
-    """Recognise the writer; where bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
+    """Determine the writer; if bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
     if foreign := checkpoint.format_reader.foreign_writer:
         return Writer(foreign, (), OLDEST)
     recorded = checkpoint.sidecar.megatron if checkpoint.sidecar else ""
@@ -61,7 +61,7 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
         only = Evidence(f"the sidecar of mcore_ckpt_ext records {recorded}", recorded, recorded)
         return Writer(_by_loop(checkpoint, recorded), (only,), parse_version(recorded) or OLDEST)
     if written_for := _written_for(checkpoint):
-        # Its arguments are those of the job that wrote the source, and its index has no plans of ranks.
+        # Its arguments are those of the source's job, and its index has no plans of ranks.
         only = Evidence("written by mcore-ckpt convert, as recorded", written_for, written_for)
         whom = f"{'Megatron-Bridge on ' if _is_of_bridge(checkpoint) else ''}Megatron {written_for}"
         return Writer(f"mcore-ckpt convert, for {whom}", (only,), parse_version(written_for) or OLDEST, converted=True)
@@ -81,16 +81,16 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
 
 
 def has_job(checkpoint: CheckpointView, writer: Writer) -> bool:
-    """Whether a job saved the checkpoint, or the one that it was converted from; else its layout is nobody's.
+    """Return True if a job saved the checkpoint, or the one that it was converted from; else it has no layout.
 
-    Legacy files lie by rank, so that theirs is that of the files.
+    Legacy files are stored by rank, so that they always have a layout.
     """
     reader = checkpoint.format_reader
     return reader.is_of_job and (not (writer.converted and checkpoint.released) or reader.loading.by_rank)
 
 
 def _written_for(checkpoint: CheckpointView) -> str:
-    """The version that a conversion was written for; empty where it is none."""
+    """Return the version that a conversion was written for; empty if it is no conversion."""
     found = checkpoint.arguments.raw.get(WRITTEN_FOR)
     return str(found or (checkpoint.common.get(WRITTEN_FOR) if not checkpoint.arguments.is_complete else "") or "")
 
@@ -100,7 +100,7 @@ def _is_of_bridge(checkpoint: CheckpointView) -> bool:
 
 
 def _by_loop(checkpoint: CheckpointView, version: str) -> str:
-    """A version of Megatron, with the loop that ran on it where it was another one."""
+    """Return a version of Megatron, with the name of the training loop if it was another one."""
     return f"Megatron-Bridge on Megatron Core {version}" if _is_of_bridge(checkpoint) else version
 
 
@@ -117,9 +117,9 @@ def _bounds(checkpoint: CheckpointView) -> Iterator[Bound]:
 
 
 def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
-    """Who resumes the checkpoint with its optimizer: stock Megatron, and Megatron with this package.
+    """List the programs that resume the checkpoint with its optimizer: stock Megatron, and with this package.
 
-    Nothing is promised about releases older than the writer.
+    Releases older than the writer are left out.
     """
     loading = checkpoint.format_reader.loading
     if not loading.in_megatron:
@@ -161,7 +161,7 @@ def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> It
 
 
 def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
-    """See `megatron/sources/torch_fsdp.py` for what stock Megatron makes of its own."""
+    """Yield resumptions of torch's FSDP checkpoints, see `megatron/sources/torch_fsdp.py`."""
     known = _span(loading.releases(writer.first))
     yield Resumption("stock Megatron", "none", "none", loading.stumbles)
     yield Resumption(f"Megatron with mcore_ckpt_ext, {loading.flag}", known, "TP1, any DP", "tested with 0.19.2")
@@ -169,7 +169,7 @@ def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
 
 
 def _of_another_loop(checkpoint: CheckpointView) -> Iterator[Resumption]:
-    """Who resumes a checkpoint without Megatron's arguments, which `load_checkpoint` there asks for its layout."""
+    """Yield resumptions of a checkpoint without Megatron's arguments, which stock `load_checkpoint` needs."""
     described = _is_of_bridge(checkpoint)
     other = stock_can_load(checkpoint.optimizer_format, True, NEWEST)
     own = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
@@ -184,7 +184,7 @@ def _of_another_loop(checkpoint: CheckpointView) -> Iterator[Resumption]:
 
 
 def _stock(checkpoint: CheckpointView, placement_changed: bool, version: Version) -> bool:
-    # Rank folders are found by the running layout (`get_checkpoint_name`), whatever lies in them.
+    # Rank folders are found by the running layout (`get_checkpoint_name`), whatever they contain.
     by_rank = checkpoint.format_reader.loading.by_rank
     return not (by_rank and placement_changed) and stock_can_load(
         checkpoint.optimizer_format, placement_changed, version
@@ -194,14 +194,14 @@ def _stock(checkpoint: CheckpointView, placement_changed: bool, version: Version
 def _stock_note(checkpoint: CheckpointView) -> str:
     if checkpoint.optimizer_format is None:
         return "it holds no optimizer"
-    # What Megatron may have done wrongly when it saved, a conversion has not.
+    # A conversion does not repeat errors that Megatron may have made when it saved.
     intact = FULLY_RESHARDABLE if _written_for(checkpoint) else None
     encodings = encodings_named(checkpoint.optimizer_format)
     return "; ".join(encoding.note for encoding in encodings if encoding.note and encoding.name != intact)
 
 
 def _span(versions: Sequence[Version]) -> str:
-    """`0.8 to 0.15`, or one version; the versions are consecutive."""
+    """Format consecutive versions: `0.8 to 0.15`, or one version."""
     if not versions:
         return "none"
     return str(versions[0]) if len(versions) == 1 else f"{str(versions[0])} to {str(versions[-1])}"

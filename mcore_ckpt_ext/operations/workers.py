@@ -1,7 +1,6 @@
-"""Processes that share the work of a command: what one does for all, and how one failure becomes that of all.
+"""Processes that share the work of a command: steps for all or one of them, and shared failures.
 
-`convert`, `verify`, `diff` and rehearsals take a `Team`; `map_shares` deals out items of which each has a result of its
-own.
+`convert`, `verify`, `diff` and rehearsals take a `Team`. `map_shares` distributes items that have a result each.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ Result = TypeVar("Result")
 
 
 class Team(Protocol):
-    """The processes; `rank` is this one's number among `size`."""
+    """The processes that share work; `rank` is this one's number among `size`."""
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """The number of this process."""
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of processes."""
 
     def all(self, work: Callable[[], None]) -> None:
-        """Do something in every process, and go on when all have done it.
+        """Call a function in every process, and return when all have finished it.
 
         Raises:
             CheckpointError: some process failed; on every process.
         """
 
     def first(self, work: Callable[[], None]) -> None:
-        """Do something in the first process only; otherwise like `all`."""
+        """Call a function in the first process only; otherwise like `all`."""
 
     def total(self, count: int) -> int:
-        """The sum of a number over all processes."""
+        """Return the sum of a number over all processes."""
 
     def gather(self, item: Item) -> list[Item]:
-        """One item from every process, in their order.
+        """Return an item from every process, in their order.
 
         Raises:
             CheckpointError: a process has ended.
@@ -47,24 +46,24 @@ class Team(Protocol):
 
 
 class SingleProcess:
-    """One process."""
+    """The single-process implementation of `Team`."""
 
     rank, size = 0, 1
 
     def all(self, work: Callable[[], None]) -> None:
-        """Do something in every process, and go on when all have done it."""
+        """Call a function in this process."""
         work()
 
     def first(self, work: Callable[[], None]) -> None:
-        """Do something in the first process only; otherwise like `all`."""
+        """Call a function in this process."""
         work()
 
     def total(self, count: int) -> int:
-        """The sum of a number over all processes."""
+        """Return the number."""
         return count
 
     def gather(self, item: Item) -> list[Item]:
-        """One item from every process, in their order."""
+        """Return a list of the item."""
         return [item]
 
 
@@ -72,7 +71,7 @@ ONE_PROCESS = SingleProcess()
 
 
 def share_of(sizes: Sequence[int], rank: int, size: int) -> list[int]:
-    """The positions of the items that one of `size` processes takes: the largest first, each to who has least."""
+    """Return the positions of one process's items; the largest go first, each to the least loaded."""
     loads = [(0, number) for number in range(size)]
     own = []
     for position in sorted(range(len(sizes)), key=lambda position: -sizes[position]):
@@ -89,16 +88,16 @@ def map_shares(
     items: Sequence[Item],
     size: Callable[[Item], int],
 ) -> list[Result]:
-    """Have each process work on a share of the items.
+    """Let each process work on a share of the items.
 
     Args:
         team: the processes; each calls this with the same items.
-        work: gives the result of each item that it is given, in their order.
+        work: returns the results of its items, in their order.
         items: the same in every process.
-        size: what an item costs, about, in the same unit for all.
+        size: returns the approximate cost of an item, in any unit.
 
     Returns:
-        The result of every item, in their order, in every process.
+        The results of all items, in their order, in every process.
 
     Raises:
         CheckpointError: some process failed, or has ended; on every process.
