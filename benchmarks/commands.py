@@ -1,16 +1,16 @@
-"""What a user gets: whole commands, from the shell's prompt to the next, nothing prepared, each beside its bound.
+"""Measures whole commands as a user runs them, from prompt to prompt, against lower bounds.
 
     python benchmarks/commands.py FOLDER [--runs 3] [--layers 16 --hidden 1024] [--loads]
 
-Makes a checkpoint of 4.3 GB below FOLDER, and runs in turn `convert` to three formats, `verify` and `diff`, warm (what
-is read is in the page cache) and cold (the page cache has forgotten it). After each command its references run, from
-the same state of the page cache: for a conversion the bound, `sendfile` of as many bytes of the source as it writes,
-each file flushed, and the peer, `cp` of as many, flushed; for `verify` and `diff` the reading of the same bytes by two
-threads. `diff` compares the checkpoint with what `convert --to torch_dist` made of it. Modules are compiled
-beforehand, as an installation leaves them. Seconds include the start of Python and torch, which the first row shows
-alone; processor seconds are those of the process and of the system on its behalf; peak memory is what the process
-holds, with the libraries that it has mapped. `--loads` also runs `loading.py` (a job of genuine Megatron: stock, `fast`
-and another layout).
+Makes a checkpoint of 4.3 GB in FOLDER, and runs in turn `convert` to three formats, `verify` and `diff`, warm (the
+input is in the page cache) and cold (the input was evicted from the page cache). Each command is followed by its
+references, with the same state of the page cache. For a conversion they are the bound, `sendfile` of as many bytes of
+the source as it writes, with a flush of each file, and `cp` of as many bytes with a flush. For `verify` and `diff` they
+are reading the same bytes with two threads. `diff` compares the checkpoint with the result of `convert --to
+torch_dist`. Modules are compiled beforehand, as after an installation. Seconds include starting Python and importing
+torch, which the first row shows alone; processor seconds are user and system time of the process; peak memory is its
+resident set, including mapped libraries. `--loads` also runs `loading.py` (a job with real Megatron: stock, `fast` and
+another layout).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from memory import forget, remember  # beside this file
+from memory import forget, remember  # memory.py in this folder
 
 _HERE = Path(__file__).parent
 _COMMAND = [sys.executable, "-m", "mcore_ckpt_ext"]
 _IMPORTS = "import torch"
-# As the commands do it: without the garbage collector, and without taking everything down at the end.
+# As in the commands: without the garbage collector, and without the interpreter's cleanup at the end.
 _IMPORT_ALONE = "import gc, os; gc.disable(); import torch; os._exit(0)"
 _TARGETS = ("torch_dist", "legacy", "hf")
 SIZES = {"layers": 16, "hidden": 1024, "feed-forward": 3584, "vocabulary": 32000}
@@ -55,7 +55,7 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 """
 _READY: dict[str, Callable[[Path], None]] = {"warm": remember, "cold": forget}
-"""What brings a folder into the state of the page cache that a run begins with."""
+"""Functions that set the state of the page cache for a folder before a run."""
 
 
 @dataclass
@@ -88,23 +88,23 @@ class Measured:
 
 
 Results = dict[tuple[str, str], Measured]
-"""By command, and state of the page cache; the references of a command are called `COMMAND: REFERENCE`."""
+"""Results by command and state of the page cache; a command's references are named `COMMAND: REFERENCE`."""
 
 
 class Benchmark:
-    """Runs the commands below a folder that holds the checkpoint, `source`."""
+    """Runs the commands in a folder that contains the checkpoint `source`."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self.results: Results = {}
         self._options = {"hf": ["--vocab-size", str(vocabulary)]}
         self._folder, self._source = folder, folder / "source"
-        # Python compiles modules where nothing keeps it from that, and pip does when it installs them.
+        # Python compiles modules unless something prevents it, and pip compiles them on installation.
         self._environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self._environment["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
         Measured().run([*_COMMAND, "inspect", str(self._source)], self._environment)
 
     def run_all(self, state: str) -> None:
-        """Run each command once, and after it its references."""
+        """Run each command once, followed by its references."""
         folder, source = self._folder, self._source
         self._run(_IMPORTS, state, [sys.executable, "-c", _IMPORT_ALONE], ())
         for target in _TARGETS:
@@ -121,7 +121,7 @@ class Benchmark:
         shutil.rmtree(both[1])
 
     def _run_copies(self, name: str, state: str, written: Path) -> None:
-        """Copy as many bytes as a conversion has written by `sendfile` and by `cp`."""
+        """Copy as many bytes as a conversion has written, by `sendfile` and by `cp`."""
         copy = self._folder / "copy"
         source = _of_size(self._source, _bytes_of(written), self._folder / "part")
         flushed = (
@@ -147,7 +147,7 @@ def _bytes_of(folder: Path) -> int:
 
 
 def _of_size(source: Path, size: int, part: Path) -> Path:
-    """A folder of about `size` bytes: the source, where it has hardly more; else a new one with its first bytes."""
+    """Return a folder of about `size` bytes: the source if it is not much larger, or a new one with its first bytes."""
     if size > 0.9 * _bytes_of(source):
         return source
     part.mkdir()
@@ -159,7 +159,7 @@ def _of_size(source: Path, size: int, part: Path) -> Path:
 
 
 def table(results: Results) -> Iterator[str]:
-    """The lines of the table in `README.md`: a row for each command, and for each of its references."""
+    """Yield the lines of the table in `README.md`: a row for each command, and for each of its references."""
     yield "| command | cache | seconds (least to most) | processor s | peak MiB | seconds, x | processor s, x |"
     yield "|---|---|---|---|---|---|---|"
     for (name, state), measured in results.items():
@@ -180,7 +180,7 @@ def table(results: Results) -> Iterator[str]:
 
 
 def _ratios(own: list[float], imports: list[float], references: dict[str, list[float]]) -> str:
-    """Ratios of medians: of the whole command, and in parentheses of what it takes beyond its imports."""
+    """Format ratios of medians: of the whole command, and in parentheses without the time of imports."""
     beyond = median(own) - median(imports)
     return "; ".join(
         f"{name} {median(own) / median(found):.2f} ({beyond / median(found):.2f})" for name, found in references.items()
@@ -200,7 +200,7 @@ def main() -> None:
     folder: Path = options.folder
     if not (folder / "source").exists():
         sizes = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in SIZES]
-        # In a process of its own: a child's peak memory begins with what its parent holds.
+        # In a separate process, because a child's peak memory starts at that of its parent.
         subprocess.run([sys.executable, str(_HERE / "synthetic.py"), str(folder / "source"), *sizes], check=True)
     benchmark = Benchmark(folder, options.vocabulary)
     before = os.getloadavg()[0]

@@ -1,13 +1,13 @@
-"""Conversions, optimizer included, against the bare stream of the same bytes: interleaved, medians, peak memory.
+"""Measures conversions, including the optimizer, against a bare copy of the same bytes: medians, peak memory.
 
     python benchmarks/conversion.py FOLDER [--runs 5] [--workers 1 2] [--layers 12 --hidden 1536]
 
-Makes a checkpoint of about 6 GB below FOLDER. Every run ends when the bytes are on the disk: a conversion flushes
-before it publishes, and the bound is `sendfile` of what it wrote with a flush of each file. Processor seconds, by
-gigabyte written, are those of all threads, and of the system on their behalf; peak memory is the growth of a process of
-its own, after its imports. Before each run the source is read, and half as much again is written and removed: see
-`memory.py`. With several numbers of workers, all take turns. Below `/dev/shm` nothing waits for a disk, which shows
-what a second worker adds.
+Makes a checkpoint of about 6 GB in FOLDER. Every run ends when the bytes are on disk: a conversion flushes before it
+publishes, and the bound is `sendfile` of the written files with a flush of each. Processor seconds, per written
+gigabyte, are user and system time of all threads; peak memory is the growth of a separate process after its imports.
+Before each run the source is read, and half as many bytes are written and removed: see `memory.py`. With several
+numbers of workers, all are run in turn. In `/dev/shm` no run waits for a disk, which shows the effect of a second
+worker.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ WORK = {
 
 
 def convert(source: Path, destination: Path, to: str, options: dict[str, int], workers: int = 2) -> dict[str, float]:
-    """One conversion in a process of its own."""
+    """Run one conversion in a separate process."""
     return _measured(_CONVERT, source, destination, to, json.dumps(options), workers)
 
 
 def stream(source: Path, destination: Path) -> dict[str, float]:
-    """The bare stream, in a process of its own."""
+    """Run the bare copy in a separate process."""
     return _measured("import stream, sys; stream.main(*sys.argv[1:])", source, destination)
 
 
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def print_row(what: str, ours: list[dict[str, float]], bounds: list[dict[str, float]]) -> None:
-    """One row of the table: medians beside those of the bound."""
+    """Print one row of the table: medians, and those of the bound."""
     seconds, bound = (statistics.median(run["seconds"] for run in runs) for runs in (ours, bounds))
     busy, least = (statistics.median(run["busy"] for run in runs) for runs in (ours, bounds))
     written = bounds[0]["bytes"] / 1e9

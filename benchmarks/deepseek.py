@@ -1,13 +1,13 @@
 """The parameters of DeepSeek-V3, 671B, as Megatron's local layer spec names and stores them (bf16 training).
 
-Sizes: the published `config.json` of deepseek-ai/DeepSeek-V3. The layer that predicts a further token is left out.
+Sizes: the published `config.json` of deepseek-ai/DeepSeek-V3. The layer for multi-token prediction is left out.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# With 16 stages; `stages` tells others.
+# For 16 stages; `arguments_for` has others.
 LAYERS, DENSE, EXPERTS = 61, 3, 256
 HIDDEN, FEED_FORWARD, EXPERT_FEED_FORWARD, HEADS = 7168, 18432, 2048, 128
 QUERY_RANK, KEY_RANK, ROTATED, PLAIN, VALUE = 1536, 512, 64, 128, 128
@@ -15,8 +15,8 @@ VOCABULARY = 129280
 
 
 def arguments_for(pipeline: int, expert: int, world: int) -> dict[str, Any]:
-    """What Megatron's arguments would say of a job without tensor parallelism."""
-    first, last = {16: (3, 2), 8: (7, 6)}[pipeline]  # what is left is the same for all other stages
+    """Return Megatron's arguments for a job without tensor parallelism."""
+    first, last = {16: (3, 2), 8: (7, 6)}[pipeline]  # the remaining layers are the same on all other stages
     return {
         "num_layers": LAYERS, "hidden_size": HIDDEN, "ffn_hidden_size": FEED_FORWARD, "num_attention_heads": HEADS,
         "padded_vocab_size": VOCABULARY, "swiglu": True, "bf16": True, "transformer_impl": "local",
@@ -31,7 +31,7 @@ def arguments_for(pipeline: int, expert: int, world: int) -> dict[str, Any]:
 
 
 def shapes_of(arguments: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes by model-space name."""
+    """Return shapes by model-space name."""
     shapes = {"embedding.word_embeddings.weight": (VOCABULARY, HIDDEN)}
     for layer in range(arguments["num_layers"]):
         of_layer = _attention() | (_dense() if layer < DENSE else _experts(arguments["num_experts"]))

@@ -1,11 +1,11 @@
-"""To Hugging Face and back, against copying the bytes, and against the way of the scripts that people share.
+"""Measures conversions to Hugging Face and back, against a copy of the bytes, and against a common script.
 
     python benchmarks/huggingface.py FOLDER [--runs 5] [--layers 24 --hidden 2560]
 
-Makes a Llama of noise, 4.4 GB in bf16, below FOLDER. The common way: `torch.distributed.checkpoint` loads the whole
-state dict, its arrays are cut and renamed, `safetensors` saves them in files of 5 GB. All three ways take turns; each
-run is a process of its own and ends when its bytes are on the disk. Peak memory is the growth of the process after its
-imports; pages of mapped files count where a process has them mapped.
+Makes a Llama with random weights, 4.4 GB in bf16, in FOLDER. In the common script, `torch.distributed.checkpoint` loads
+the whole state dict, its arrays are sliced and renamed, and `safetensors` saves them in files of 5 GB. All three are
+run in turn; each run is a separate process and ends when its bytes are on disk. Peak memory is the growth of the
+process after its imports; pages of mapped files count if the process has them mapped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mcore_ckpt_ext.targets import TARGETS
 """,
     work="mcore_ckpt_ext.convert(source, destination, TARGETS[sys.argv[3]]())",
 )
-# What such scripts do: all arrays by name into memory, then layer by layer under the other names.
+# Such scripts load all arrays by name into memory, then process layer by layer under the other names.
 SCRIPT = MEASURED.format(
     imports="""
 import torch
@@ -107,7 +107,7 @@ for path in pathlib.Path(destination).iterdir():
 
 
 def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabulary: int) -> int:
-    """Write a Llama of noise, a file a layer; returns the bytes of its tensors."""
+    """Write a Llama with random weights, one file per layer, and return the bytes of its tensors."""
     folder.mkdir(parents=True)
     heads, groups = 32, 8
     head = hidden // heads
@@ -143,7 +143,7 @@ def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabular
 
 
 def copy(source: Path, destination: Path) -> float:
-    """Seconds for `cp` of a folder and a flush of every file."""
+    """Return the seconds for `cp` of a folder and a flush of every file."""
     begun = time.monotonic()
     subprocess.run(["cp", "-r", str(source), str(destination)], check=True)
     for path in destination.rglob("*"):
@@ -154,7 +154,7 @@ def copy(source: Path, destination: Path) -> float:
 
 
 def measured(program: str, source: Path, destination: Path, *more: str) -> dict[str, float]:
-    """One run in a process of its own."""
+    """Run once in a separate process."""
     command = [sys.executable, "-c", program, str(source), str(destination), *more]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(result.stdout.splitlines()[-1])

@@ -1,8 +1,8 @@
-"""How much longer ``import torch`` takes because this package is installed beside it.
+"""Measures how much longer ``import torch`` takes with this package installed.
 
-Needs this package installed. Three kinds of fresh interpreters take turns, so that a busy machine slows all
-of them: torch alone (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), torch with the hooks, torch with the hooks switched
-off (``MCORE_CKPT_EXT=0``). Run: ``python benchmarks/import_time.py [ROUNDS]``.
+Needs this package installed. Three kinds of new interpreters are run in turn, so that a busy machine slows all
+of them: torch alone (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), torch with the hooks, torch with the hooks disabled
+(``MCORE_CKPT_EXT=0``). Run: ``python benchmarks/import_time.py [ROUNDS]``.
 """
 
 import os
@@ -23,7 +23,7 @@ OURS = (
 
 
 def seconds(code: str, environment: dict[str, str]) -> float:
-    """Run code in a fresh interpreter and return the number that it prints."""
+    """Run code in a new interpreter and return the number that it prints."""
     clean = {k: v for k, v in os.environ.items() if k not in {"MCORE_CKPT_EXT", "TORCH_DEVICE_BACKEND_AUTOLOAD"}}
     finished = subprocess.run(
         [sys.executable, "-c", code], env={**clean, **environment}, capture_output=True, text=True, check=True
@@ -32,7 +32,7 @@ def seconds(code: str, environment: dict[str, str]) -> float:
 
 
 def main() -> None:
-    """Print the medians, their ratio to torch alone, and the cost of this package by itself."""
+    """Print the medians, their ratio to torch alone, and the cost of this package."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(rounds):

@@ -1,10 +1,10 @@
-"""How long `mcore-ckpt inspect` takes for a checkpoint of 1 TB with 100,000 chunks, whole processes.
+"""Measures `mcore-ckpt inspect`, as a whole process, for a checkpoint of 1 TB with 100,000 chunks.
 
     python benchmarks/inspect_metadata.py
 
 The metadata is that of a 70B model saved in `dp_reshardable` by TP4 x PP8 x VPP10 x DP100, written with torch's own
-classes as Megatron 0.16 writes it, plans of all ranks included. The tensors are holes in sparse files: nobody
-reads them.
+classes as Megatron 0.16 writes it, including the plans of all ranks. The tensors are holes in sparse files, which are
+never read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GOAL_SECONDS, GOAL_MEBIBYTES = 1.0, 300
 TENSOR, PIPELINE, VIRTUAL, DATA = 4, 8, 10, 100
 LAYERS, HIDDEN, FEED_FORWARD, QUERY_GROUPS, HEADS, VOCABULARY = 80, 8192, 28672, 8, 64, 128_256
 ARCHIVE_OVERHEAD = 1500
-# Key, shape, axis that tensor-parallel ranks cut; in registration order.
+# Key, shape, sharded axis; in registration order.
 LAYER = (
     ("self_attention.linear_proj.weight", (HIDDEN, HIDDEN), 1),
     ("self_attention.linear_qkv.layer_norm_weight", (HIDDEN,), None),
@@ -56,7 +56,7 @@ LAST = (("decoder.final_layernorm.weight", (HIDDEN,), None), ("output_layer.weig
 
 
 class _Writer:
-    """Collects what a save puts into `.metadata`, and makes the files."""
+    """Collects the metadata of a save, and makes the files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,7 +67,7 @@ class _Writer:
         self.objects: list[tuple[str, int, bytes]] = []
 
     def chunk(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, offsets: Any, sizes: Any, rank: int) -> None:
-        """One chunk of an array, written by a rank."""
+        """Add one chunk of an array, written by a rank."""
         properties = TensorProperties(dtype=dtype)
         entry = self.entries.setdefault(key, TensorStorageMetadata(properties, torch.Size(shape), []))
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -80,7 +80,7 @@ class _Writer:
         self.plans.setdefault(rank, []).append(item)
 
     def object(self, key: str, value: Any, rank: int) -> None:
-        """A pickled object, whose bytes are really there."""
+        """Add a pickled object, whose bytes are written."""
         buffer = io.BytesIO()
         torch.save([value], buffer)
         data = buffer.getvalue()
@@ -115,7 +115,7 @@ class _Writer:
 
 
 def _chunks_of_model() -> Iterator[tuple[int, int, list[tuple[str, tuple[int, ...], int | None, int | None]]]]:
-    """Pipeline rank, virtual stage, and its parameters: key, shape, cut axis, layer."""
+    """Yield pipeline rank, virtual stage, and its parameters: key, shape, sharded axis, layer."""
     layer = 0
     for stage in range(VIRTUAL):
         for pipeline in range(PIPELINE):
@@ -130,7 +130,7 @@ def _chunks_of_model() -> Iterator[tuple[int, int, list[tuple[str, tuple[int, ..
 
 
 def make_checkpoint(folder: Path) -> int:
-    """Write the metadata of the checkpoint; returns its chunks."""
+    """Write the metadata of the checkpoint, and return the number of chunks."""
     folder.mkdir(parents=True)
     writer = _Writer(folder)
     numels: dict[int, list[dict[Any, list[int]]]] = {}
@@ -196,9 +196,9 @@ def _common() -> dict[str, Any]:
 
 
 def peak_of(command: list[str]) -> int:
-    """The peak memory of a process, in bytes.
+    """Return the peak memory of a process, in bytes.
 
-    It is started by a small process: Linux counts the memory of the one that starts another as the other's
+    It is started by a small process, because on Linux a process starts with the peak memory of its parent
     (`begin_new_exec` in fs/exec.c), and this one has made the checkpoint.
     """
     code = "import resource as r, subprocess as s, sys; s.run(sys.argv[1:], check=True, stdout=s.DEVNULL); " + (
@@ -209,7 +209,7 @@ def peak_of(command: list[str]) -> int:
 
 
 def main() -> int:
-    """Measure; exit status 1 when the goal is missed."""
+    """Measure; the exit status is 1 if the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--keep", type=Path, help="make the checkpoint there, and leave it")

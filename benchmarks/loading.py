@@ -1,28 +1,28 @@
-"""Whole loads of a genuine job, stock's and this package's, against the bound: the same bytes by plain `preadv`.
+"""Measures whole loads of a real job, by stock Megatron and by this package, against `preadv` of the same bytes.
 
     python benchmarks/loading.py FOLDER [--runs 5] [--layers 24 --hidden 1024] [--ranks 8] [--ways fast moved ...]
         [--megatron CHECKOUT] [--device cuda]
 
-Genuine Megatron (the installed one, or a checkout of Megatron-LM) on CPU ranks saves TP1 x PP4 once (by default 4 GB;
-the twin as `fully_reshardable`, which takes several times the memory). Then jobs run in turn, each of which loads once:
+Real Megatron (installed, or a checkout of Megatron-LM) on CPU ranks saves TP1 x PP4 once (by default 4 GB; the twin in
+`fully_reshardable`, which takes several times the memory). Then jobs run in turn, each of which loads once:
 
     stock      Megatron's own load, unchanged layout, without this package
     fast       `--ckpt-ext-load fast`, unchanged layout
     once       the same with `--ckpt-ext-read-once`
-    moved      TP2 x PP2: this package alone can (`auto`)
-    twin       TP2 x PP2 from the `fully_reshardable` twin: Megatron's only way
-    cold stock, cold fast, cold moved    the same, after the page cache has forgotten the checkpoint, as for the bound
+    moved      TP2 x PP2, which only this package supports (`auto`)
+    twin       TP2 x PP2 from the `fully_reshardable` twin, the only format that Megatron can load so
+    cold stock, cold fast, cold moved    the same with the checkpoint evicted from the page cache, as for the bound
 
-With `--device cuda` one rank runs on each GPU, as TP1 and as many stages as there are ranks: `stock` and `fast` load
-what they saved themselves, `moved` what CPU ranks saved as above, as TP1 x PP1.
+With `--device cuda` one rank runs on each GPU, as TP1 with one stage per rank: `stock` and `fast` load their own save,
+`moved` that of CPU ranks as above, as TP1 x PP1.
 
-Between them runs the bound of each: as many processes read into fresh memory as many bytes of the same files as the
-ranks hold afterwards, or asked for, where that is less. Before each load, and each bound, the checkpoint is read, and
-the processes use half as much memory again as they will read bytes, and give it back; before cold ones the page cache
-then forgets the checkpoint: see `memory.py`. Beside cold ones stands the disk, too: `dd` of the same files to nowhere,
-one after the other, as cold. Seconds are from barrier to barrier around `load_checkpoint`; processor
-seconds are those of all ranks, by gigabyte that they hold; memory is the peak of a rank beyond what it held before and
-what it holds after the load, whichever is more.
+Each load is followed by its bound: the same number of processes read, into new memory, as many bytes of the same files
+as the ranks have afterwards, or requested if that is less. Before each load and each bound the checkpoint is read, and
+the processes allocate and free half as much memory again as they will read. Before cold ones the checkpoint is then
+evicted from the page cache: see `memory.py`. Cold loads are also compared with the disk: `dd` of the same files, one
+after the other, also cold. Seconds are from barrier to barrier around `load_checkpoint`. Processor seconds are those of
+all ranks, per gigabyte of their state. Memory is the peak of a rank beyond its memory before the load plus the loaded
+state, or the loaded state if that is more.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import megatron_on_devices  # noqa: E402 - the path is set above
 import torch  # noqa: E402
 from megatron_on_cpu import launch, toy_jobs  # noqa: E402
-from memory import forget, fresh, remember, touch  # noqa: E402 - beside this file
+from memory import forget, fresh, remember, touch  # noqa: E402 - memory.py in this folder
 
 from mcore_ckpt_ext.selftest.machine import device_name, versions  # noqa: E402
 
 PLUGIN = Path(__file__).with_name("loading_rank.py")
 BLOCK = 16 << 20
 CPU, CPU_RANKS = "cpu", 8
-# Before a load, by bytes of the checkpoint: it needs memory to read into, and some to work with.
+# Memory to allocate before a load, relative to the checkpoint: buffers to read into, and working memory.
 TOUCHED = 1.5
 FULLY_RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 
 
 @dataclass
 class Way:
-    """A way of loading: the folder it loads, how its ranks are spread, what it is told, and what came of it."""
+    """A way of loading: the folder, the layout, the options, and the results."""
 
     folder: str
     tensor: int
@@ -84,7 +84,7 @@ WAYS = {
 
 
 def ways_on(device: str, ranks: int) -> dict[str, Way]:
-    """The ways of loading on a kind of device."""
+    """Return the ways of loading on a kind of device."""
     if device == CPU:
         return WAYS
     return {
@@ -97,13 +97,13 @@ def ways_on(device: str, ranks: int) -> dict[str, Way]:
 def job(
     options: argparse.Namespace, way: Way, name: str, *, saves: list[str] | None = None, device: str = ""
 ) -> list[dict[str, float]]:
-    """Run one job on a device, by default that of the options; what each of its ranks measured."""
+    """Run one job on a device, by default that of the options, and return the measurements of its ranks."""
     on_cpu = (device or options.device) == CPU
     ranks = options.ranks if on_cpu == (options.device == CPU) else CPU_RANKS
     run_folder, report = options.folder / way.folder, options.folder / "reports" / name
     report.mkdir(parents=True, exist_ok=True)
     size = ["--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
-    if options.device != CPU:  # samples of mock data hold whole numbers up to 4096
+    if options.device != CPU:  # samples of mock data contain whole numbers up to 4096
         size += ["--vocab-size", "8191"]
     arguments = toy_jobs.tiny_gpt(
         way.tensor, way.pipeline, iterations=2, save=None if saves is None else run_folder, save_interval=1,
@@ -135,12 +135,12 @@ def job(
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files below a folder."""
+    """Return the size of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def bound(folder: Path, counts: list[float], cold: bool) -> tuple[float, float]:
-    """Seconds, and processor seconds, of as many processes that read as many bytes and do nothing else."""
+    """Return seconds and processor seconds of as many processes that only read as many bytes."""
     remember(folder)
     barrier = multiprocessing.Barrier(len(counts) + 1)
     queue: multiprocessing.Queue[float] = multiprocessing.Queue()
@@ -166,7 +166,7 @@ def bound(folder: Path, counts: list[float], cold: bool) -> tuple[float, float]:
 
 
 def disk(folder: Path) -> float:
-    """Seconds that `dd` takes to read the files from the disk, each once, one after the other."""
+    """Return the seconds that `dd` takes to read each file from disk once, one after the other."""
     remember(folder)
     forget(folder)
     begun = time.perf_counter()
@@ -178,7 +178,7 @@ def disk(folder: Path) -> float:
 def read_plainly(
     files: list[Path], start: int, count: int, barrier: Barrier, queue: multiprocessing.Queue[float]
 ) -> None:
-    """Read `count` bytes from byte `start` of the files, one after the other and again, into fresh memory."""
+    """Read `count` bytes from byte `start` of the files, repeating them if necessary, into new memory."""
     sizes = [file.stat().st_size for file in files]
     descriptors = [os.open(file, os.O_RDONLY) for file in files]
     start %= sum(sizes)
@@ -186,7 +186,7 @@ def read_plainly(
     while start >= sizes[number]:
         start, number = start - sizes[number], number + 1
     touch(int(TOUCHED * count))
-    barrier.wait()  # after it the page cache may be made to forget
+    barrier.wait()  # after this, the page cache may be evicted
     barrier.wait()
     busy = time.process_time()
     memory = memoryview(bytearray(0)) if not count else memoryview(fresh(count))
@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--megatron", type=Path)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["stock", "fast", "moved"])
     options = parser.parse_args()
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every rank compiles what Megatron imports within a load
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise every rank compiles Megatron's modules during a load
     options.ranks = options.ranks or (CPU_RANKS if options.device == CPU else torch.accelerator.device_count())
     known = ways_on(options.device, options.ranks)
     ways = {name: known[name] for name in options.ways}

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from memory import forget, remember, touch
 
-HAS_DEVICE = torch.accelerator.is_available()  # which the laboratory denies
+HAS_DEVICE = torch.accelerator.is_available()  # False in the laboratory
 if not HAS_DEVICE:
-    # torch's optimizers move loaded state to the device of its parameter. On a GPU it is there already; the laboratory
-    # takes a move to the processor for a copy from a GPU.
+    # torch's optimizers move loaded state to the device of its parameter. On a GPU the state is there already; the
+    # laboratory would count a move to the CPU as a copy from a GPU.
     torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(  # type: ignore[method-assign]
         lambda param, value, *_, **__: value.to(param.dtype)
     )
@@ -27,19 +27,19 @@ load_checkpoint = training.load_checkpoint
 
 
 def status(name: str) -> int:
-    """Bytes, of what Linux says about this process's memory."""
+    """Return a field of this process's memory in bytes, as reported by Linux."""
     found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return 1024 * int(found[1]) if found else 0
 
 
 def bytes_asked() -> int:
-    """Bytes that this process has read so far, from files and elsewhere."""
+    """Return the number of bytes that this process has read so far, from files and elsewhere."""
     found = re.search(r"^rchar: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def bytes_held(chunks: Any, optimizer: Any) -> int:
-    """Bytes of this rank's weights, masters and moments: what a load that reads nothing in vain asks for."""
+    """Return the bytes of this rank's weights, masters and moments, which a load has to read at least."""
     weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
     inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
     masters = [master for one in inner for group in one.param_groups for master in group["params"]]
@@ -59,7 +59,7 @@ def measured(*positional: Any, **keywords: Any) -> None:
     if os.environ.get("LOADING_COLD") and rank == 0:
         forget(folder)
     torch.distributed.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # Linux starts the peak anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     held = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     before, asked, begun, busy = status("VmRSS"), bytes_asked(), time.perf_counter(), time.process_time()

@@ -1,7 +1,7 @@
-"""Memory and page cache as they are right after use.
+"""Brings memory and page cache into the state that they have right after use.
 
-A virtual machine's host takes back what was not used lately, so that the first to use it again pays more for that than
-for all else; and a system may page out files that nobody has read for some seconds.
+The host of a virtual machine reclaims memory that was not used recently, and the first access afterwards costs more
+than everything else. A system may also evict files that were not read for some seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _BLOCK = 16 << 20
 
 
 def touch(count: int) -> None:
-    """Use so many bytes of memory, and give them back."""
+    """Use this number of bytes of memory, and free them."""
     if count:
         with fresh(count) as memory:
             for page in range(0, count, mmap.PAGESIZE):
@@ -22,12 +22,12 @@ def touch(count: int) -> None:
 
 
 def fresh(count: int) -> mmap.mmap:
-    """So many bytes of memory as a program is given it: its own. (What processes could share costs a third more.)"""
+    """Allocate private memory, like that of a program; memory that processes can share costs a third more."""
     return mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def remember(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """Have the page cache hold the files of a folder, of which this process reads one part of several."""
+    """Read the files of a folder into the page cache; this process reads one of several parts."""
     block = memoryview(bytearray(_BLOCK))
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         descriptor, size = os.open(path, os.O_RDONLY), path.stat().st_size
@@ -37,10 +37,10 @@ def remember(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Have the page cache forget the files of a folder, which needs no privilege; the disk's own cache may not."""
+    """Evict the files of a folder from the page cache, without privileges; the disk's own cache may keep them."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)  # what is not on the disk yet is not forgotten
+            os.fsync(descriptor)  # data that is not on disk cannot be evicted
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)

@@ -1,17 +1,17 @@
-"""Planning the resume of one rank of a very large job: be handed the index, open, plan and agree; seconds and memory.
+"""Measures planning the resume of one rank of a very large job, with the index received from the first rank.
 
     python benchmarks/planning.py FOLDER [--model llama deepseek] [--ranks 8192 16384] [--runs 5]
 
     llama       Llama 405B from TP8 x PP16 as TP4 x PP32, and half of its layers
     deepseek    DeepSeek-V3 671B, 61 layers of 256 experts, from PP16 x EP64 as PP8 x EP64
 
-The checkpoints below FOLDER have all metadata, the plans of the ranks included, and holes for tensors. A first rank
-reads and parses the index, sees whether all is there, and hands it over; while it does, the others wait. One of these,
-in a process of its own, takes it, has genuine Megatron read the common state, opens the checkpoint, recovers the
-layout as far as it needs it, plans weights and optimizer, looks up every record that the plan reads, and compares the
-names that all ranks report; the same calls as in a live job (`probe.probe_checkpoint`, `load_decision`,
-`optimizer_reshard.prepare`, `live.sharded_load`), the live rank's shards worked out from the arguments. Seconds are
-those of both, one after the other; what lies between them, sending some ten megabytes, is not measured.
+The checkpoints in FOLDER have all metadata, including the plans of the ranks, and holes for tensors. A first rank reads
+and parses the index, checks that all files exist, and sends the index; meanwhile the others wait. One of the others, in
+a separate process, receives it, lets real Megatron read the common state, opens the checkpoint, recovers the layout as
+far as needed, plans weights and optimizer, looks up every record that the plan reads, and compares the names that all
+ranks report. These are the calls of a live job (`probe.probe_checkpoint`, `load_decision`, `optimizer_reshard.prepare`,
+`live.sharded_load`), with the live rank's shards derived from the arguments. Seconds are the sum of both; sending some
+ten megabytes between them is not measured.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LLAMA = {
 
 @dataclass(frozen=True)
 class Case:
-    """A job: the arguments that wrote, those that resume, and the rank that is looked at, in the middle of all."""
+    """A job: the arguments that wrote, those that resume, and the measured rank, in the middle of all."""
 
     written: dict[str, Any]
     running: dict[str, Any]
@@ -60,7 +60,7 @@ class Case:
 
 
 def llama(layers: int, ranks: int) -> Case:
-    """With embedding and loss counted as a layer each, as that model was trained: 62 and 126 divide by the stages."""
+    """Return Llama's case; embedding and loss count as layers, as in its training, so that stages divide 62 and 126."""
     written, running = (
         synthetic.arguments_of(
             layers, **LLAMA, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline,
@@ -73,7 +73,7 @@ def llama(layers: int, ranks: int) -> Case:
 
 
 def deepseek_v3(ranks: int) -> Case:
-    """Experts have an optimizer of their own."""
+    """Return DeepSeek-V3's case; experts have an optimizer of their own."""
     written, running = (deepseek.arguments_for(pipeline, 64, ranks) for pipeline in (16, 8))
     dense, experts = ModelRank(pipeline=3, tensor=0), ModelRank(pipeline=3, tensor=0, expert=17)
     return Case(written, running, ((dense, 17), (experts, 1)))
@@ -84,7 +84,7 @@ CASES = {"llama 62": lambda ranks: llama(62, ranks), "llama 126": lambda ranks: 
 
 
 def views_of(models: LocalModels, ranks: int) -> list[RankSummary]:
-    """What every rank tells: its names where it is the first of its replicas, otherwise nothing."""
+    """Return the summaries of all ranks: names on the first of several replicas, empty on others."""
     layout, kinds = models.layout, frozenset({"DistributedOptimizer"})
     experts: list[int | None] = list(range(layout.expert)) if models.has_expert_optimizer else [None]
     places = [(stage, expert) for stage in range(layout.pipeline) for _ in range(layout.tensor) for expert in experts]
@@ -99,13 +99,13 @@ def _names(models: LocalModels, stage: int, expert: int | None) -> list[str]:
 
 
 def resident(name: str) -> int:
-    """Bytes, of what Linux says about this process's memory; getrusage also tells of the one that started it."""
+    """Return a field of this process's memory in bytes, as reported by Linux; getrusage may include the parent's."""
     found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return 1024 * int(found[1]) if found else 0
 
 
 def hand_over(run: Path, way: Connection) -> None:
-    """What the first rank does before all others: read the index, see whether all is there, and say it in bytes."""
+    """Do the first rank's work before the others': read the index, check that all files exist, and send it."""
     begun = time.monotonic()
     arguments = argparse.Namespace(load=str(run), ckpt_step=None)
     data = agreed_here("looking", lambda: pickle.dumps(probe_checkpoint(arguments, "load", shares_index=True).index))
@@ -114,12 +114,12 @@ def hand_over(run: Path, way: Connection) -> None:
 
 
 def handed_over(run: Path) -> tuple[float, int, bytes]:
-    """The seconds that the first rank takes, its memory, and what it says."""
-    spawn = multiprocessing.get_context("spawn")  # a process of its own, which shares no memory
+    """Return the seconds and the memory that the first rank needs, and the bytes that it sends."""
+    spawn = multiprocessing.get_context("spawn")  # a separate process, which shares no memory
     way, far = spawn.Pipe()
     first = spawn.Process(target=hand_over, args=(run, far))
     first.start()
-    far.close()  # else its end would not be noticed
+    far.close()  # otherwise the end of the other process would not be noticed
     seconds, memory = way.recv()
     data = way.recv_bytes()
     first.join()
@@ -127,7 +127,7 @@ def handed_over(run: Path) -> tuple[float, int, bytes]:
 
 
 def plan_once(folder: Path, case: Case) -> dict[str, float]:
-    """Plan, and say how long it took."""
+    """Plan, and return the durations."""
     iteration = folder / "iter_0001000"
     first, first_memory, data = handed_over(folder)
     models = synthetic.local_models(synthetic.shapes_of(case.running), case.running)
@@ -137,7 +137,7 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     views = views_of(models, case.running["world_size"])
     sent = sum(len(data) for data in {pickle.dumps(view) for view in views})
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # Linux starts the peak anew; before, it was that of the imports
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which was that of the imports
 
     def opened() -> Checkpoint:
         checkpoint = open_checkpoint(folder)
@@ -153,8 +153,8 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
         return plan
 
     begun, busy = time.monotonic(), time.process_time()
-    handed = pickle.loads(data)  # what the process above has pickled
-    assert handed is not None  # noqa: S101 - else another way was measured
+    handed = pickle.loads(data)  # pickled by the process above
+    assert handed is not None  # noqa: S101 - otherwise another way was measured
     with index_shared(handed):
         agreed_here("looking at the checkpoint", lambda: dist_checkpointing.load_common_state_dict(str(iteration)))
         seen = time.process_time() - busy
@@ -164,7 +164,7 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     seconds, busy = time.monotonic() - begun, time.process_time() - busy
     memory = resident("VmHWM")
     own = sum(want.slice.numel * (2 if want.kind == WEIGHT else 4) for want in wanted)
-    assert plan.bytes_read == own  # noqa: S101 - a wrong plan has no speed
+    assert plan.bytes_read == own  # noqa: S101 - the duration of a wrong plan is meaningless
     return {
         "first": first, "first_memory": first_memory, "handed": len(data), "seen": seen,
         "seconds": seconds, "processor": busy, "opening": opening, "memory": memory, "before": before,
@@ -174,7 +174,7 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
 
 
 def folder_of(folder: Path, name: str, ranks: int) -> Path:
-    """Where the checkpoint of a case lies."""
+    """Return the folder of a case's checkpoint."""
     return folder / f"{name}_{ranks}".replace(" ", "_")
 
 

@@ -1,11 +1,11 @@
-"""What the proof after a load adds to that load.
+"""Measures how much the master check after a load adds to the load.
 
     python benchmarks/proof.py FOLDER [--runs 3] [--layers 24 --hidden 1024] [--ranks 8] [--pipeline 4]
 
-Genuine Megatron 0.19.2 on CPU ranks saves once (by default 4 GB) and then resumes under the same layout, so that the
-load is stock's alone, and as pipelines of half the length, so that the package resumes the optimizer. Beside each
-load's time, on the rank that took longest, stands the share of the proof in it, as the mean of all ranks; and the same
-share in the processors' time of all ranks, which counts where ranks share processors.
+Real Megatron 0.19.2 on CPU ranks saves once (by default 4 GB). Then it resumes under the same layout, with a load by
+stock Megatron alone, and with pipelines of half the length, where this package resumes the optimizer. Each row shows
+the load's time on the slowest rank, the fraction of the check in it as the mean of all ranks, and the same fraction of
+all ranks' processor time, which is relevant if ranks share processors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GOAL = 0.02
 
 
 def run(options: argparse.Namespace, pipeline: int, name: str, *, loads: bool) -> list[dict[str, float]]:
-    """Run one job of one iteration; what each of its ranks measured."""
+    """Run one job of one iteration, and return the measurements of its ranks."""
     run_folder, report = options.folder / "checkpoints", options.folder / name
     report.mkdir(parents=True, exist_ok=True)
     size = ["--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, pipeline: int, name: str, *, loads: bool) -
 
 
 def main() -> None:
-    """Save once, load often, print the ratios."""
+    """Save once, load several times, print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--runs", type=int, default=3)

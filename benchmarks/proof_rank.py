@@ -1,4 +1,4 @@
-"""Plugin of `proof.py`: measures on each rank a load and the proof at its end, without the waiting for other ranks."""
+"""Plugin of `proof.py`: measures a load and the master check at its end on each rank, without waiting for others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ measured = {"load": 0.0, "proof": 0.0, "load processor": 0.0, "proof processor":
 
 
 def timed(work: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same function, whose seconds are added up: those of the clock, and those that processors were busy for it."""
+    """Return the function with a sum of its elapsed time and its processor time."""
 
     @functools.wraps(work)
     def run(*positional: Any, **keywords: Any) -> Any:

@@ -1,11 +1,12 @@
-"""A folder in fp8 by blocks of 128 x 128 to Megatron, against copying the result, and against dequantising by torch.
+"""Measures the conversion of fp8 weights in blocks of 128 x 128 to Megatron, against dequantization by torch.
 
     python benchmarks/quantised.py FOLDER [--runs 3] [--layers 48 --hidden 2560]
 
-Makes a Llama of random codes and scales, 4.3 GB in fp8, below FOLDER, which needs five times as much. Dequantising by
-torch is what DeepSeek's script does (`fp8_cast_bf16.py`), without its kernel: tensor by tensor, each file read whole,
-into a Hugging Face folder in bf16, which then is still to be converted. All ways take turns; each run is a process of
-its own and ends when its bytes are on the disk. Peak memory is the growth of the process after its imports.
+Makes a Llama of random codes and scales, 4.3 GB in fp8, in FOLDER, which needs five times as much. It is also compared
+with a copy of the result. Dequantization by torch is DeepSeek's script (`fp8_cast_bf16.py`) without its kernel: tensor
+by tensor, with each file read whole, into a Hugging Face folder in bf16, which would still have to be converted. All
+ways are run in turn; each run is a separate process and ends when its bytes are on disk. Peak memory is the growth of
+the process after its imports.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from huggingface import MEASURED, OURS, copy, make, measured
 from safetensors.torch import load_file, save_file
 
 _SIDE = 128
-_CODES_OF_NUMBERS = 0x7F  # the greatest codes of both signs are no numbers
+_CODES_OF_NUMBERS = 0x7F  # the largest codes of both signs are NaN
 _QUANTIZATION = {
     "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [_SIDE, _SIDE],
 }  # fmt: skip
@@ -55,7 +56,7 @@ for path in pathlib.Path(destination).iterdir():
 
 
 def quantise(folder: Path) -> int:
-    """Give every projection of a folder random codes and scales in place of its numbers; returns the bytes."""
+    """Replace every projection in a folder by random codes and scales, and return the bytes."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     weight_map, total = {}, 0
     for path in sorted(folder.glob("*.safetensors")):

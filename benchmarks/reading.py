@@ -1,11 +1,11 @@
-"""One rank's optimizer shards under another layout, against stock Megatron's load of as many bytes under the old one.
+"""Measures reading one rank's optimizer shards under another layout, against stock Megatron's load under the old one.
 
     python benchmarks/reading.py FOLDER [--runs 5] [--layers 12 --hidden 1536]
 
-FOLDER gets a checkpoint of TP1 x PP4 x DP2 (about 6 GB). Ours: what the first tensor rank of the last stage of
-TP2 x PP2 x DP2 holds, planned and read. Stock: `megatron.core.dist_checkpointing.load` (megatron-core from PyPI) of
-the shards that a rank of the unchanged layout holds, the same number of bytes or fewer. Each in a process of its own,
-interleaved; the time begins after the imports, the destinations are allocated in it.
+FOLDER gets a checkpoint of TP1 x PP4 x DP2 (about 6 GB). This package plans and reads the shards of the first tensor
+rank of the last stage of TP2 x PP2 x DP2. Stock: `megatron.core.dist_checkpointing.load` (megatron-core from PyPI) of
+the shards of a rank of the unchanged layout, which are as many bytes or fewer. Each is run in a separate process, in
+turn; the time starts after the imports and includes the allocation of the destinations.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
 from mcore_ckpt_ext.planning.plan import make_plan
 from mcore_ckpt_ext.transfer import Transfer
 
-# The stage of the old layout whose shards stock loads.
+# The stage of the old layout whose shards stock Megatron loads.
 STAGE, SHARE = 1, 0
 
 
 def ours(folder: Path) -> tuple[float, int]:
-    """Seconds and bytes of our way."""
+    """Return seconds and bytes of this package's way."""
     arguments = dict(open_checkpoint(folder).args)
     arguments |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
     models = synthetic.local_models(synthetic.shapes_of(arguments), arguments)
@@ -49,7 +49,7 @@ def ours(folder: Path) -> tuple[float, int]:
 
 
 def stock(folder: Path) -> tuple[float, int]:
-    """Seconds and bytes of the framework's way."""
+    """Return seconds and bytes of the framework's way."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.dist_checkpointing.validation import StrictHandling

@@ -1,4 +1,4 @@
-"""Rehearsing the resume of a very large job, all of its ranks (`mcore-ckpt plan --rehearse`); seconds and memory.
+"""Measures rehearsing the resume of a very large job with all of its ranks (`mcore-ckpt plan --rehearse`).
 
     python benchmarks/rehearsal.py FOLDER [--model llama deepseek] [--ranks 2048 16384] [--runs 3]
 
@@ -7,8 +7,8 @@ The checkpoints are those of `planning.py`, with all metadata and holes for tens
     llama       Llama 405B, 126 layers, from TP8 x PP16 as TP4 x PP32
     deepseek    DeepSeek-V3 671B, 61 layers of 256 experts, from PP16 x EP64 as PP8 x EP64
 
-Each rehearsal runs in a process of its own. Seconds are those from the call to the result, without imports; the memory
-is the peak of the process.
+Each rehearsal runs in a separate process. Seconds are those from the call to the result, without imports; the memory is
+the peak of the process.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ GOAL_SECONDS, GOAL_BYTES = {"llama": 20.0, "deepseek": 60.0}, 4 << 30
 
 
 def rehearse_once(folder: Path, model: str, ranks: int) -> dict[str, float]:
-    """Rehearse, and say how long it took."""
+    """Rehearse, and return the measurements."""
     begun, busy = time.monotonic(), time.process_time()
     found = rehearse(folder, ranks, sizes_in(CASES[model][1]))
     seconds, busy = time.monotonic() - begun, time.process_time() - busy
-    assert found.will_succeed, found.refusal  # noqa: S101 - a refusal is no rehearsal of all ranks
+    assert found.will_succeed, found.refusal  # noqa: S101 - a refused rehearsal does not simulate all ranks
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"seconds": seconds, "processor": busy, "memory": memory, "parts": found.parts, "elements": found.elements}
 

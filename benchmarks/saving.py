@@ -1,18 +1,18 @@
-"""What this package adds to the time for which a save holds up training, and what a slow writer does to the steps.
+"""Measures how much this package adds to the stall of training in a save, and the effect of a slow writer on steps.
 
     python benchmarks/saving.py FOLDER [--runs 5] [--layers 8 --hidden 256] [--ranks 8] [--steps 60] [--remainders]
 
-Genuine Megatron 0.19.2 trains on CPU ranks (pipelines of two) and saves asynchronously every eighth iteration; jobs
-with the package and without it (`MCORE_CKPT_EXT=0`, Megatron's own flags for the same save) run in turn. The stall of a
-save is the time in `save_checkpoint` and in `maybe_finalize_async_save` on rank 0. The first save of a job is left out:
-the sidecar is gathered then, once, and the processes warm up; it is told by itself. Beside the ratio of the medians,
-which is noise on a small machine, stands the time spent in this package's own functions, measured in the same saves.
+Real Megatron 0.19.2 trains on CPU ranks (pipelines of two) and saves asynchronously every eighth iteration; jobs with
+the package and without it (`MCORE_CKPT_EXT=0`, Megatron's own flags for the same save) are run in turn. The stall of a
+save is the time in `save_checkpoint` and in `maybe_finalize_async_save` on rank 0. The first save of a job is reported
+separately, because the sidecar is then gathered, once, and the processes warm up. The ratio of the medians is noisy on
+a small machine, so the time in this package's own functions is also reported, measured in the same saves.
 
-With `--remainders` the jobs have a precision-aware optimizer, so that the package also digests its remainders at every
-save, on a thread beside the planning; `begin` and `share` are what the save waits for (goal 2 % of the stall). That is
-all they are run for.
+With `--remainders` the jobs have a precision-aware optimizer, so that the package also digests remainders at every
+save, on a thread in parallel to planning; `begin` and `share` are the parts that the save waits for (goal 2 % of the
+stall). Nothing else is measured then.
 
-Then one job with writers slowed by five seconds: the median step under way of a save against the median of all others.
+Then one job runs with writers slowed by five seconds: the median step during a save against the median of all others.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from megatron_on_cpu import launch, toy_jobs  # noqa: E402 - the path is set abo
 PLUGIN = Path(__file__).with_name("saving_rank.py")
 STOCK_FLAGS = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
 REMAINDERS = ["--use-precision-aware-optimizer"]
-# Steps between two saves: enough for the first to be on the disk, as in real jobs.
+# Steps between two saves: enough for the first to be on disk, as in real jobs.
 INTERVAL, SAVES, SLOWED = 8, 6, 5.0
 
 
 def job(folder: Path, options: argparse.Namespace, name: str, plugged: bool, slowed: float = 0.0) -> dict[str, Any]:
-    """Run one job; what its rank 0 measured."""
+    """Run one job, and return the measurements of its rank 0."""
     iterations, interval = (INTERVAL * SAVES, INTERVAL) if not slowed else (options.steps, options.steps // 3)
     arguments = toy_jobs.tiny_gpt(
         1, 2, iterations=iterations, save=folder / name, save_interval=interval,

@@ -1,7 +1,7 @@
-"""Plugin of `saving.py`: measures in each rank what saving takes from training; rank 0 reports.
+"""Plugin of `saving.py`: measures in each rank how long a save stalls training; rank 0 reports.
 
-The package's own functions are timed one by one, without what they call of Megatron. A collective's time is its own
-too, except where the ranks meet in it for the first time: that wait would come at Megatron's next one.
+The package's own functions are timed separately, without Megatron's functions that they call. They include their
+collectives, except for the first one in which ranks meet: the same wait would otherwise occur in Megatron's next one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import saving_writer
 import torch
 
 IS_PLUGGED = os.environ["MCORE_CKPT_EXT"] == "1"
-# What a save calls of this package on rank 0, apart from what only passes on to Megatron: module, its class, methods.
+# The functions of this package that a save calls on rank 0, except those that only delegate: module, class, methods.
 OWN = (
     ("megatron.saving.atomic_write", "Disk", ("prepare",)),
     ("megatron.saving.ranks", "JobRanks", ("agree",)),
@@ -38,7 +38,7 @@ state = {"own": 0.0, "step": 0.0, "disturbed": True}
 
 
 def timed(work: Callable[..., Any], add: Callable[[float], None]) -> Callable[..., Any]:
-    """The same function, which reports its seconds."""
+    """Return the function with a report of its seconds."""
 
     @functools.wraps(work)
     def run(*positional: Any, **keywords: Any) -> Any:
@@ -52,14 +52,14 @@ def timed(work: Callable[..., Any], add: Callable[[float], None]) -> Callable[..
 
 
 def install() -> None:
-    """Wrap what training calls, outside of everything else."""
+    """Wrap the functions that training calls, outside of all other wrappers."""
     training: Any = importlib.import_module("megatron.training.training")
     checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
     async_utils: Any = importlib.import_module("megatron.training.async_utils")
     if IS_PLUGGED:
         saving: Any = importlib.import_module("mcore_ckpt_ext.megatron.save")
         problems = saving.problems_on_disk
-        # A generator's work is done when it is asked.
+        # A generator does its work on iteration.
         saving.problems_on_disk = lambda *positional: list(problems(*positional))
         for module, kind, names in OWN:
             place: Any = importlib.import_module(f"mcore_ckpt_ext.{module}")
@@ -69,7 +69,7 @@ def install() -> None:
     save = training.save_checkpoint
 
     def save_checkpoint(*positional: Any, **keywords: Any) -> Any:
-        # All ranks start together: otherwise the first collective measures who came last.
+        # All ranks start together; otherwise the first collective measures the delay of the last rank.
         torch.distributed.barrier()
         measured["stalls"].append(0.0)
         measured["own"].append({})
@@ -101,13 +101,13 @@ def install() -> None:
 
 
 def add_own(name: str, seconds: float) -> None:
-    """To the latest save."""
+    """Add to the latest save."""
     if measured["own"]:
         measured["own"][-1][name] = measured["own"][-1].get(name, 0.0) + seconds
 
 
 def add_stall(seconds: float) -> None:
-    """To the latest save."""
+    """Add to the latest save."""
     if measured["stalls"]:
         measured["stalls"][-1] += seconds
 

@@ -1,4 +1,4 @@
-"""What the slowed writers of `saving.py` do; their process unpickles it, so it is a module that can be imported."""
+"""The slowed writers of `saving.py`, in an importable module, because their process unpickles them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 
 
 def slowed(work: Callable[..., Any], seconds: float, *positional: Any, **keywords: Any) -> Any:
-    """The same work, later."""
+    """Do the same work after a delay."""
     time.sleep(seconds)
     return work(*positional, **keywords)

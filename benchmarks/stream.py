@@ -1,4 +1,4 @@
-"""The bound of a conversion: the same bytes from file to file by `sendfile`, each file flushed."""
+"""The bound of a conversion: a copy of the same bytes by `sendfile`, with a flush of each file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import resource
 import time
 from pathlib import Path
 
-from memory import remember  # beside this file
+from memory import remember  # memory.py in this folder
 
 _AT_ONCE = 1 << 30
 
 
 def readied(source: str, scratch: str) -> None:
-    """Read a folder, so that the page cache holds it, and have memory there to write half as much again."""
+    """Read a folder into the page cache, and prepare memory to write half as much again."""
     remember(Path(source))
     data = bytes(1 << 20)
     with Path(scratch).open("wb") as file:
@@ -34,7 +34,7 @@ def main(source: str, destination: str) -> None:
 
 
 def copy(source: str, destination: str) -> int:
-    """Copy all files of a folder into a new one, flush them, and return how many bytes they have."""
+    """Copy all files of a folder into a new one, flush them, and return the number of bytes."""
     Path(destination).mkdir()
     return sum(_copied(path, Path(destination) / str(number)) for number, path in enumerate(_files(Path(source))))
 

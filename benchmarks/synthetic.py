@@ -1,6 +1,6 @@
-"""A realistic checkpoint without Megatron: `dp_reshardable`, several files; by default Llama-like, TP1 x PP4 x DP2.
+"""Makes a realistic checkpoint without Megatron: `dp_reshardable`, by default Llama-like, TP1 x PP4 x DP2.
 
-Masters and moments are noise by name and element, weights the rounded masters: it can be proven like a real one.
+Masters and moments are noise that depends on name and element, weights are rounded masters, so the master check passes.
 
     python benchmarks/synthetic.py FOLDER --layers 12 --hidden 1536
 """
@@ -50,7 +50,7 @@ _SCHEDULER = {
 }  # fmt: skip
 
 
-# The axis that tensor-parallel ranks cut, and how many pieces a rank holds of it: gate and up projection are two.
+# The axis that tensor-parallel ranks share, and the number of a rank's pieces: gate and up projection are two.
 _CUTS = {
     "embedding.word_embeddings.weight": (0, 1), "output_layer.weight": (0, 1), "linear_qkv.weight": (0, 1),
     "linear_proj.weight": (1, 1), "linear_fc1.weight": (0, 2), "linear_fc2.weight": (1, 1),
@@ -60,7 +60,7 @@ _CUTS = {
 def llama_shapes(
     layers: int, hidden: int, feed_forward: int, vocabulary: int, query_rows: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of a Llama-like model's parameters by model-space name; `query_rows` are those of q, k and v together."""
+    """Return the shapes of a Llama-like model by model-space name; `query_rows` is the sum of q, k and v."""
     shapes = {"embedding.word_embeddings.weight": (vocabulary, hidden)}
     for layer in range(layers):
         shapes |= {
@@ -78,7 +78,7 @@ def llama_shapes(
 
 
 def arguments_of(layers: int, hidden: int, feed_forward: int, vocabulary: int, **more: int) -> dict[str, Any]:
-    """What Megatron's arguments would say."""
+    """Return Megatron's arguments for a model of these sizes."""
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1} | more
     world = sizes["tensor_model_parallel_size"] * sizes["pipeline_model_parallel_size"] * sizes["data_parallel_size"]
     return {
@@ -93,7 +93,7 @@ def arguments_of(layers: int, hidden: int, feed_forward: int, vocabulary: int, *
 
 
 def local_models(shapes: dict[str, tuple[int, ...]], arguments: dict[str, Any]) -> LocalModels:
-    """A job's ranks, and what each holds."""
+    """Return a job's ranks, and the parameters of each."""
     tensor = arguments["tensor_model_parallel_size"]
     weights = {
         name: StoredWeight(LogicalTensor(name, shape, "bfloat16"), _grid(name, shape, tensor))
@@ -104,7 +104,7 @@ def local_models(shapes: dict[str, tuple[int, ...]], arguments: dict[str, Any]) 
 
 
 def _grid(name: str, shape: tuple[int, ...], tensor: int) -> tuple[tuple[int, ...], ...]:
-    """Offsets of the stored chunks of a weight, axis by axis."""
+    """Return the offsets of the stored chunks of a weight on each axis."""
     grid = [(0,) for _ in shape]
     axis, pieces = next((cut for ending, cut in _CUTS.items() if name.endswith(ending)), (0, 0))
     if tensor * pieces > 1:
@@ -113,7 +113,7 @@ def _grid(name: str, shape: tuple[int, ...], tensor: int) -> tuple[tuple[int, ..
 
 
 def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabulary: int, file_bytes: int) -> int:
-    """Write the run folder; returns its size in bytes."""
+    """Write the run folder, and return its size in bytes."""
     arguments = arguments_of(
         layers, hidden, feed_forward, vocabulary, pipeline_model_parallel_size=4, data_parallel_size=2
     )
@@ -127,9 +127,9 @@ def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabular
 def make_empty(
     folder: Path, arguments: dict[str, Any], file_bytes: int, plans: bool = False
 ) -> tuple[Path, list[Record]]:
-    """Write a run folder whose tensors are holes: all zero, and no bytes on the disk.
+    """Write a run folder whose tensors are holes, which read as zeros and take no space.
 
-    `plans`: the index has the plans of all ranks, as Megatron writes them.
+    `plans`: whether the index contains the plans of all ranks, as Megatron writes them.
     """
     files, records, metadata = describe(arguments, file_bytes)
     if plans:
@@ -146,8 +146,8 @@ def make_empty(
 
 
 def _with_plans(metadata: bytes, ranks: int) -> bytes:
-    """The index with what each rank had planned to write (`all_local_plans`, torch.py of Megatron's strategies)."""
-    found = pickle.loads(metadata)  # made here
+    """Add each rank's plan to the index (`all_local_plans`, torch.py of Megatron's strategies)."""
+    found = pickle.loads(metadata)  # trusted: made by this program
     items = []
     for key, entry in found.state_dict_metadata.items():
         for number, chunk in enumerate(getattr(entry, "chunks", ())):
@@ -160,7 +160,7 @@ def _with_plans(metadata: bytes, ranks: int) -> bytes:
 
 
 def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFile], list[Record], bytes]:
-    """The files of a checkpoint, its records and its `.metadata`."""
+    """Return the files of a checkpoint, its records and its `.metadata`."""
     models = local_models(shapes_of(arguments), arguments)
     writer = DistcpFiles(file_bytes)
     writer.add_object(
@@ -174,7 +174,7 @@ def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFil
     )  # fmt: skip
     for array in _weights(models):
         writer.add_array(array)
-    for number in range(models.layout.world if arguments.get("num_experts") else 0):  # beside experts, every rank's own
+    for number in range(models.layout.world if arguments.get("num_experts") else 0):  # with experts, of every rank
         writer.add_object(f"rng_state/shard_0.0.{number}_1.1.{models.layout.world}", {"seed": number})
     for prefix, rank in _groups(models):
         group = _GROUP | {"is_expert_parallel": rank.expert is not None}
@@ -190,7 +190,7 @@ def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFil
 
 
 def _groups(models: LocalModels) -> Iterator[tuple[str, ModelRank]]:
-    """Every optimizer of a model rank: how its keys begin, and which rank it is."""
+    """Yield every optimizer of a model rank: the prefix of its keys, and the rank."""
     layout, middle = models.layout, "optimizer.distributed.dp_group_idx_"
     dense = "chained_0." if models.has_expert_optimizer else ""
     for number, (stage, tensor) in enumerate(product(range(layout.pipeline), range(layout.tensor))):
@@ -201,7 +201,7 @@ def _groups(models: LocalModels) -> Iterator[tuple[str, ModelRank]]:
 
 
 def shapes_of(arguments: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the model that arguments describe."""
+    """Return the shapes of the model that arguments describe."""
     hidden, heads = arguments["hidden_size"], arguments["num_attention_heads"]
     groups = arguments.get("num_query_groups", heads)
     query_rows = hidden + 2 * groups * hidden // heads
@@ -212,7 +212,7 @@ def shapes_of(arguments: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _weights(models: LocalModels) -> Iterator[Array]:
-    """The arrays of all weights; those of a layer's experts are stacked, as Megatron does."""
+    """Yield the arrays of all weights; those of a layer's experts are stacked, as in Megatron."""
     stacks: dict[str, list[tuple[str, StoredWeight]]] = {}
     for name, weight in models.weights.items():
         stacks.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), []).append((name, weight))
@@ -231,13 +231,13 @@ def _weights(models: LocalModels) -> Iterator[Array]:
 
 
 def buffer_of(models: LocalModels, rank: ModelRank) -> PackedBuffer:
-    """The gradient buffer of one rank."""
+    """Return the gradient buffer of one rank."""
     (buffer,) = packed_buffers(models, LOCAL, PackingRule.SINCE_0_13, rank, [0]) or []
     return buffer
 
 
 def wanted_by(models: LocalModels, rank: ModelRank, share: int) -> list[TargetSlice]:
-    """What the optimizer of one data-parallel rank, `share`, holds of the one bucket of a model rank's buffer."""
+    """Return the slices of one data-parallel rank, `share`, in the single bucket of a model rank's buffer."""
     buffer = buffer_of(models, rank)
     (bucket,) = buffer.buckets
     size = (bucket.stop - bucket.start) // buffer_ranks(models, rank)
@@ -253,7 +253,7 @@ def wanted_by(models: LocalModels, rank: ModelRank, share: int) -> list[TargetSl
 
 
 def weights_of(models: LocalModels, rank: ModelRank) -> list[TargetSlice]:
-    """The weights of one model rank."""
+    """Return the weights of one model rank."""
     return [
         TargetSlice(WEIGHT, Slice.whole(regions), {name: models.weights[name].tensor})
         for name, regions in models.candidates(rank)
@@ -261,7 +261,7 @@ def weights_of(models: LocalModels, rank: ModelRank) -> list[TargetSlice]:
 
 
 def _buckets(models: LocalModels, rank: ModelRank, prefix: str) -> Iterator[tuple[Array, int]]:
-    """The arrays of one model-parallel rank: a chunk for each parameter and data-parallel rank."""
+    """Yield the arrays of one model-parallel rank, with a chunk for each parameter and data-parallel rank."""
     buffer = buffer_of(models, rank)
     for number, bucket in enumerate(buffer.buckets):
         share = (bucket.stop - bucket.start) // buffer_ranks(models, rank)
@@ -286,7 +286,7 @@ def _noise_filler() -> Any:
             wanted = placed.wanted
             kind = FP32_PARAM if wanted.kind == WEIGHT else wanted.kind
             region = wanted.slice.regions[0]
-            before = region.offsets[0] * math.prod(region.sizes[1:])  # at TP1 a part is whole rows
+            before = region.offsets[0] * math.prod(region.sizes[1:])  # with TP1 a part consists of whole rows
             at = zlib.crc32(f"{kind} {region.name}".encode()) % _NOISE + before + wanted.slice.start
             room = elements[placed.start : placed.stop]
             done = 0
@@ -302,7 +302,7 @@ def _noise_filler() -> Any:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     for name, default in (("layers", 12), ("hidden", 1536), ("feed-forward", 4096), ("vocabulary", 32000)):

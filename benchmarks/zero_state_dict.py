@@ -1,9 +1,9 @@
-"""Time and peak memory of the strict state_dict against ColossalAI's own, on CPU ranks with gloo.
+"""Measures time and peak memory of the strict state_dict against ColossalAI's own, on CPU ranks with gloo.
 
-Needs an environment with ColossalAI 0.5.0 (scripts/run_tests.py makes `.venv-colossalai`). A tied GPT of some 80
-million parameters, 2 ranks; the two take turns in one run, so that a busy machine slows both. Memory is the growth of
-the peak resident set over one call, of a fresh pair of ranks each. Of a load, the share that the digests take by which
-the ranks find out whether all were handed the same.
+Needs an environment with ColossalAI 0.5.0 (scripts/run_tests.py makes `.venv-colossalai`). The model is a tied GPT of
+some 80 million parameters on 2 ranks; the two are run in turn in one run, so that a busy machine slows both. Memory is
+the growth of the peak resident set in one call, in a new pair of ranks for each. For a load, the fraction of the
+digests is reported, by which the ranks check that all of them received the same state dict.
 
 Run: ``python benchmarks/zero_state_dict.py [ROUNDS]``.
 """
@@ -33,7 +33,7 @@ _M_MMAP_THRESHOLD = -3
 
 
 def wrapped_model() -> Any:
-    """The model in a GeminiDDP with chunks of 32 MiB in fp32; the embedding has a chunk of its own."""
+    """Return the model in a GeminiDDP with chunks of 32 MiB in fp32; the embedding has a chunk of its own."""
     import torch
     import torch.distributed as dist
     from colossalai.zero import GeminiDDP
@@ -58,7 +58,7 @@ def wrapped_model() -> Any:
 
 
 def calls() -> dict[str, Callable[[Any], Any]]:
-    """What is compared."""
+    """Return the functions to compare."""
     from mcore_ckpt_ext.zero_strict_state_dict import iter_zero_strict_state_dict, zero_strict_state_dict
 
     return {
@@ -70,7 +70,7 @@ def calls() -> dict[str, Callable[[Any], Any]]:
 
 
 def seconds(rounds: int) -> dict[str, list[float]]:
-    """The time of each call in each round, in one world; the first round is not counted."""
+    """Return the time of each call in each round, in one world; the first round is not counted."""
     import torch.distributed as dist
 
     model = wrapped_model()
@@ -86,7 +86,7 @@ def seconds(rounds: int) -> dict[str, list[float]]:
 
 
 def load_and_digests(rounds: int) -> tuple[list[float], list[float]]:
-    """The time of a load in each round, and of the digests in it; the first round is not counted."""
+    """Return the time of a load in each round, and of its digests; the first round is not counted."""
     import torch.distributed as dist
 
     from mcore_ckpt_ext.colossalai import rank0_broadcast
@@ -114,8 +114,8 @@ def load_and_digests(rounds: int) -> tuple[list[float], list[float]]:
 
 
 def peak(name: str) -> float:
-    """How far one call raises the peak resident set, in MiB."""
-    # Freed memory goes back at once, and does not count as used.
+    """Return how much one call raises the peak resident set, in MiB."""
+    # Freed memory is returned to the system at once, and does not count as used.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
     model = wrapped_model()
     gc.collect()

@@ -1,1 +1,1 @@
-"""What tests share: checkpoints, jobs, layouts, models, damage. It is the only thing of `tests` that others import."""
+"""Shared by tests: checkpoints, jobs, layouts, models, damage. Tests import no other module across folders."""

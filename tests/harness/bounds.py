@@ -1,4 +1,4 @@
-"""Reading under limits: a file of a few hundred bytes must not hold up whoever runs the tests."""
+"""Reading under limits: a small forged file must not block the test run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS, BYTES = 20, 3 << 30
 
 
 def in_bounds(read: Callable[[], object]) -> str:
-    """What a refusal says, of a read in a child of this process under limits; empty where there is none."""
+    """Read in a limited child process, and return the message of a refusal; empty if there is none."""
     parent, child = multiprocessing.get_context("fork").Pipe()
 
     def limited() -> None:

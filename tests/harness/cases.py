@@ -1,4 +1,4 @@
-"""Many loads in one launch of genuine Megatron-LM: what a test asks for, and what each rank saw (see `ranks/`)."""
+"""Several loads in one launch of real Megatron-LM, and what each rank reports (see `ranks/`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.harness.rehearsals import assert_ends_alike
 
 @dataclass(frozen=True)
 class Case:
-    """One load: Megatron's arguments and the environment as they are for its time.
+    """One load, with temporary changes of Megatron's arguments and the environment.
 
     Attributes:
         name: the key of its outcome.
         load: the run folder.
         arguments: other arguments to change after parsing.
         environment: variables to set.
-        model: arguments to build a model of its own with.
+        model: arguments of a model to build for this case.
         dump: where to dump the live optimizer afterwards.
     """
 
@@ -36,7 +36,7 @@ class Case:
     dump: Path | None = None
 
     def order(self) -> dict[str, Any]:
-        """The case as the ranks read it."""
+        """Return the case in the form that the ranks read."""
         model = self.model.items()
         dump = {"dump": str(self.dump)} if self.dump else {}
         return {
@@ -49,7 +49,7 @@ class Case:
 
 
 Outcomes = dict[str, list[dict[str, Any]]]
-"""For each case, by name, what every rank reports of it."""
+"""For each case, by name, the reports of all ranks."""
 
 
 def load_all(
@@ -58,7 +58,7 @@ def load_all(
 ) -> Outcomes:  # fmt: skip
     """Build each model once and load the cases into it, in one launch; `options` are those of `run_job`.
 
-    `are_rehearsed`: a rehearsal of each load must end as the load does.
+    `are_rehearsed`: whether a rehearsal of each load must have the same outcome as the load.
     """
     folder.mkdir(parents=True, exist_ok=True)
     order, report = folder / "order.json", folder / "report"
@@ -76,7 +76,7 @@ def load_all(
 
 
 def save_noise(folder: Path, layout: Layout, more: Sequence[str] = ()) -> Path:
-    """A run folder with a checkpoint of iteration 4 whose optimizer holds noise; its dump lies beside it."""
+    """Save a checkpoint of iteration 4 whose optimizer contains noise, and its dump, and return the run folder."""
     result = run_job(folder, layout, saves=True, script=RANK_SCRIPTS / "save_noise.py", more=more)
     assert result.returncode == 0, result.output[-6000:]
     return folder / "checkpoints"

@@ -1,6 +1,6 @@
-"""Other releases of Megatron than the installed one: checkouts that MEGATRON_LM_PATH names, and cells of the matrix.
+"""Megatron releases other than the installed one: checkouts named by MEGATRON_LM_PATH, and cells of the matrix.
 
-A cell (`scripts/matrix_cell.py`) has a wheel of another release installed, and runs tests of releases with it.
+A cell (`scripts/matrix_cell.py`) has a wheel of another release installed, and runs the tests of releases with it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ with_another_release = pytest.mark.skipif(
     reason=f"runs another release of Megatron: python3 scripts/run_tests.py --megatron 0.18.2, or {_RUNS}",
 )
 EITHER = [pytest.param(False, id="installed"), pytest.param(True, id="checkout", marks=with_checkout)]
-"""Parameters of a fixture: whether it runs a checkout, which it does where there is one."""
+"""Parameters of a fixture: without a checkout, and with one if there is any."""
 
 
 def full_version() -> str:
-    """The checkout's own number (core_v0.19.0 calls itself 0.19.1); without one, that of the installed Megatron."""
+    """Return the version of the checkout (core_v0.19.0 calls itself 0.19.1), or else of the installed Megatron."""
     if VARIABLE not in os.environ:
         return metadata.version("megatron-core")
     text = (Path(os.environ[VARIABLE]) / "megatron" / "core" / "package_info.py").read_text()
@@ -36,31 +36,32 @@ def full_version() -> str:
 
 
 def installed_is_before(major: int, minor: int) -> bool:
-    """Whether the installed Megatron is older: it does not read what that release was the first to write."""
+    """Return whether the installed Megatron is older than a release, and cannot read formats that it introduced."""
     return tuple(int(part) for part in metadata.version("megatron-core").split(".")[:2]) < (major, minor)
 
 
 def version() -> str | None:
-    """Its major and minor number; None without a checkout."""
+    """Return the checkout's major and minor version; None without a checkout."""
     return full_version().rpartition(".")[0] if VARIABLE in os.environ else None
 
 
 def only_for(*versions: str) -> pytest.MarkDecorator:
-    """For tests that say something of these versions (major and minor) alone."""
+    """Mark tests that apply to these versions (major and minor) only."""
     found = version()
     reason = f"is about Megatron-LM {' and '.join(versions)} alone, in a checkout of it: {_RUNS}"
     return pytest.mark.skipif(found not in versions, reason=reason)
 
 
 def optimizers_of_checkout() -> str:
-    """The source that chooses a job's optimizers."""
+    """Return the source code that creates a job's optimizers."""
     return (Path(os.environ[VARIABLE]) / "megatron" / "core" / "optimizer" / "__init__.py").read_text()
 
 
 def checkout_job() -> dict[str, Any]:
-    """How the checkout's own script is run: arguments of `run_job` and of what calls it.
+    """Return how to run the checkout's own script: arguments of `run_job` and of its callers.
 
-    Without one, no arguments: the installed Megatron runs.
+    Returns:
+        Empty without a checkout, so that the installed Megatron runs.
     """
     if VARIABLE not in os.environ:
         return {}

@@ -1,9 +1,9 @@
-"""The real checkpoints that come with the tests: `fixture_named("p01")` unpacks one and says where it is.
+"""The real checkpoints of the tests: `fixture_named("p01")` extracts one and returns it.
 
-They lie in `tests/data`, one archive each, and are unpacked when they are first asked for, into a folder that lasts as
-long as the test run; FOLDER_VARIABLE names it, so that the processes of one run share it.
+They are archives in `tests/data`, which are extracted on first use, into a folder that is kept for the test run;
+FOLDER_VARIABLE names it, so that the processes of one run share it.
 
-    python -m tests.harness.checkpoints FOLDER...    packs folders into `tests/data`, always into the same bytes
+    python -m tests.harness.checkpoints FOLDER...    packs folders into `tests/data`, reproducibly
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ FOLDER_VARIABLE = "TEST_DATA_UNPACKED"
 _DATA = Path(__file__).parents[1] / "data"
 _SUFFIX = ".tar.xz"
 FIXTURES = sorted(path.name.removesuffix(_SUFFIX) for path in _DATA.glob(f"*{_SUFFIX}"))
-# Other optimizers than Adam with all of its state in fp32, and other writers than Megatron-LM: tests name these.
+# Optimizers other than Adam with all of its state in fp32, and writers other than Megatron-LM: tests name these.
 APART = [name for name in FIXTURES if name[:2] in ("p4", "p5")]
-# Written wrong by Megatron itself.
+# Written wrongly by Megatron itself.
 CORRUPTED = [name for name in FIXTURES if "corrupt" in name]
-# Those that the tests of all checkpoints take in turn.
+# Used in turn by tests of all checkpoints.
 INTACT = [name for name in FIXTURES if name not in CORRUPTED and name not in APART]
 # Optimizer formats that need a layout: flat gradient buffers.
 FLAT = [name for name in INTACT if any(sign in name for sign in ("dpreshardable", "default", "dpzero", "bucketspace"))]
@@ -52,7 +52,7 @@ FLAT += [name for name in INTACT if any(sign in name for sign in ("moe", "torcha
 
 @dataclass(frozen=True)
 class Fixture:
-    """A checkpoint written by genuine Megatron, and the truth dumped from the live job beside it."""
+    """A checkpoint written by real Megatron, with the state dumped from the live job."""
 
     folder: Path
 
@@ -74,20 +74,20 @@ class Fixture:
         return json.loads((self.folder / "truth.json").read_text())
 
     def copy_to(self, target: Path) -> Fixture:
-        """A copy that a test may damage."""
+        """Copy the checkpoint for a test that damages it."""
         shutil.copytree(self.folder, target)
         return Fixture(target)
 
 
 def fixture_named(name: str) -> Fixture:
-    """The fixture of this name or number: `p08` or `p08_v0161_legacy_tp2pp2dp2`."""
+    """Return the fixture with this name or number: `p08` or `p08_v0161_legacy_tp2pp2dp2`."""
     (found,) = (known for known in FIXTURES if name in (known, known.partition("_")[0]))
     return Fixture(_unpacked(found))
 
 
 @cache
 def _unpacked(name: str) -> Path:
-    """The folder of a fixture; whichever process is first unpacks it."""
+    """Return the folder of a fixture, which the first process extracts."""
     folder = _shared_folder() / name
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
@@ -116,7 +116,7 @@ def _shared_folder() -> Path:
 
 
 def optimizer_alone(name: str, folder: Path) -> Path:
-    """The optimizer of a checkpoint, as a loop saves it that keeps the model elsewhere, and no arguments."""
+    """Save the optimizer of a checkpoint without model and arguments, as loops do that store the model elsewhere."""
     shutil.copytree(fixture_named(name).iteration, folder)
     for path in (folder, *folder.iterdir()):
         path.chmod(0o755)
@@ -132,7 +132,7 @@ def optimizer_alone(name: str, folder: Path) -> Path:
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Put a folder into an archive that depends on nothing but the names and the bytes of its files."""
+    """Pack a folder into an archive that depends only on the names and the content of its files."""
 
     def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.mtime = member.uid = member.gid = 0
@@ -146,7 +146,7 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def part_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
-    """The elements that a slice of one tensor names."""
+    """Return the elements of a slice of one tensor."""
     windows = [
         tensor[tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))].reshape(-1)
         for region in part.regions
@@ -155,7 +155,7 @@ def part_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
 
 
 def everything_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """All that a checkpoint holds, read without Megatron: `kind.name` to tensor. Masters are proven, once."""
+    """Read a whole checkpoint without Megatron: `kind.name` to tensor; masters are verified once."""
     found = {}
     for handle in (checkpoint.tensor(kind, name) for kind in checkpoint.kinds() for name in checkpoint.names(kind)):
         region = Region.whole(handle.logical.name, handle.shape)
@@ -168,7 +168,7 @@ def everything_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def assert_is_the_truth(checkpoint: Checkpoint, fixture: Fixture) -> None:
-    """All that was live when a fixture was saved, and nothing else, in every bit and in its dtype."""
+    """Check that a checkpoint equals the live state at the save of a fixture in every bit, dtypes included."""
     found, truth = everything_in(checkpoint), fixture.truth
     assert found.keys() == truth.keys()
     assert all(torch.equal(found[name], truth[name]) for name in truth)
@@ -176,11 +176,11 @@ def assert_is_the_truth(checkpoint: Checkpoint, fixture: Fixture) -> None:
 
 
 def assert_converted(run: Path, truth: Mapping[str, torch.Tensor], folder: Path, *, legacy: bool = True) -> None:
-    """A checkpoint in every format of both times, and from there back into torch_dist, is the truth in every bit.
+    """Convert a checkpoint to every format and back to torch_dist, and compare every bit with the live state.
 
     Args:
         run: the run folder.
-        truth: what was live when it was saved.
+        truth: the live state at the save.
         folder: where to write.
         legacy: whether legacy files can hold it.
     """
@@ -199,7 +199,7 @@ def assert_converted(run: Path, truth: Mapping[str, torch.Tensor], folder: Path,
 
 
 def recorded_layout(fixture: Fixture) -> Sidecar:
-    """The sidecar that the job would have written, from what its ranks reported."""
+    """Return the sidecar that the job would have written, from the reports of its ranks."""
     groups = []
     for rank in fixture.job["ranks"]:
         names = {(p["chunk"], p["local_name"]): p["canonical"][0] for p in rank["params"]}

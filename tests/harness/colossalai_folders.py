@@ -1,4 +1,4 @@
-"""A checkpoint as ColossalAI's Booster writes one, laid out by torch alone; its own are in tests/colossalai."""
+"""A checkpoint in the format of ColossalAI's Booster, written by torch alone; real ones are in tests/colossalai."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOMENTS_AND_MASTERS = ("exp_avg", "exp_avg_sq", "fp32_param")
 
 
 def _indexed(folder: Path, base: str, entries: dict[Any, Any], metadata: dict[str, Any]) -> None:
-    """Two shards and their index, as checkpoint_io/index_file.py of 0.5.0 writes it."""
+    """Write two shards and their index, as checkpoint_io/index_file.py of 0.5.0 does."""
     folder.mkdir(parents=True, exist_ok=True)
     keys = list(entries)
     places: dict[str, str] = {}
@@ -26,7 +26,7 @@ def _indexed(folder: Path, base: str, entries: dict[Any, Any], metadata: dict[st
 
 
 def colossalai_checkpoint(root: Path, weights: str = "modeling", optimizer: str = "optimizer") -> Path:
-    """A checkpoint of GPT-2, and an optimizer's state of each of its parameters."""
+    """Write a checkpoint of GPT-2, with an optimizer's state of each of its parameters."""
     model = make("gpt2", root / "source")
     checkpoint = root / "saved"
     _indexed(checkpoint / weights, "pytorch_model", dict(model.state_dict()), {"total_size": 1})

@@ -1,4 +1,4 @@
-"""Damage to a checkpoint's files, and what sees it."""
+"""Damages a checkpoint's files, and detects damage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MATRIX = "decoder.layers.1.mlp.linear_fc1.weight"
 
 
 def payload_position(checkpoint: Checkpoint, kind: str, name: str, element: int) -> tuple[Path, int]:
-    """File and byte of the first byte of one element of a tensor's first stored slice."""
+    """Return file and position of the first byte of one element of a tensor's first stored slice."""
     stored = checkpoint.stored(kind, name)[0]
     payload = checkpoint.transfer.locate(stored.extent)
     size = payload.dtype.itemsize
@@ -36,7 +36,7 @@ def flip(path: Path, position: int, bit: int = 0x40) -> None:
 
 
 def without_digests(folder: Path) -> Path:
-    """The same folder, from now on without the digests of its files, so that a test may edit them."""
+    """Remove the digests of a folder's files, so that a test may edit the files."""
     (folder / DIGESTS_FILE).unlink(missing_ok=True)
     return folder
 
@@ -50,13 +50,13 @@ def read_all(run: Path) -> None:
 
 
 def verify_checksums(checkpoint: Checkpoint) -> None:
-    """Of all archives."""
+    """Verify the checksums of all archives."""
     for file, offset, length in checkpoint.archives():
         TorchArchive(checkpoint.reader, file, offset, length).verify_checksums()
 
 
 def wrong_masters(fixture: Fixture) -> set[str]:
-    """Parameters whose masters, read as the arrays' names say, are not the live ones."""
+    """Return parameters whose masters, read by the names of their arrays, differ from the live ones."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
     written = ModelSpaceState(checkpoint.format_reader.index)
     wrong = set()

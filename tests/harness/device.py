@@ -1,9 +1,9 @@
-"""A device whose memory the CPU cannot touch, on a machine that has none: what mixes the two fails as on a GPU.
+"""Simulates a device whose memory the CPU cannot access, so that code that mixes the two fails as on a GPU.
 
-A `DeviceTensor` says that it lies on `cuda:0`; its elements lie in a CPU tensor that only this module reaches. Refused
-are operands of two devices, `numpy()`, addresses, buffers and whatever else would read device memory as if it were the
-CPU's. Allowed are copies across, each of which is counted. Those that do not block happen as late as a stream may let
-them happen: memory that is used again before its event is done gives wrong bytes, here as there.
+A `DeviceTensor` reports the device `cuda:0`; its elements are in a CPU tensor that only this module accesses. Operands
+on two devices are refused, and `numpy()`, addresses, buffers and all other functions that would read device memory as
+CPU memory. Copies between the two are allowed, and counted. Non-blocking copies happen as late as a stream allows:
+memory that is reused before its event is done has wrong bytes, as on a GPU.
 
     with device() as counts:             # factories with device="cuda", events, `torch.cuda.current_device`
         tensor = torch.zeros(4, device="cuda")
@@ -27,12 +27,12 @@ from mcore_ckpt_ext import devices
 KIND, INDEX = "cuda", 0
 _DEVICE = torch.device(KIND, INDEX)
 _T = torch.Tensor
-# What would read device memory from the CPU.
+# Functions that would read device memory from the CPU.
 _REFUSED = {
     _T.numpy, _T.__array__, _T.__dlpack__, _T.pin_memory, _T.share_memory_, _T.storage, _T.__reduce_ex__,
     _T.apply_, _T.map_,
 }  # fmt: skip
-# What waits until the device has computed a value, to have it on the CPU.
+# Functions that wait for the device to compute a value for the CPU.
 _WAITING = {
     _T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__contains__, _T.nonzero, torch.nonzero,
     torch.equal, _T.equal, _T.is_nonzero, torch.allclose, _T.allclose, _T.masked_select, torch.masked_select,
@@ -46,11 +46,11 @@ _INDEXING = {_T.__getitem__, _T.__setitem__}
 
 
 class DeviceMemoryError(RuntimeError):
-    """Something that a device refuses."""
+    """Raised for operations that a device refuses."""
 
 
 class Address:
-    """Where a device tensor lies: it can be compared, and nothing can be read through it."""
+    """The address of a device tensor, which can be compared, but not read from."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -63,7 +63,7 @@ class Address:
 
 
 class Storage:
-    """The size of a device tensor's memory, and who uses it."""
+    """The size of a device tensor's memory, and its users."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
@@ -75,7 +75,7 @@ class Storage:
 
 @dataclass
 class Counts:
-    """What happened; bytes and numbers of copies, waits and allocations."""
+    """Bytes and numbers of copies, waits and allocations."""
 
     to_device: int = 0
     to_cpu: int = 0
@@ -85,7 +85,7 @@ class Counts:
 
 
 class Stream:
-    """Copies that were begun, in order; each happens when the device is used next, or an event is waited for."""
+    """Pending copies in order; each happens when the device is used next, or an event is waited for."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -109,7 +109,7 @@ BEFORE_ALLOCATION: list[Callable[[int, int], None]] = []
 
 
 class Event:
-    """An event on the only stream; once waited for, everything before it is done."""
+    """An event on the only stream; after waiting for it, everything before it is done."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._is_recorded = False
@@ -139,7 +139,7 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":  # gloo carries what NCCL would
+        if func.namespace == "c10d":  # gloo replaces NCCL
             STREAM.flush()
             return func(*tree_map(_hidden_of, args), **tree_map(_hidden_of, kwargs or {}))
         raise DeviceMemoryError(f"{func} of a device tensor is not known to the test device")
@@ -164,7 +164,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is torch._has_compatible_shallow_copy_type:
         return True
     if func is _T.expand_as and args[0].requires_grad and args[0] is args[1]:
-        # Megatron gets hold of where gradients are accumulated, of which there are none here.
+        # Megatron registers hooks on gradient accumulation, which does not exist here.
         with torch.enable_grad():
             return args[0]._hidden.detach().requires_grad_().expand_as(args[0]._hidden)
     STREAM.flush()
@@ -178,12 +178,12 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function whose operands all lie on the device; what it returns lies there, too."""
+    """Run a function whose operands are all on the device; its results are on the device, too."""
     tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
     others = [item for item in tensors if not isinstance(item, DeviceTensor) and item.dim()]
     if others and func not in _INDEXING:
         raise DeviceMemoryError(f"{func}: expected all tensors to be on the same device, found {KIND} and cpu")
-    for item in others:  # an index; the assigned values, if there are any, must not be the CPU's either
+    for item in others:  # an index; assigned values must be on the device, too
         if func is _T.__setitem__ and item is args[-1]:
             raise DeviceMemoryError("a value of the CPU is assigned to elements on the device")
         COUNTS.to_device += item.nbytes
@@ -211,7 +211,7 @@ def _hidden_of(item: Any) -> Any:
 
 
 def _moved_to(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """`tensor.data = values`: a parameter of the CPU may move to the device, as `Module.cuda` has it."""
+    """Assign `tensor.data = values`: a parameter on the CPU may move to the device, as in `Module.cuda`."""
     if isinstance(tensor, DeviceTensor):
         tensor._hidden = _on_device(values)._hidden
         return
@@ -235,14 +235,14 @@ def _allocated(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """`copy_`, the one function that takes operands of two devices."""
+    """Do `copy_`, the only function with operands on two devices."""
     if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
         target._hidden.copy_(source._hidden)
         return target
     _count(target)
     if non_blocking:
         if not isinstance(target, DeviceTensor):
-            target.view(torch.uint8).fill_(0xA5)  # not there yet
+            target.view(torch.uint8).fill_(0xA5)  # not copied yet
         STREAM.begin(_hidden_of(target), _hidden_of(source))
     else:
         COUNTS.waits += 1
@@ -251,7 +251,7 @@ def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fal
 
 
 def _count(target: torch.Tensor) -> None:
-    """Count a copy across; torch converts to another dtype before it (`copy_kernel_cuda`, native/cuda/Copy.cu)."""
+    """Count a copy between devices; torch converts dtypes before it (`copy_kernel_cuda`, native/cuda/Copy.cu)."""
     COUNTS.copies += 1
     if isinstance(target, DeviceTensor):
         COUNTS.to_device += target.nbytes
@@ -260,7 +260,7 @@ def _count(target: torch.Tensor) -> None:
 
 
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """`to`, `cpu`, `cuda` and `type` of any tensor: a new one where the device or the dtype is another."""
+    """Do `to`, `cpu`, `cuda` or `type` of a tensor; the result is a new one if the device or the dtype changes."""
     tensor, *rest = args
     values = [*rest, *kwargs.values()]
     dtypes = [item for item in values if isinstance(item, torch.dtype)]
@@ -289,7 +289,7 @@ def _means_device(device: object) -> bool:
 
 
 class _Factories(TorchFunctionMode):
-    """Makes tensors on the device where a call names it; every call with a device tensor goes to its class."""
+    """Creates tensors on the device if a call names it; calls with a device tensor go to its class."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -325,7 +325,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def device() -> Iterator[Counts]:
-    """Within this scope the process has the device, in the thread that opens it; yields what happens there."""
+    """Within this scope the process has the device, in the thread that opens it; yields the counts."""
     global COUNTS
     COUNTS = Counts()
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Process groups over the test device: as NCCL's, they take memory of the device alone. Gloo carries the bytes."""
+"""Process groups on the test device, which like NCCL's accept only device memory; gloo transports the bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from tests.harness.device import DeviceMemoryError, DeviceTensor, replaced
 
 BACKENDS_VARIABLE = "TEST_BACKENDS"
-"""Environment variable: the group's backends, such as `cpu:gloo,cuda:nccl`; by default NCCL alone."""
+"""Environment variable: the group's backends, such as `cpu:gloo,cuda:nccl`; by default only NCCL."""
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "gather", "all_gather_into_tensor", "reduce", "send", "recv")
 _PRODUCT = "mcore_ckpt_ext"
 
@@ -25,7 +25,7 @@ def _backends(group: Any = None) -> str:
 
 
 def _check(*operands: Any) -> None:
-    """Refuse tensors of the CPU in a group without a backend for it."""
+    """Refuse CPU tensors in a group without a backend for them."""
     tensors = [item for item in tree_flatten(operands)[0] if hasattr(item, "device")]
     if "cpu" not in _backends() and not all(isinstance(item, DeviceTensor) for item in tensors):
         raise DeviceMemoryError("no backend type associated with device type cpu")
@@ -38,7 +38,7 @@ class _Operation(dist.P2POp):
 
 
 def _checked(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the operands where the product calls; Megatron and torch know what they do."""
+    """Check the operands in calls from this package, but not in those from Megatron and torch."""
 
     @functools.wraps(collective)
     def call(*positional: Any, **keywords: Any) -> Any:
@@ -51,7 +51,7 @@ def _checked(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def device_groups() -> Iterator[None]:
-    """Within this scope, process groups are those of a job with NCCL, as far as the product sees them."""
+    """Within this scope, this package sees the process groups of a job with NCCL."""
     collectives = {name: _checked(getattr(dist, name)) for name in _COLLECTIVES}
     with replaced(dist, get_backend_config=_backends, P2POp=_Operation, **collectives):
         yield

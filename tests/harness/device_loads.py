@@ -1,4 +1,4 @@
-"""Loads of every format into every kind of optimizer, by one rank: what a device, simulated or real, is tested with."""
+"""Loads of every format into every kind of optimizer by one rank, to test simulated and real devices."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ BY_STOCK = {
 
 
 def cases(folder: Path, environment: dict[str, str], names: Collection[str] = tuple(LOADS)) -> list[Case]:
-    """The loads of these names, each with a dump of its name in a folder."""
+    """Return the loads with these names, each with a dump of its name in a folder."""
     return [
         Case(name, fixture_named(fixture).run, arguments, environment, model, folder / name)
         for name, (fixture, model, arguments) in LOADS.items()
@@ -77,6 +77,6 @@ def cases(folder: Path, environment: dict[str, str], names: Collection[str] = tu
 
 
 def assert_is_the_truth(fixture: str, dump: Path) -> None:
-    # Masters are dumped whole, and the truth has their remainders besides.
+    # Masters are dumped whole; the fixture's state also has their remainders.
     written = {key: value for key, value in fixture_named(fixture).truth.items() if PARAM_REMAINDER not in key}
     assert differing(*(with_vocabulary(one, VOCABULARY) for one in (written, assemble(dump)))) == []

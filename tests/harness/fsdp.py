@@ -22,9 +22,9 @@ TORCH_FSDP += ["--untie-embeddings-and-output-weights"]
 
 
 def loading(folder: Path, runs: Mapping[str, Path]) -> dict[str, str]:
-    """The environment of a job that loads these; its optimizer consists of DTensors, which only its plugin dumps."""
+    """Return the environment of a job that loads these; its optimizer has DTensors, which only its plugin dumps."""
     folder.mkdir()
-    # What `convert` writes has no random state.
+    # `convert` writes no random state.
     order = [
         (name, {"load": str(run), "no_load_rng": name == "back", "no_load_optim": name == "weights"})
         for name, run in runs.items()
@@ -34,9 +34,9 @@ def loading(folder: Path, runs: Mapping[str, Path]) -> dict[str, str]:
 
 
 def live_state(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """What lived after a load, in model space.
+    """Return the live state after a load, in model space.
 
-    Modules of the local layer spec keep their norms apart; checkpoints name them as fused ones.
+    Modules of the local layer spec have separate norms; checkpoints name them as fused ones.
     """
     return {
         key.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
@@ -47,6 +47,6 @@ def live_state(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def reported(folder: Path, name: str) -> dict[str, Any]:
-    """What went wrong in a load, the iteration, and the settings of each parameter group."""
+    """Return the error of a load, the iteration, and the settings of each parameter group."""
     found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     return found

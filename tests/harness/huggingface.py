@@ -173,7 +173,7 @@ _VERSIONS = {"deepseek_v2_lite": "0.18.0"}
 def make(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Make a model, save it, and return it.
 
-    Weights are large enough for every part to count: as transformers draws them, attention hardly chooses.
+    Weights are large enough for every part to matter: with transformers' initialization, attention is nearly uniform.
     """
     torch.manual_seed(sum(name.encode()))
     config = CONFIGS[name]()
@@ -189,7 +189,7 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def add_further_layer(folder: Path) -> None:
-    """Add an MTP layer, as released folders have it: numbered after those of the decoder."""
+    """Add an MTP layer as in released folders, numbered after those of the decoder."""
     stored = tensors(folder)
     last = max(int(name.split(".")[2]) for name in stored if name.startswith("model.layers."))
     theirs = f"model.layers.{last + 1}"
@@ -212,18 +212,18 @@ def add_further_layer(folder: Path) -> None:
 
 
 def make_all(root: Path) -> None:
-    """A folder of every model below `root`, in fp32."""
+    """Make a folder of every model below `root`, in fp32."""
     for name in CONFIGS:
         make(name, root / name)
 
 
 def torch_dist(name: str, transformer_impl: Any = None) -> TorchDist:
-    """What a model is written as, for the newest Megatron that has it."""
+    """Return the target options for a model, for the newest Megatron that supports it."""
     return TorchDist(transformer_impl=transformer_impl, megatron_version=_VERSIONS.get(name))
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a Hugging Face folder."""
+    """Read all tensors of a Hugging Face folder."""
     found: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         found |= load_file(file)
@@ -231,21 +231,21 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def dequantised_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What transformers makes of fp8 weights in blocks. Its module takes seconds to import."""
+    """Dequantize fp8 weights in blocks with transformers, whose module takes seconds to import."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     return Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
 
 
 def dequantised_experts(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What transformers makes of experts in four bits."""
+    """Dequantize 4-bit experts with transformers."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     return convert_moe_packed_tensors(blocks, scales)
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
-    """Two Hugging Face folders hold the same tensors, bit for bit."""
+    """Check that two Hugging Face folders contain the same tensors, bit for bit."""
     expected, found = tensors(one), tensors(other)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -269,7 +269,7 @@ _SIGLIP = {
     "patch_size": 14, "vision_use_head": False,
 }  # fmt: skip
 _AXES = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [1, 1, 2]}
-# Class, text, and what sees.
+# Class, text part, and vision part.
 WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("Qwen2_5_VL", {**_SIZES, "rope_parameters": _AXES}, {**_VISION, "fullatt_block_indexes": [0]}),
     "qwen3_vl": (
@@ -294,15 +294,15 @@ _EXPERTS_OF_TEXT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediat
 WHOLE_WITH_EXPERTS = {
     "qwen3_vl_moe": ("Qwen3VLMoe", {**WHOLE["qwen3_vl"][1], **_EXPERTS_OF_TEXT}, WHOLE["qwen3_vl"][2])
 }
-# As released: heads of 128, and how many of their frequencies belong to each axis.
+# As released: heads of 128, and the number of their frequencies for each axis.
 _RELEASED = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
 _RELEASED_AXES = {"qwen2_5_vl": [16, 24, 24], "qwen3_vl": [24, 20, 20], "qwen3_vl_moe": [24, 20, 20]}
 
 
 def save_whole(name: str, folder: Path, **released: Any) -> Any:
-    """Make a model that also sees images, save and return it.
+    """Make a vision-language model, save it, and return it.
 
-    `released`: changes of its text, which has the heads of released models then, and all is in bfloat16.
+    `released`: changes of its text, which then has the heads of released models, with all tensors in bfloat16.
     """
     kind, text, vision = (WHOLE | WHOLE_WITH_EXPERTS)[name]
     if released:
@@ -320,14 +320,14 @@ def save_whole(name: str, folder: Path, **released: Any) -> Any:
         for label, tensor in model.named_parameters():
             tensor.copy_(0.3 * torch.randn_like(tensor) + ("norm" in label and name != "gemma3"))
             if "linear_attn.norm" in label:
-                tensor.copy_((tensor.abs() + 0.5).clamp(max=2))  # less 1 without rounding
-    # Of Kimi-K2.5, transformers 5.23 itself calls the layers of the text blocks, as those of what sees were released.
+                tensor.copy_((tensor.abs() + 0.5).clamp(max=2))  # minus 1 without rounding
+    # transformers 5.23 names Kimi-K2.5's text layers `blocks`, like the released vision layers.
     model.save_pretrained(folder, save_original_format=name != "kimi_k25")
     return model
 
 
 def assert_same_whole(name: str, source: Path, back: Path) -> None:
-    """A folder of a whole that came back is as such models were released, and else as transformers wrote it."""
+    """Check that a converted folder has the tensors of released folders, and otherwise those of transformers."""
     expected, found = tensors(source), tensors(back)
     if name == "gemma3":
         expected = {

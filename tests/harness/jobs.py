@@ -1,4 +1,4 @@
-"""Genuine Megatron-LM jobs on CPU ranks, and what the tests compare of them."""
+"""Real Megatron-LM jobs on CPU ranks, and the results that tests compare."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIME_LIMIT = 240
 OFF = {"MCORE_CKPT_EXT": "0"}
 LEGACY = ["--ckpt-format", "torch"]
 SUMMARY = "[mcore_ckpt_ext] optimizer resumed from "
-# The one line that a resume prints: from, to, format, bytes, parameters, elements, witnesses, seconds.
+# The one line that a resume prints: from, to, format, bytes, parameters, elements, order sources, seconds.
 SUMMARY_FORM = re.compile(
     r"optimizer resumed from (?P<source>TP\d.*?) as (?P<target>TP\d.*?): (?P<format>\w+( \+ \w+)*), "
     r"(?P<megabytes>[\d.,]+) MB read, "
@@ -43,7 +43,7 @@ SUMMARY_FORM = re.compile(
 
 @dataclass(frozen=True)
 class Job:
-    """A job that ended well."""
+    """A job that succeeded."""
 
     folder: Path
     layout: Layout
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def buffers(self) -> Path:
-        """What its live gradient buffers said at the save."""
+        """The content of its live gradient buffers at the save."""
         return self.folder / "buffers"
 
     @property
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def said(self) -> list[str]:
-        """The plugin's lines, with the rank that printed them."""
+        """The log lines of this package, with the rank that printed them."""
         return [line for line in self.output.splitlines() if "[mcore_ckpt_ext]" in line]
 
     @property
@@ -108,9 +108,9 @@ def run_job(
     on_gpus: bool = False,
     **job: Any,
 ) -> launch.RunResult:
-    """Run a job; the result as it is.
+    """Run a job, and return its result.
 
-    `distributed`: whether it has the distributed optimizer. `on_gpus`: it runs on the GPUs of this machine.
+    `distributed`: whether it has the distributed optimizer. `on_gpus`: whether it runs on the GPUs of this machine.
     `job`: see `described`.
     """
     arguments, recording = described(folder, layout, **job)
@@ -145,9 +145,10 @@ def described(
     more: Sequence[str] = (),
     devices: Sequence[str] = toy_jobs.CPU,
 ) -> tuple[list[str], dict[str, str]]:
-    """A job of eight planned iterations up to `until`, saving every fourth.
+    """Describe a job of eight planned iterations that runs up to `until` and saves every fourth.
 
-    Its arguments for Megatron, and the variables by which its losses and its optimizer are recorded.
+    Returns:
+        Its arguments for Megatron, and the environment variables to record its losses and its optimizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     arguments = toy_jobs.tiny_gpt(
@@ -170,15 +171,15 @@ def described(
 
 
 def finished(folder: Path, layout: Layout, result: launch.RunResult) -> Job:
-    """The job, which must have ended well."""
+    """Return the job, after a check that it succeeded."""
     assert result.returncode == 0, result.output[-6000:]
     return Job(folder, layout, result.output)
 
 
 def train_and_save(folder: Path, layout: Layout, *, records_buffers: bool = False, **options: Any) -> Job:
-    """Train from the start; the checkpoint of iteration 4 is the newest, whatever came after it.
+    """Train from the start; the checkpoint of iteration 4 is the newest, even if training continues.
 
-    `records_buffers`: whether what its live gradient buffers say is written down, too; see `Job.buffers`.
+    `records_buffers`: whether the content of its live gradient buffers is recorded; see `Job.buffers`.
     """
     if records_buffers:
         (folder / "buffers").mkdir(parents=True)
@@ -196,7 +197,7 @@ def resume(folder: Path, layout: Layout, load: Path, **options: Any) -> Job:
 
 
 def copy_of(run: Path, folder: Path) -> Path:
-    """A private copy of a run folder with its checkpoint of iteration 4, to damage."""
+    """Copy a run folder with its checkpoint of iteration 4, for a test that damages it."""
     name = f"iter_{SAVED:07d}"
     shutil.copytree(run / name, folder / name)
     (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
@@ -204,7 +205,7 @@ def copy_of(run: Path, folder: Path) -> Path:
 
 
 def differing(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not the same bits, or that only one side has."""
+    """Return the names of tensors that differ in a bit, or that only one side has."""
     return [
         name for name in sorted(expected.keys() | found.keys()) if not _same_bits(expected.get(name), found.get(name))
     ]
@@ -217,7 +218,7 @@ def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def with_vocabulary(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-    """The same with the vocabulary's padding cut off, or filled with zeros, to a number of rows."""
+    """Truncate the vocabulary's padding, or extend it with zeros, to a number of rows."""
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         missing = rows - tensor.shape[0]
@@ -228,14 +229,14 @@ def with_vocabulary(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str,
 
 
 def assert_same_optimizer(saved: Path, loaded: Path) -> None:
-    """Two dumps hold the same model and optimizer: every element of every kind."""
+    """Check that two dumps contain the same model and optimizer: every element of every kind."""
     expected, found = assemble(saved), assemble(loaded)
     assert {name.partition(".")[0] for name in expected} == {"weight", "fp32_param", "exp_avg", "exp_avg_sq"}
     assert differing(expected, found) == []
 
 
 def assert_same_training_state(saved: Path, loaded: Path) -> None:
-    """Iteration, consumed samples, scheduler, gradient scaler; learning rate, weight decay and step per parameter."""
+    """Compare iteration, consumed samples, schedulers, gradient scalers; and each parameter's rate, decay and step."""
     assert training_state(saved) == training_state(loaded)
     expected, found = parameter_settings(saved), parameter_settings(loaded)
     assert expected.keys() == found.keys()

@@ -1,4 +1,4 @@
-"""Processes that share a command with `--join`, forked from one that has imported torch, since that takes longest."""
+"""Processes that share a command with `--join`, forked from one that has imported torch to save time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def free_port() -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended, and what it printed."""
+    """How a process ended, and its output."""
 
     exit_code: int | None
     output: str
@@ -41,7 +41,7 @@ def in_processes(
     lost: Mapping[int, signal.Signals] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Ended]:
-    """Run a command in several processes, some of which send themselves a signal once all have met."""
+    """Run a command in several processes; some send themselves a signal once all have met."""
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload([__name__, "torch"])
     together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(count), **(environment or {})}

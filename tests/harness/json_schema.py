@@ -1,4 +1,4 @@
-"""A validator of JSON Schema for the words that this package's schemas have; any other word is an error."""
+"""A validator for the keywords of JSON Schema in this package's schemas; any other keyword is an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS = {
 
 
 def violations(value: Any, schema: dict[str, Any], where: str = "$") -> list[str]:
-    """What of a value is not as a schema has it."""
+    """Return the violations of a schema by a value."""
     assert set(schema) <= _WORDS, f"{where}: {set(schema) - _WORDS}"
     if "anyOf" in schema:
         found = [violations(value, one, where) for one in schema["anyOf"]]

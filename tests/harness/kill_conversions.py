@@ -1,7 +1,7 @@
-"""Kills conversions at random moments, and looks at what they leave: argv is source, folder, target format, number.
+"""Kills conversions at random moments, and checks the remains: argv is source, folder, target format, number.
 
-A program of its own, which imports once and forks each conversion: the moments lie inside of the conversion, not in
-the imports. Prints one line of JSON.
+A separate program, which imports once and forks each conversion, so that the moments are within the conversion and not
+in the imports. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SOURCE, FOLDER, TO, COUNT = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], i
 
 
 def start(destination: Path, resume: bool) -> int:
-    """Fork a conversion; small blocks, so that there are many moments to be killed at."""
+    """Fork a conversion, with small blocks, so that there are many moments to kill it at."""
     process = os.fork()
     if process:
         return process
@@ -60,7 +60,7 @@ def passes_for_complete(folder: Path) -> bool:
 
 def main() -> None:
     generator = random.Random(TO)
-    # What a process does only once is done before the forks, so that the moments lie inside of the conversions.
+    # Work that a process does only once is done before the forks, so that the moments are within conversions.
     mcore_ckpt_ext.convert(SOURCE, FOLDER / "warm", TARGETS[TO](), memory_limit=1, workers=2)
     shutil.rmtree(FOLDER / "warm")
     begun = time.monotonic()
@@ -83,7 +83,7 @@ def main() -> None:
             shutil.rmtree(destination)
             continue
         partial = [path for path in FOLDER.iterdir() if path.name.startswith(f"{destination.name}.partial-")]
-        # Whoever opens the unfinished folder by mistake is told so, up to the moment when all of it is there.
+        # Opening the unfinished folder must be refused until its content is complete.
         for path in partial:
             done = (path / "content").exists() and digest(path / "content") == expected
             report["partial passes"] += not done and passes_for_complete(path / "content")

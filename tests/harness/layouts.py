@@ -1,10 +1,10 @@
-"""How the ranks of a job are spread."""
+"""Parallel layouts of test jobs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The padded vocabulary that all jobs share unless a test says otherwise: weights and losses are comparable.
+# The padded vocabulary of all jobs unless a test chooses another, so that weights and losses are comparable.
 VOCABULARY = 128
 VIRTUAL = ("--num-layers-per-virtual-pipeline-stage", "1")
 SEQUENCE = ("--sequence-parallel",)
@@ -12,15 +12,15 @@ SEQUENCE = ("--sequence-parallel",)
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job is spread over ranks; data parallelism is what is left.
+    """The parallel layout of a job; the remaining factor of ranks is data parallelism.
 
     Attributes:
-        tensor: size of tensor parallelism.
+        tensor: tensor parallel size.
         pipeline: number of pipeline stages.
-        ranks: how many there are in all.
-        virtual: whether every stage is interleaved, one layer a piece.
+        ranks: total number of ranks.
+        virtual: whether stages are interleaved, with one layer per chunk.
         vocabulary: rows of the padded vocabulary.
-        more: further arguments of Megatron's that belong to the layout.
+        more: additional Megatron arguments that belong to the layout.
     """
 
     tensor: int
@@ -36,17 +36,17 @@ class Layout:
 
     @property
     def flags(self) -> list[str]:
-        """Megatron's arguments beyond TP and PP."""
+        """Return Megatron's arguments other than TP and PP."""
         virtual = VIRTUAL if self.virtual else ()
         return [*virtual, *self.more, "--make-vocab-size-divisible-by", str(self.vocabulary // self.tensor)]
 
 
 def expert_sizes(expert: int, expert_tensor: int) -> tuple[str, ...]:
-    """Megatron's arguments of expert parallelism."""
+    """Return Megatron's arguments for expert parallelism."""
     return ("--expert-model-parallel-size", str(expert), "--expert-tensor-parallel-size", str(expert_tensor))
 
 
 def experts_over(tensor: int, pipeline: int, ranks: int, expert: int) -> Layout:
-    """With tensor parallelism experts need sequence parallelism (megatron/training/arguments.py)."""
+    """Return a layout for experts; with TP they need sequence parallelism (megatron/training/arguments.py)."""
     sequence = SEQUENCE if tensor > 1 else ()
     return Layout(tensor, pipeline, ranks, more=(*sequence, *expert_sizes(expert, 1)))

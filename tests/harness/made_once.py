@@ -1,4 +1,4 @@
-"""What costs seconds to make is made once for a test run, however many processes share its tests."""
+"""Makes expensive folders once for a test run, however many processes share its tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
-    """The folder of this name; whichever process needs it first makes it, and the others wait for that."""
+    """Return the folder with this name; the first process that needs it makes it, and others wait."""
     own = factory.getbasetemp()
     shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     folder, made = shared / name, shared / f"{name}.made"

@@ -1,4 +1,4 @@
-"""Families with one mistake each: of the kind that loads without an error, and of the kind that drops something."""
+"""Families with one mistake each, which either loads without an error or drops something."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 def _key_first(rows: int, arguments: ModelArguments) -> Sequence[Span]:
-    """Each group's first query and its key change places."""
+    """Swap each group's first query and its key."""
     head = arguments.kv_channels
     per_group = arguments.num_attention_heads // arguments.num_query_groups
     spans = []
@@ -29,7 +29,7 @@ def _query_as_key(rows: int, arguments: ModelArguments) -> Sequence[Span]:
 
 
 def _interleaved(rows: Rows) -> Rows:
-    """Of every head the rows 0, n/2, 1, n/2 + 1, ..., as models rotate that pair neighbours."""
+    """Take the rows 0, n/2, 1, n/2 + 1, ... of each head, as models do that rotate pairs of neighbors."""
 
     def spans(count: int, arguments: ModelArguments) -> Sequence[Span]:
         head = arguments.kv_channels
@@ -55,7 +55,7 @@ class InterleavedHalves(Llama):
 
 
 class KeysTwice(Llama):
-    """Leaves the values out, and would drop them in silence."""
+    """A family that omits the values, and would drop them silently."""
 
     rules = tuple(replace(rule, rows=KEY) if rule.rows is VALUE else rule for rule in Llama.rules)
 
@@ -65,7 +65,7 @@ class WithoutOutput(Llama):
 
 
 class FixedEpsilon(Llama):
-    """Reads another epsilon than it writes."""
+    """A family that reads another epsilon than it writes."""
 
     def arguments(self, config: Config) -> ModelArguments:
         return super().arguments(config).replace(layernorm_epsilon=1e-6)

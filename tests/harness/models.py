@@ -1,4 +1,4 @@
-"""What turns the tiny GPT (`megatron_on_cpu.toy_jobs`) into other models: arguments of Megatron's."""
+"""Megatron arguments that turn the tiny GPT (`megatron_on_cpu.toy_jobs`) into other models."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ LATENT += ["--qk-pos-emb-head-dim", "8", "--v-head-dim", "8", "--qk-layernorm"]
 
 
 def experts(parallel: int, *more: str) -> list[str]:
-    """A model with experts, spread over so many ranks."""
+    """Return the arguments of a model with experts, on this number of expert-parallel ranks."""
     return [*GATED_EXPERTS, *more, "--expert-model-parallel-size", str(parallel)]

@@ -1,4 +1,4 @@
-"""Packages that some jobs have and others must not: installed from PyPI by name, in folders beside the environment."""
+"""Packages for some jobs only: installed from PyPI by name, in folders outside of the environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TIME_LIMIT = 600
 
 
 def installed_beside(package: str, version: str, *options: str) -> Path:
-    """The folder of one release without what it depends on; installed at the first call."""
+    """Return the folder of one release without dependencies, which the first call installs."""
     folder = Path(sys.prefix) / package / version
     if not folder.exists():
         partial = folder.with_name(f"{version}.partial-{os.getpid()}")
@@ -38,19 +38,19 @@ def installed_beside(package: str, version: str, *options: str) -> Path:
 
 @cache
 def _engine() -> str:
-    """The folder with Transformer Engine's Python part: TE_PATH names another release, or a build."""
+    """Return the folder of Transformer Engine's Python part; TE_PATH names another release, or a build."""
     return os.environ.get(ENGINE_VARIABLE) or str(installed_beside("transformer-engine", _ENGINE_VERSION))
 
 
 def engine_version() -> tuple[int, int]:
-    """The release of Transformer Engine that jobs have: major and minor number."""
+    """Return the release of Transformer Engine in jobs: major and minor number."""
     (found,) = metadata.distributions(name="transformer-engine", path=[_engine()])
     major, minor, *_ = found.version.split(".")
     return int(major), int(minor)
 
 
 def with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs that start from here on have Transformer Engine."""
+    """Provide Transformer Engine to jobs that start from here on."""
     monkeypatch.setenv(FOLDER_VARIABLE, _engine())
-    # Its modules else refuse the extra states of a checkpoint, whose pickles they load.
+    # Otherwise its modules refuse the extra states of a checkpoint, whose pickles they load.
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")

@@ -16,7 +16,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def adapter(module: str, out: int, into: int) -> Tensors:
-    """That of one linear, with random numbers."""
+    """Return an adapter of one linear with random numbers."""
     name = f"base_model.model.{module}"
     return {f"{name}.lora_A.weight": torch.randn(RANK, into), f"{name}.lora_B.weight": torch.randn(out, RANK)}
 

@@ -1,4 +1,4 @@
-"""Programs on Megatron Core, run one after the other in one launch."""
+"""Programs that use Megatron Core, run one after the other in one launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANKS = 4
 
 
 class Programs:
-    """What is run, and how each program ended on the ranks."""
+    """The programs to run, and how each ended on the ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -25,7 +25,7 @@ class Programs:
         self._names: list[str] = []
 
     def place(self, name: str) -> Path:
-        """Where a program may save."""
+        """Return a folder that a program may save to."""
         folder = self.folder / "saved" / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -39,10 +39,10 @@ class Programs:
         without: Sequence[Path] = (),
         commands: Sequence[Sequence[object]] = (),
     ) -> None:
-        """A program; its `wrapped` and `optimizer` are dumped where it ends well.
+        """Add a program; if it succeeds, its `wrapped` and `optimizer` are dumped.
 
-        `stock`: without the hooks. `without`: files that are removed before it begins. `commands`: of
-        `mcore-ckpt`, which the first rank runs before it.
+        `stock`: whether it runs without the hooks. `without`: files to remove before it starts. `commands`: commands of
+        `mcore-ckpt` that the first rank runs before it.
         """
         self._names.append(name)
         words = [str(argument) for argument in arguments]
@@ -53,7 +53,7 @@ class Programs:
         })  # fmt: skip
 
     def run(self) -> None:
-        """Run them all."""
+        """Run all programs."""
         order = self.folder / "order.json"
         order.write_text(json.dumps(self._orders))
         (self.folder / "dumps").mkdir()
@@ -65,7 +65,7 @@ class Programs:
             self.ended[name] = set(re.findall(rf"^\[rank \d\] === {number} (.*)$", result.output, re.MULTILINE))
 
     def printed(self, name: str, *texts: str) -> list[str]:
-        """The lines of the first rank, while a program ran, in which one of these texts stands."""
+        """Return the lines of the first rank during a program that contain one of these texts."""
         own = [line for line in self.output.splitlines() if line.startswith("[rank 0] ")]
         ends = [place for place, line in enumerate(own) if line.startswith("[rank 0] === ")]
         number = self._names.index(name)
@@ -73,6 +73,6 @@ class Programs:
         return [line for line in turn if any(text in line for text in texts)]
 
     def dump(self, name: str) -> Path:
-        """What a program left alive; it must have ended well on all ranks."""
+        """Return the dump of a program, which must have succeeded on all ranks."""
         assert self.ended[name] == {"done"}, self.ended[name]
         return self.folder / "dumps" / name

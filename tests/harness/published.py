@@ -1,4 +1,4 @@
-"""What `config.json` of well-known models says, in the spelling of the release of transformers that wrote it."""
+"""The `config.json` of well-known models, in the form of the release of transformers that wrote it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models of published configurations, and the one check that holds for each of them."""
+"""Tiny models of published configurations, and the check that all of them must pass."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from tests.harness.huggingface import tensors
 
 FOLDER = Path(__file__).parents[1] / "huggingface" / "published"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
-# What Megatron cannot do, with the reason.
+# Features that Megatron does not support, with the reason.
 REFUSED = {
     "deepseek-v2-ipex": "transformers ranks a group of experts by its best one, Megatron by the sum of its best 2",
     "phi-3.5": "short_factor scales 5 of 6 frequencies each in its own way",
     "phi-4-mini": "attention factor multiplies the part of a head that is rotated, 0.75",
 }
-# Types that transformers has no class for, with the class whose model they are; their own code is not run.
+# Types without a class in transformers, with the class of an equal model; their own code is not run.
 _SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
-# The type of a model with images that a folder calls by the type of its text.
+# The type of a vision-language model whose folder has the type of its text.
 _WITH_IMAGES = {"ministral3": "mistral3"}
-# Types of which it has no such class: their tensors are those of the family's rules, and there are no logits.
+# Types without any such class: their tensors follow from the family's rules, and there are no logits.
 WITHOUT_CLASS = ("chatglm", "deepseek", "orion", "qwen")
 ACCEPTED = [name for name in NAMES if name not in REFUSED]
 _ABOUT_OTHER_FILES = {"quantization_config", "auto_map"}
 
 
 def configuration(name: str) -> dict[str, Any]:
-    """As published, but for sizes and for the quantization of weights, which are made in bf16."""
+    """Return a published configuration with small sizes and without quantization; weights are made in bf16."""
     config = scaled(json.loads((FOLDER / f"{name}.json").read_text()))
     config.pop("quantization_config", None)
     if "text_config" in config:
@@ -44,7 +44,7 @@ def configuration(name: str) -> dict[str, Any]:
 
 
 def make_published(config: dict[str, Any], folder: Path) -> Any:
-    """A model of a configuration, saved with that configuration; None where its class is not known."""
+    """Make a model of a configuration, saved with that configuration; None if its class is unknown."""
     folder.mkdir()
     if config["model_type"] in WITHOUT_CLASS:
         (folder / "config.json").write_text(json.dumps(config))
@@ -59,7 +59,7 @@ def make_published(config: dict[str, Any], folder: Path) -> Any:
     file.write_text(json.dumps(built))
     description = AutoConfig.from_pretrained(folder)
     if sees and hasattr(description.vision_config, "num_hidden_layers"):
-        description.vision_config.num_hidden_layers = 1  # whatever the file calls it
+        description.vision_config.num_hidden_layers = 1  # under any name in the file
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     torch.manual_seed(len(config))
     dtype = getattr(torch, _dtype(config))
@@ -68,8 +68,8 @@ def make_published(config: dict[str, Any], folder: Path) -> Any:
         for label, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.5 if parameter.dim() == 1 else 0))
             if "linear_attn.norm" in label:
-                parameter.copy_((parameter.abs() + 0.5).clamp(max=2))  # less 1 without rounding
-    # Of Kimi-K2.5, transformers 5.23 calls the layers of the text blocks, as those of what sees were released.
+                parameter.copy_((parameter.abs() + 0.5).clamp(max=2))  # minus 1 without rounding
+    # transformers 5.23 names Kimi-K2.5's text layers `blocks`, like the released vision layers.
     model.save_pretrained(folder, save_original_format=config["model_type"] != "kimi_k25")
     file.write_text(json.dumps(config))
     return model
@@ -90,7 +90,7 @@ def _dtype(config: dict[str, Any]) -> str:
 
 
 def text_of(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a model, or of its text under the names of a model of its own."""
+    """Return the tensors of a model, or of its text part under the names of a text model."""
     stored = tensors(folder)
     if "vision_config" not in config:
         return stored
@@ -110,7 +110,7 @@ def assert_round_trip(name: str, tmp_path: Path) -> None:
     published = {**text, "architectures": found["architectures"]} if text else config
     assert found == {key: value for key, value in published.items() if key not in _ABOUT_OTHER_FILES}
     stored, back = text_of(tmp_path / "model", config), tensors(tmp_path / "back")
-    # Experts that a folder has in stacks come back one by one; logits cover those.
+    # Experts that are stacked in the folder come back unstacked; the logits cover them.
     stacked = any(label.endswith(".mlp.experts.gate_up_proj") for label in stored)
     compared = {label for label in stored if not (stacked and ".mlp.experts." in label)}
     assert {label for label in back if not (stacked and ".mlp.experts." in label)} == compared
@@ -120,7 +120,7 @@ def assert_round_trip(name: str, tmp_path: Path) -> None:
 
 
 def _assert_same_logits(model: Any, folder: Path, config: dict[str, Any]) -> None:
-    """The folder that came back answers to a text as the model that was converted."""
+    """Check that the converted folder has the same logits as the original model."""
     if (kind := config["model_type"]) in _SAME_AS:
         file = folder / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": _SAME_AS[kind]}))

@@ -1,4 +1,4 @@
-"""Rehearsals of loads that tests run in genuine Megatron anyway: both have to end alike."""
+"""Rehearsals of loads that tests also run in real Megatron: both must have the same outcome."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.harness.layouts import Layout
 
 
 def rehearsal_of(run: Path, arguments: Mapping[str, Any], **options: Any) -> Rehearsal:
-    """Rehearse the load of a genuine job, which had these arguments."""
+    """Rehearse the load of a real job, which had these arguments."""
     layout = ParallelLayout.from_arguments(JobArguments.of(arguments))
     sizes = {name: getattr(layout, name) for name in PINS.values()}
     return rehearse(run, layout.world, sizes, changes=arguments, any_change=True, **options)
 
 
-# How layers are divided among pipeline stages: what a job does not state has no value, whatever its checkpoint states.
+# Arguments of the pipeline split: one that the job does not set has no value, even if its checkpoint stores one.
 _OF_STAGES = (
     "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
@@ -37,7 +37,7 @@ _OF_STAGES = (
 
 
 def rehearsal_of_resume(run: Path, layout: Layout) -> Rehearsal:
-    """Rehearse the resume of a job that differs from the one that saved in its layout alone."""
+    """Rehearse the resume of a job that differs from the saving one only in its layout."""
     arguments = {
         **dict.fromkeys(_OF_STAGES),
         **parse_assignments(_stated(layout.flags)),
@@ -53,7 +53,7 @@ def rehearsal_of_resume(run: Path, layout: Layout) -> Rehearsal:
 
 
 def _stated(flags: Sequence[str]) -> Iterator[str]:
-    """Yield flags and their values, as a user states arguments: `context_parallel_size=2`."""
+    """Yield flags and their values in the form of `--argument`: `context_parallel_size=2`."""
     for flag, following in zip(flags, [*flags[1:], "--"], strict=True):
         if flag.startswith("--"):
             value = "true" if following.startswith("--") else following
@@ -63,13 +63,13 @@ def _stated(flags: Sequence[str]) -> Iterator[str]:
 def assert_ends_alike(
     run: Path, arguments: Mapping[str, Any], error: str | None, environment: Mapping[str, str] | None = None
 ) -> None:
-    """A rehearsal of a load succeeds where the load did, and is refused where it was.
+    """Check that a rehearsal of a load succeeds if the load did, and is refused if it was.
 
     Args:
-        run: what was loaded.
-        arguments: of the job.
-        error: what its first rank raised, with the class.
-        environment: of the load.
+        run: the loaded checkpoint.
+        arguments: the arguments of the job.
+        error: the error of its first rank, with the class; None if it succeeded.
+        environment: the environment of the load.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (environment or {}).items():

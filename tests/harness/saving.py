@@ -1,4 +1,4 @@
-"""Jobs that save in the background while something happens to them."""
+"""Jobs that save in the background, with failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CAUSES = {
     "mute": r"rank 1: .*(EOFError|ConnectionRefusedError|ConnectionResetError|BrokenPipeError)",
     "lose": r"__1_0\.distcp: it does not exist, but its records need [\d,]+ bytes",
 }
-"""What is told of a trouble of `ranks/trouble.py`, where it strikes the rank that is named here."""
+"""The messages for a failure of `ranks/trouble.py`, with the rank that it affects."""
 
 
 def run_saving(
@@ -48,7 +48,7 @@ def run_saving(
     megatron: Path | None = None,
     plugins: Sequence[Path] = (),
 ) -> launch.RunResult:
-    """Train a tiny GPT, pipeline-parallel, with a checkpoint every few iterations; the result as it is."""
+    """Train a tiny GPT with pipeline parallelism, saving every few iterations, and return the result."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments = toy_jobs.tiny_gpt(
         1,
@@ -73,37 +73,37 @@ def run_saving(
 
 
 def run_held(folder: Path, **options: Any) -> launch.RunResult:
-    """Saved at iterations 4, 8 and 12; no writer of 8 begins before iteration 11 is trained, or the job never ends."""
+    """Run with saves at iterations 4, 8 and 12; no writer of 8 starts before iteration 11, or the job never ends."""
     held = {2: {"ranks": list(range(RANKS)), "what": "hold 3"}}
     return run_saving(folder, 12, interval=4, trouble=held, **options)
 
 
 def assert_trained_meanwhile(output: str) -> None:
-    """Iteration 11 was trained between the scheduling of iteration 8 and its being complete."""
+    """Check that iteration 11 was trained between the scheduling of iteration 8 and its completion."""
     words = ("scheduled an async checkpoint save at iteration       8", "iteration       11/", "iteration 8 is comp")
     places = [output.index(word) for word in words]
     assert places == sorted(places)
 
 
 def durable_lines(output: str) -> dict[int, re.Match[str]]:
-    """The lines that say that a checkpoint is complete on disk, by iteration; rank 0 prints one each."""
+    """Return the lines that report a complete checkpoint on disk, by iteration; rank 0 prints one for each."""
     found = [match for line in output.splitlines() if line.startswith("[rank 0]") and (match := DURABLE.search(line))]
     assert len({match["iteration"] for match in found}) == len(found) == output.count("is complete on disk")
     return {int(match["iteration"]): match for match in found}
 
 
 def iterations_in(run: Path) -> list[int]:
-    """The iteration folders of a run."""
+    """Return the iteration folders of a run."""
     return sorted(int(path.name.removeprefix("iter_")) for path in run.glob("iter_*"))
 
 
 def tracked(run: Path) -> int:
-    """What the tracker names."""
+    """Return the iteration in the tracker file."""
     return int((run / "latest_checkpointed_iteration.txt").read_text())
 
 
 def assert_told(output: str, iteration: int, cause: str) -> None:
-    """One line says that a save failed, and why, in a job that goes on."""
+    """Check that one line reports the failure of a save and its cause, in a job that continues."""
     form = re.compile(rf"\[mcore_ckpt_ext\] iteration {iteration} (was not|cannot be) saved")
     lines = [line for line in output.splitlines() if form.search(line)]
     assert len(lines) == 1, output[-6000:]
@@ -112,7 +112,7 @@ def assert_told(output: str, iteration: int, cause: str) -> None:
 
 
 def assert_whole(output: str, run: Path, iterations: Sequence[int]) -> None:
-    """These were said to be complete, and are; the tracker names the last."""
+    """Check that these iterations were reported as complete, and are; the tracker file names the last."""
     assert sorted(durable_lines(output)) == list(iterations)
     assert tracked(run) == iterations[-1]
     assert [problems_of(run / f"iter_{number:07d}") for number in iterations] == [()] * len(iterations)

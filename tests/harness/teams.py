@@ -1,4 +1,4 @@
-"""Processes that share a command, as threads of one process: each calls what it is given with its own `Team`."""
+"""Processes that share a command, simulated by threads of one process, each with its own `Team`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECONDS = 120
 
 
 class Member:
-    """One of several processes, which are threads here."""
+    """One of several processes, simulated by a thread."""
 
     def __init__(self, rank: int, size: int, meeting: threading.Barrier, items: list[Any]) -> None:
         self.rank, self.size, self._meeting, self._items = rank, size, meeting, items
@@ -38,7 +38,7 @@ class Member:
 
 
 def in_team(size: int, work: Callable[[Team], Result]) -> list[Result]:
-    """What each of so many processes returns."""
+    """Run work in a number of simulated processes, and return their results."""
     meeting, items = threading.Barrier(size), [None] * size
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(lambda rank: work(Member(rank, size, meeting, items)), range(size)))

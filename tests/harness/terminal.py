@@ -9,14 +9,14 @@ import pytest
 
 
 class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
+    """A stream that reports to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int | None = None) -> Terminal:
-    """Both streams as one terminal. No fixture: between its setup and the test, pytest puts its own streams back."""
+    """Replace both streams by one terminal; not a fixture, because pytest replaces the streams after its setup."""
     stream = Terminal()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", stream)

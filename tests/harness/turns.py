@@ -1,6 +1,6 @@
-"""Several genuine Megatron-LM jobs in one launch, one after the other: what a test asks for, and what came of each.
+"""Several real Megatron-LM jobs in one launch, one after the other, and their results.
 
-A job costs less than starting its ranks. They must be of the same number of ranks; how these are spread may change.
+A job costs less than starting its ranks. All jobs must have the same number of ranks, but may have different layouts.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ class Turn:
         commands: Sequence[Sequence[str]] = (),
         **options: Any,
     ) -> None:
-        """Describe it.
+        """Describe the job.
 
         Args:
-            folder: where it lives.
-            layout: how its ranks are spread.
+            folder: its folder.
+            layout: its parallel layout.
             saves: whether it saves.
             until: its last iteration.
-            environment: variables for its time.
-            stock: it runs without this package; saves come before such a turn, for their wrappers do not come back.
-            newest: the iteration of which the checkpoint of a job that saves is the newest, whatever comes after it.
-            commands: of `mcore-ckpt`, which the first rank runs before it.
-            options: of `run_job`: `load` (the run of an earlier turn may be one), `more`, `optimizer`, `precision`.
+            environment: temporary environment variables.
+            stock: whether it runs without this package; jobs that save must precede it, because wrappers are not
+                restored.
+            newest: the iteration of the newest checkpoint of a job that saves, even if training continues.
+            commands: commands of `mcore-ckpt` that the first rank runs before it.
+            options: options of `run_job`: `load` (possibly the run of an earlier turn), `more`, `optimizer`,
+                `precision`.
         """
         self.folder, self.layout = folder, layout
         arguments, recording = described(folder, layout, saves=saves, until=until, **options)
@@ -79,11 +81,11 @@ class Results(dict[str, launch.RunResult]):
         self._turns = {turn.folder.name: turn for turn in turns}
 
     def folder(self, name: str) -> Path:
-        """Where that job lives."""
+        """Return the folder of a job."""
         return self._turns[name].folder
 
     def job(self, name: str) -> Job:
-        """That job, which must have ended well."""
+        """Return a job, which must have succeeded."""
         turn = self._turns[name]
         return finished(turn.folder, turn.layout, self[name])
 
@@ -91,9 +93,9 @@ class Results(dict[str, launch.RunResult]):
 def run_in_turn(
     folder: Path, turns: Sequence[Turn], plugins: Sequence[Path] = (), *, of_checkout: bool = False
 ) -> Results:
-    """Run the jobs, one after the other; one that fails with this package must do so on all of its ranks.
+    """Run the jobs, one after the other; a job that fails with this package must fail on all of its ranks.
 
-    `of_checkout`: with the Megatron-LM that MEGATRON_LM_PATH names, and its own script.
+    `of_checkout`: whether to use the Megatron-LM that MEGATRON_LM_PATH names, and its own script.
     """
     script = {"TEST_SCRIPT": str(checkout_job()["script"])} if of_checkout else {}
     order = folder / "order.json"
@@ -118,9 +120,9 @@ def run_in_turn(
 
 
 def _by_name(result: launch.RunResult, of_stock: Collection[str]) -> dict[str, launch.RunResult]:
-    """What the ranks printed in each turn, one rank after the other, and the code that they ended it with.
+    """Return the output of the ranks in each turn, one rank after the other, and the exit code.
 
-    `of_stock`: turns without this package, of which some ranks may have failed alone.
+    `of_stock`: turns without this package, in which only some ranks may have failed.
     """
     printed: defaultdict[str, defaultdict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     codes: defaultdict[str, set[int]] = defaultdict(set)

@@ -1,13 +1,13 @@
-"""Which tiny models genuine Megatron answers for, under which layouts: what tests run and the documentation says."""
+"""The tiny models that are compared with real Megatron, and their layouts, for tests and documentation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LAYOUTS: dict[str, tuple[int, int]] = {"TP1": (1, 1), "TP2": (2, 1), "EP2": (1, 2)}
-"""Tensor-parallel and expert-parallel size, of two ranks."""
+"""Tensor and expert parallel size on two ranks."""
 _DENSE, _EXPERTS = ("TP1", "TP2"), ("TP1", "TP2", "EP2")
-_INDEXED = ("TP1", "EP2")  # Megatron shares it among tensor-parallel ranks with sequence parallelism only
+_INDEXED = ("TP1", "EP2")  # Megatron shards the indexer across tensor-parallel ranks with sequence parallelism only
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,10 @@ class Shown:
     """A model of `tests/harness/huggingface.py`.
 
     Attributes:
-        model_type: of its family.
-        layouts: under which its logits are compared, with the local layer spec.
-        engine: those with Transformer Engine's.
-        why: no logits are compared.
+        model_type: the type of its family.
+        layouts: the layouts under which its logits are compared, with the local layer spec.
+        engine: the layouts with Transformer Engine's spec.
+        why: why no logits are compared.
     """
 
     model_type: str
@@ -66,7 +66,7 @@ SHOWN: dict[str, Shown] = {
     "gemma": Shown("gemma"),
     "stablelm": Shown("stablelm", ("TP2",)),
     "gpt_bigcode": Shown("gpt_bigcode", ("TP2",)),
-    "nemotron": Shown("nemotron", engine=("TP2",)),  # Megatron's own norms do not multiply by one more
+    "nemotron": Shown("nemotron", engine=("TP2",)),  # Megatron's own norms do not add one to the weight
     "glm": Shown("glm", ("TP2",)),
     "gpt_neox": Shown("gpt_neox", ("TP2",)),
     "hy_v3": Shown("hy_v3", ("TP2", "EP2")),
@@ -79,9 +79,9 @@ COMPUTES_AS = {
     "internlm2": "llama", "chatglm": "glm", "qwen": "qwen2", "exaone": "llama", "orion": "stablelm",
     "bailing_moe_v2": "glm4_moe",
 }  # fmt: skip
-"""Types whose class transformers does not have, and the type that computes the same: `tests/huggingface/own_code`."""
+"""Types whose class transformers does not have, and the type of an equal model: `tests/huggingface/own_code`."""
 OF_OWN_CODE = {"deepseek": "EP2"}
-"""Types of which transformers has neither the class nor an equivalent, and the layout under which Megatron answers."""
+"""Types for which transformers has neither a class nor an equal model, and the layout of the comparison."""
 BUILT_BY_MEGATRON = [name for name, shown in SHOWN.items() if shown.layouts]
 CASES = [("local", name, layout) for name, shown in SHOWN.items() for layout in shown.layouts] + [
     ("transformer_engine", name, layout) for name, shown in SHOWN.items() for layout in shown.engine

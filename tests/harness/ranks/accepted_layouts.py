@@ -1,11 +1,12 @@
-"""Answers which layouts genuine Megatron accepts, and what each pipeline stage then holds; one process, no ranks.
+"""Lists the layouts that real Megatron accepts, and the parameters of each pipeline stage; one process, no ranks.
 
     python accepted_layouts.py CASES.json RESULTS.json [MEGATRON_CHECKOUT]
 
 A case is a list of Megatron's arguments and a world size. `validate_args`, the process groups (of torch's fake backend)
-and the model are Megatron's own; the result of a case is the error that it ended with, or the parameters of each
-pipeline rank: [[name, shape], ...] by model chunk. Beside the cases stand matrices that a layer-wise optimizer packs
-for so many ranks, with the shard of each and their size as a result; null of releases without a parameter layout.
+and the model are Megatron's own. The result of a case is the error that it ended with, or the parameters of each
+pipeline rank: [[name, shape], ...] by model chunk. Other cases are matrices that a layer-wise optimizer packs for a
+number of ranks, with the shard of each and the size of shards as a result; null for releases without a parameter
+layout.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from megatron.training import arguments as megatron_arguments  # noqa: E402
 
 _PLAIN = (int, float, str, bool, list, type(None))
 
-# The local attention stands for Transformer Engine's, which alone has context parallelism.
+# The local attention replaces Transformer Engine's, which alone supports context parallelism.
 _build_attention = DotProductAttention.__init__
 
 
@@ -128,7 +129,7 @@ def _chunk(args: Any, stage: int) -> list[tuple[str, list[int]]]:
 
 
 def _hybrid(config: Any, pattern: str, virtual: int | None, common: dict[str, Any]) -> torch.nn.Module:
-    """A hybrid model, as hybrid_builders.py, or mamba_builders.py up to core_v0.16, makes it."""
+    """Build a hybrid model as hybrid_builders.py does, or mamba_builders.py up to core_v0.16."""
     try:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
     except ImportError:
@@ -143,7 +144,7 @@ def _named(model: torch.nn.Module) -> list[tuple[str, list[int]]]:
 
 
 def _packed(shapes: list[list[int]], ranks: int) -> tuple[list[int], int] | None:
-    """The shard of each matrix, given in the order in which Megatron packs equal ones, and the size of the shards."""
+    """Return the shard of each matrix, in the order in which Megatron packs equal ones, and the size of the shards."""
     lay_out = getattr(LayerWiseDistributedOptimizer, "_compute_per_buffer_param_layout", None)
     if lay_out is None:
         return None
@@ -173,8 +174,8 @@ def _judged(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Judge all cases."""
-    source, destination = map(Path, sys.argv[1:3])  # Megatron's parser is given other arguments below
+    """Evaluate all cases."""
+    source, destination = map(Path, sys.argv[1:3])  # Megatron's parser gets other arguments below
     asked = json.loads(source.read_text())
     answer = {
         "version": megatron.core.__version__,

@@ -1,4 +1,4 @@
-"""Plugin: a model whose layers register their parts in an order of their own, as a custom layer spec may."""
+"""Plugin: a model whose layers register their parts in another order, as a custom layer spec may."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 
-# What each registers before everything else, in this order; the rest follows as it was.
+# The modules that each registers first, in this order; the others follow in their own order.
 FIRST = {
     "layer": ("mlp", "pre_mlp_layernorm", "self_attention"),
     "mlp": ("linear_fc2", "linear_fc1"),
@@ -16,14 +16,14 @@ FIRST = {
 
 
 def reorder(module: Any, first: tuple[str, ...]) -> None:
-    """Register a module's submodules anew."""
+    """Register a module's submodules in another order."""
     parts = dict(module._modules)
     module._modules.clear()
     module._modules.update({name: parts[name] for name in first} | parts)
 
 
 def install() -> None:
-    """Wrap building the model: the order is another before it is wrapped for data parallelism."""
+    """Wrap building the model, so that the order changes before the model is wrapped for data parallelism."""
     original = GPTModel.__init__
 
     @functools.wraps(original)

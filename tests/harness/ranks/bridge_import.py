@@ -1,7 +1,7 @@
-"""Megatron-Bridge's genuine `AutoBridge` takes a Hugging Face folder into a model; its loop saves it, or resumes.
+"""Loads a Hugging Face folder by Megatron-Bridge's real `AutoBridge`; Bridge's loop saves the model, or resumes.
 
-argv: the folder that megatron-bridge is installed in, tensor and pipeline parallel size, the Hugging Face folder, the
-run folder to load or "none", and the run folder to save or "none". The layers are Transformer Engine's.
+argv: the folder with megatron-bridge, tensor and pipeline parallel size, the Hugging Face folder, the run folder to
+load or "none", and the run folder to save or "none". The layers are Transformer Engine's.
 """
 
 import os
@@ -22,7 +22,7 @@ bridge_packages.find(packages)
 
 from megatron.bridge import AutoBridge  # noqa: E402
 
-for backend in ("FLASH", "FUSED", "UNFUSED"):  # which the program before this one asked for
+for backend in ("FLASH", "FUSED", "UNFUSED"):  # set by the program before this one
     os.environ.pop(f"NVTE_{backend}_ATTN", None)
 core_model.start(core_model.Layout(tensor=tensor, pipeline=pipeline))
 bridge = AutoBridge.from_hf_pretrained(source)
@@ -34,7 +34,7 @@ provider.apply_rope_fusion = provider.bias_activation_fusion = provider.masked_s
 provider.persist_layer_norm = provider.cross_entropy_loss_fusion = False
 provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 provider.finalize()
-# What sees images is built where it is said that the stage is the first one.
+# The vision part is built only if the stage is declared to be the first one.
 model = provider.provide(parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage())
 bridge.load_hf_weights([model])
 buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -44,7 +44,7 @@ settings = OptimizerConfig(
 )
 optimizer = get_megatron_optimizer(settings, [wrapped])
 wrapped.zero_grad_buffer()
-optimizer.step()  # which changes no weight, since nothing has a gradient
+optimizer.step()  # changes no weight, since nothing has a gradient
 job = core_model.Job([wrapped], optimizer, {})
 bridge_packages.run(
     provider, wrapped, optimizer, *places,

@@ -1,9 +1,9 @@
-"""Megatron-Bridge's genuine `save_checkpoint` and `load_checkpoint` around a tiny GPT on CPU ranks.
+"""Runs Megatron-Bridge's real `save_checkpoint` and `load_checkpoint` with a tiny GPT on CPU ranks.
 
-argv: the folder that megatron-bridge is installed in, tensor and pipeline parallel size, the run folder to load or
-"none", the run folder to save or "none", and perhaps "experts", or how adapters are put into the model: "lora", "dora",
-"canonical". With these it also saves, beside the run folder, the model without them, and what it answers with them; of
-"lora" the two in one checkpoint, too.
+argv: the folder with megatron-bridge, tensor and pipeline parallel size, the run folder to load or "none", the run
+folder to save or "none", and optionally "experts", or the kind of adapters to add to the model: "lora", "dora",
+"canonical". With adapters it also saves, next to the run folder, the model without them, and the model's output with
+them; with "lora" also both in one checkpoint.
 """
 
 import shutil
@@ -22,9 +22,9 @@ bridge_packages.find(packages)
 from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
 from megatron.bridge.peft import canonical_lora, dora, lora, utils  # noqa: E402
 
-utils.HAVE_TE = False  # it takes names of megatron.core, which are None here, for classes of Transformer Engine
+utils.HAVE_TE = False  # otherwise it compares with classes of Transformer Engine that are None here
 kinds = {"lora": lora.LoRA, "dora": dora.DoRA, "canonical": canonical_lora.CanonicalLoRA}
-# Of row-parallel linears, DoRA takes the norms of each rank's columns alone.
+# For row-parallel linears, DoRA computes norms of each rank's columns only.
 chosen = {"dora": {"target_modules": ["linear_qkv", "linear_fc1"]}}
 (adapters,) = [kinds[word](dim=4, alpha=8, **chosen.get(word, {})) for word in sys.argv[6:] if word in kinds] or [None]
 layout = core_model.Layout(tensor=tensor, pipeline=pipeline)
@@ -42,7 +42,7 @@ provider = GPTModelProvider(
     share_embeddings_and_output_weights=False, num_moe_experts=core_model.EXPERTS if "experts" in sys.argv else None,
     **(like_llama if adapters else {}),
 )  # fmt: skip
-makes = train  # type: ignore[name-defined]  # noqa: F821 - made by whoever runs this
+makes = train  # type: ignore[name-defined]  # noqa: F821 - defined by the program that runs this one
 bridge_packages.run(provider, wrapped, optimizer, *places, makes, peft=adapters)
 if adapters and places[1] != "none":
     run, model = Path(places[1]), job.models[0]
@@ -53,12 +53,12 @@ if adapters and places[1] != "none":
         dist_checkpointing.save({"model": content, "iteration": 4, "checkpoint_version": 3.0}, str(run.parent / name))
     model.float().eval()
     for module in model.modules():
-        if hasattr(module, "input_in_float16"):  # the softmax rounds what it was built for
+        if hasattr(module, "input_in_float16"):  # the softmax rounds to the dtype that it was built for
             module.input_in_float16 = module.input_in_bf16 = False
     tokens, mask = torch.arange(12).view(1, -1), torch.ones(12, 12).triu(1).bool()[None, None]
     with torch.no_grad():
         answer = gather_from_tensor_model_parallel_region(model(tokens, tokens, mask))
-    model.bfloat16()  # as it was: these numbers are exact in both
+    model.bfloat16()  # back to the original dtype: the numbers are exact in both
     if torch.distributed.get_rank() == 0:
         for name in ("base", "whole"):
             if (run.parent / name).exists():

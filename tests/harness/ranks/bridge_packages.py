@@ -1,4 +1,4 @@
-"""Megatron-Bridge beside the installed Megatron Core, and its own saving and loading of a job."""
+"""Megatron-Bridge with the installed Megatron Core, and its own saving and loading of a job."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from stand_ins import stand_in_for
 
 
 def find(packages: str) -> None:
-    """From now on `megatron.bridge` can be imported from a folder; what needs a GPU, or data, is a stand-in."""
+    """Make `megatron.bridge` importable from a folder, with stand-ins for packages that need a GPU or data."""
     if f"{packages}/megatron" not in megatron.__path__:
         sys.path.append(packages)
         megatron.__path__.append(f"{packages}/megatron")
-        # megatron.core has been imported: it does without Transformer Engine.
+        # megatron.core is already imported, without Transformer Engine.
         stand_in_for("transformer_engine", "modelopt", "datasets", "tensorboard", "google", "omegaconf",
                      "megatron.energon", "megatron.core.datasets.megatron_tokenizer")  # fmt: skip
 
@@ -28,16 +28,16 @@ def find(packages: str) -> None:
 def run(
     provider: Any, wrapped: Any, optimizer: Any, source: str, target: str, train: Any = None, peft: Any = None
 ) -> None:
-    """Resume from a run folder, and save into one; "none" leaves it out.
+    """Resume from a run folder, and save into one; "none" skips either.
 
     Args:
-        provider: of the model.
+        provider: the model's provider.
         wrapped: the model.
-        optimizer: of it.
+        optimizer: its optimizer.
         source: the run folder to load.
         target: the run folder to save.
-        train: makes what is saved, if it is not the state as it is.
-        peft: how adapters were put into the model, which alone are saved then.
+        train: changes the state before it is saved, if given.
+        peft: how adapters were added to the model; then only adapters are saved.
     """
     from megatron.bridge.training import checkpointing, config, state
 
@@ -57,7 +57,7 @@ def run(
         ),
     )  # fmt: skip
     running: Any = state.GlobalState()
-    running._cfg = cfg  # the setter takes over the process's signals
+    running._cfg = cfg  # the setter would install signal handlers
     if source != "none":
         step, _ = checkpointing.load_checkpoint(running, [wrapped], optimizer, None)
         if step != (0 if (Path(source) / "release").exists() else 4):

@@ -1,7 +1,7 @@
 """Plugin: context parallelism with the local spec, whose attention refuses it (only Transformer Engine's has it).
 
-Each rank's queries see the keys and values of all ranks of its group; the backward pass sums their gradients. A rank
-holds the sequence's parts number `rank` and `2 * ranks - 1 - rank` of `2 * ranks` (`get_batch_on_this_cp_rank`).
+Each rank's queries attend to the keys and values of all ranks of its group; the backward pass sums their gradients. A
+rank has the sequence's parts number `rank` and `2 * ranks - 1 - rank` of `2 * ranks` (`get_batch_on_this_cp_rank`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 
 class _Gathered(torch.autograd.Function):
-    """The whole sequence from every rank's two parts, along the first axis."""
+    """The whole sequence from the two parts of all ranks, along the first axis."""
 
     @staticmethod
     def forward(context: Any, own: torch.Tensor, group: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """A real model and optimizer of any megatron-core on CPU ranks, from the wheel alone, without megatron.training.
 
-What `megatron/training/training.py` does between its arguments and the optimizer (`get_model`,
+Does the work of `megatron/training/training.py` between arguments and optimizer (`get_model`,
 `setup_model_and_optimizer`, core_v0.12.1 to 0.19.2), for a tiny GPT of the local layer spec.
 """
 
@@ -28,14 +28,14 @@ from megatron.core.transformer.module import Float16Module
 from megatron_on_cpu import dump_optimizer
 from megatron_on_cpu.groups import leave_groups
 
-# With 48 positions the tied embedding begins at no multiple of three: see `SOURCES` in jobs.py.
+# With 48 positions the tied embedding does not begin at a multiple of three: see `SOURCES` in jobs.py.
 HIDDEN, HEADS, LAYERS, VOCABULARY, POSITIONS, EXPERTS = 32, 4, 4, 128, 48, 4
 _KINDS = ("fp32_param", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions, and what else decides where a parameter lies."""
+    """Sizes of the parallel dimensions, and other settings that determine the positions of parameters."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -70,7 +70,7 @@ class Job:
 
 
 def start(layout: Layout) -> None:
-    """Divide the ranks anew."""
+    """Set up new process groups."""
     parallel_state.destroy_model_parallel()
     leave_groups()
     virtual = layout.virtual if layout.virtual > 1 else None
@@ -89,9 +89,9 @@ def build(
     adapt: Callable[[Any], Any] | None = None,
     engine: bool = False,
 ) -> Job:
-    """The model of this rank, wrapped for training, with its optimizer.
+    """Build this rank's model, wrapped for training, with its optimizer.
 
-    `adapt`: puts adapters into the model, which is then one like Llama. `engine`: it is of Transformer Engine's layers.
+    `adapt`: adds adapters to the model, which is then similar to Llama. `engine`: use Transformer Engine's layers.
     """
     gated = experts or adapt is not None
     like_llama = {"normalization": "RMSNorm", "num_query_groups": 2} if adapt else {}
@@ -136,7 +136,7 @@ def build(
 
 
 def _check_buckets(chunk: Any, layout: Layout, stage: int) -> None:
-    """Every buffer of the first chunk of the first stage must be cut, where that is wanted."""
+    """Check that every buffer of the first chunk of the first stage has several buckets, if requested."""
     first = stage == 0 and parallel_state.get_pipeline_model_parallel_rank() == 0
     counts = [len(buffer.buckets) for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     if layout.bucket_size and first and min(counts) < 2:
@@ -169,7 +169,7 @@ def _chunk(config: Any, layout: Layout, stage: int, experts: bool, tied: bool, e
 
 
 def _arguments(layout: Layout, experts: bool, tied: bool, distributed: bool) -> dict[str, Any]:
-    """What `args` of a training job with this model would say, as far as it describes the layout."""
+    """Return the entries of a training job's `args` that describe the layout of this model."""
     world = torch.distributed.get_world_size()
     return {
         "num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "ffn_hidden_size": 128,
@@ -188,9 +188,9 @@ def _arguments(layout: Layout, experts: bool, tied: bool, distributed: bool) -> 
 
 
 def fill_with_noise(job: Job, tied: bool, seed: int, masters: bool = True) -> None:
-    """Give every master and moment values of its own, equal in all copies, and make the weights from the masters.
+    """Give every master and moment a distinct value, equal in all copies, and derive the weights from the masters.
 
-    Groups get a step, a learning rate and a weight decay of their own, too. `masters`: else these stay as they are.
+    Groups get distinct steps, learning rates and weight decays. `masters`: False to keep masters and weights.
     """
     names = _names(job, tied)
     for outer in job.optimizers:
@@ -239,7 +239,7 @@ def _names(job: Job, tied: bool) -> dict[int, str]:
 
 
 def sharded_models(job: Job, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The models as `generate_state_dict` describes them, with its `model_sd_kwargs`."""
+    """Return the models as `generate_state_dict` describes them, with its `model_sd_kwargs`."""
     found = {}
     for index, chunk in enumerate(job.models):
         if len(job.models) > 1:
@@ -249,7 +249,7 @@ def sharded_models(job: Job, keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dump(job: Job, folder: Path, tied: bool) -> None:
-    """This rank's part of what is alive, for `dump_optimizer.assemble`."""
+    """Write this rank's part of the live state, for `dump_optimizer.assemble`."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces = [
         piece
@@ -261,7 +261,7 @@ def dump(job: Job, folder: Path, tied: bool) -> None:
 
 
 def common_state(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What `save_checkpoint` stores beside the model and the optimizer."""
+    """Return the state that `save_checkpoint` stores in addition to model and optimizer."""
     scheduler = {"max_lr": 1e-3, "min_lr": 1e-4, "num_steps": 32, "lr_decay_style": "linear"}
     return {
         "args": argparse.Namespace(**arguments),

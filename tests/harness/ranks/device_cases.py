@@ -1,7 +1,7 @@
-"""Loads the cases of an order into a model on a device whose memory the CPU cannot touch.
+"""Loads the cases of an order into a model on a device whose memory the CPU cannot access.
 
-What crosses is counted. With TEST_OUT_OF_MEMORY a case is loaded again and again; each time an allocation on the device
-fails, on the rank that the variable names, at another place of this package, until none is left.
+Copies between the two are counted. With TEST_OUT_OF_MEMORY a case is loaded repeatedly. Each time an allocation on the
+device fails, on the rank that the variable names, at another place of this package, until none is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from load_cases import WriteDetector
 from mcore_ckpt_ext.megatron.live import sharded_load
 from mcore_ckpt_ext.megatron.live.digests import Digester
 
-sys.path.append(str(Path(__file__).parents[3]))  # ranks do not begin in the repository
+sys.path.append(str(Path(__file__).parents[3]))  # ranks do not start in the repository
 from tests.harness import device as test_device
 from tests.harness.device import DeviceTensor, device
 from tests.harness.device_group import device_groups
@@ -35,7 +35,7 @@ crossed: dict[str, dict[str, int]] = {}
 
 
 def main() -> None:
-    """All the cases, in the memory of the device."""
+    """Run all cases, in the memory of the device."""
     sharded_load._PLAIN = (*sharded_load._PLAIN, DeviceTensor)
     measured, install = WriteDetector._measured, WriteDetector.install
     WriteDetector._measured = lambda self, phase, function: measured(self, phase, counted(phase, function))
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def counted(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Count what happens while a function runs."""
+    """Wrap a function to count copies during its calls."""
 
     @functools.wraps(function)
     def call(*positional: Any, **keywords: Any) -> Any:
@@ -66,7 +66,7 @@ def counted(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def load(original: Callable[..., Any], case: dict[str, Any], live: Live, witness: WriteDetector) -> dict[str, Any]:
-    """One case, or the same over and over, with what was counted added to its report."""
+    """Run one case, or the same one repeatedly, and add the counts to its report."""
     crossed.clear()
     rank = case["environment"].get(OUT_OF_MEMORY_VARIABLE)
     if rank is not None:
@@ -77,7 +77,7 @@ def load(original: Callable[..., Any], case: dict[str, Any], live: Live, witness
 
 
 def digests(live: Live) -> dict[str, str]:
-    """Digests of the remainders that a save would record, by parameter; nothing where masters are whole."""
+    """Return digests of the remainders that a save would record, by parameter; empty for whole masters."""
     problems: list[str] = []
     digester = Digester([unwrapped(chunk) for chunk in live.model], live.optimizer, problems.append)
     taken = digester.begin(live.optimizer, beside=False)
@@ -94,7 +94,7 @@ def unwrapped(chunk: Any) -> Any:
 
 
 def held(live: Live) -> dict[str, int]:
-    """Number of elements that the optimizer steps on each device."""
+    """Return the number of elements that the optimizer updates on each device."""
     found = {"cpu": 0, test_device.KIND: 0}
     for outer in live.optimizers:
         for stepper in getattr(outer.optimizer, "sub_optimizers", [outer.optimizer]):
@@ -105,7 +105,7 @@ def held(live: Live) -> dict[str, int]:
 
 
 def without_memory(load_once: Callable[[], dict[str, Any]], fails_here: bool) -> list[dict[str, Any]]:
-    """Load until no place is left at which an allocation has not failed once."""
+    """Load until an allocation has failed once at every place."""
     attempts, failure, inner = list[dict[str, Any]](), Failure(), training.load_checkpoint
     happened = [True]
     while any(happened):
@@ -120,7 +120,7 @@ def without_memory(load_once: Callable[[], dict[str, Any]], fails_here: bool) ->
 
 
 class Failure:
-    """Lets an allocation on the device fail: at another place of the program each time.
+    """Makes an allocation on the device fail, at another place of the program each time.
 
     Attributes:
         place: where one has failed.
@@ -131,7 +131,7 @@ class Failure:
         self._places: set[tuple[str, ...]] = set()
 
     def within(self, function: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
-        """Call a function, during which it fails."""
+        """Call a function during which an allocation fails."""
         test_device.BEFORE_ALLOCATION.append(self)
         try:
             return function(*positional, **keywords)
@@ -142,7 +142,7 @@ class Failure:
         frames = [(frame, line) for frame, line in traceback.walk_stack(None) if _owner(frame)]
         place = tuple(f"{frame.f_code.co_filename}:{line}" for frame, line in frames if _owner(frame) == PACKAGE)
         if not frames or _owner(frames[0][0]) != PACKAGE:
-            return  # Megatron's own
+            return  # an allocation by Megatron
         if self.place is None and place not in self._places:
             self.place = place
             self._places.add(place)
@@ -150,7 +150,7 @@ class Failure:
 
 
 def _owner(frame: types.FrameType) -> str:
-    """Who runs there: this package or Megatron; empty for all others."""
+    """Return the owner of a frame's code: this package or Megatron; empty for all others."""
     name = str(frame.f_globals["__name__"]).partition(".")[0]
     return name if name in (PACKAGE, "megatron") else ""
 

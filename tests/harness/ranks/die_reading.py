@@ -1,4 +1,4 @@
-"""Plugin: rank 0 is killed while this package reads the tensors that Megatron asks for, half of them done."""
+"""Plugin: rank 0 is killed while this package reads the tensors that Megatron requests, after half of them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ FROZEN_LAYER = int(os.environ.get("FROZEN_LAYER", "2"))  # counted from one over
 
 
 def install() -> None:
-    """Wrap building the model: it is frozen before it is wrapped for data parallelism."""
+    """Wrap building the model, so that it is frozen before it is wrapped for data parallelism."""
     original = GPTModel.__init__
 
     @functools.wraps(original)

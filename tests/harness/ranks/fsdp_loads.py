@@ -1,8 +1,8 @@
 """Plugin for jobs of either FSDP: loads one checkpoint after the other, dumps the live state after each, trains on.
 
-TEST_LOADS names a file with a list of `[name, arguments]`; without it a job is left alone. What is written beside it,
-`<name>.safetensors`, holds the optimizer's own masters and moments, `<name>.json` what went wrong, the iteration, and
-the settings of each parameter. A job with `--save` saves what it loaded last before it trains on.
+TEST_LOADS names a file with a list of `[name, arguments]`; without it the plugin does nothing. In the folder of that
+file, `<name>.safetensors` gets the optimizer's own masters and moments, `<name>.json` the error, the iteration, and the
+settings of each parameter. A job with `--save` saves the state of the last load before it trains on.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def setup_and_load(*positional: Any, **keywords: Any) -> Any:
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Masters and moments, put together on every rank."""
+    """Return masters and moments, gathered on every rank."""
     return state_of_torch(model, optimizer) if get_args().use_torch_fsdp2 else state_of_megatron(model, optimizer)
 
 
 def state_of_torch(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Those of a job of torch's FSDP, and its weights."""
+    """Return masters, moments and weights of a job of torch's FSDP."""
     (child,) = optimizer.chained_optimizers
     names = {id(parameter): bare(name) for name, parameter in model[0].named_parameters()}
     found = {f"weight.{bare(name)}": parameter for name, parameter in model[0].named_parameters()}
@@ -73,7 +73,7 @@ def state_of_torch(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def state_of_megatron(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Those of a job of Megatron-FSDP."""
+    """Return masters and moments of a job of Megatron-FSDP."""
     metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
     weights = model[0].state_dict_for_save_checkpoint()
     masters = {f"fp32_param.{in_whole(bare(name))}": value for name, value in weights.items()}
@@ -90,7 +90,7 @@ def state_of_megatron(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def in_whole(name: str) -> str:
-    """The name of an expert's parameter by its number in the whole model, by which the optimizer has its moments."""
+    """Return the name of an expert's parameter with its global number, which the optimizer uses for moments."""
     arguments = get_args()
     own = (arguments.num_experts or 1) // arguments.expert_model_parallel_size
     first = own * parallel_state.get_expert_model_parallel_rank()

@@ -1,7 +1,8 @@
 """Plugin for jobs of Megatron-FSDP and of torch's FSDP on CPU ranks.
 
-Transformer Engine's FusedAdam has state for empty shards, too: there every parameter gets its state before its gradient
-is looked at (transformer_engine/pytorch/optimizers/fused_adam.py, 2.20.2); otherwise ranks disagree on what they save.
+Transformer Engine's FusedAdam has state for empty shards, too, because it creates the state of every parameter before
+it checks the gradient (transformer_engine/pytorch/optimizers/fused_adam.py, 2.20.2). Otherwise ranks would disagree on
+the parameters to save.
 """
 
 import os
@@ -11,7 +12,7 @@ import torch
 from megatron_on_cpu.fused_adam import FusedAdam
 from torch.distributed.device_mesh import DeviceMesh
 
-os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1, as elsewhere, is refused
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1, the value elsewhere, is refused
 step = FusedAdam.step
 
 
@@ -29,7 +30,7 @@ mesh_of = DeviceMesh.from_group
 
 
 def mesh_on_cpu(group: Any, device_type: str, **options: Any) -> DeviceMesh:
-    """Megatron asks for a mesh of GPUs (`TorchFullyShardedDataParallel`)."""
+    """Return a CPU mesh in place of the GPU mesh that Megatron requests (`TorchFullyShardedDataParallel`)."""
     return mesh_of(group, "cpu", **options)
 
 

@@ -1,7 +1,7 @@
-"""A layer specification of Megatron's hybrid model (Mamba, attention, MLP) out of Megatron's own local modules.
+"""A layer spec of Megatron's hybrid model (Mamba, attention, MLP) made of Megatron's own local modules.
 
-Megatron's own one needs Transformer Engine, and the Mamba mixer the `mamba_ssm` kernels, which run on GPUs only: a
-model of these modules can be built, optimized and saved here, but not run. The mixer's gated norm belongs to the
+Megatron's own spec needs Transformer Engine, and the Mamba mixer needs the `mamba_ssm` kernels, which run on GPUs only.
+A model of these modules can be built, optimized and saved here, but not run. The mixer's gated norm belongs to the
 kernels and is left out.
 """
 
@@ -31,7 +31,7 @@ except ImportError:  # up to core_v0.16
     from megatron.core.ssm.mamba_block import MambaStack as HybridStack
     from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
 
-# Only running the mixer needs the kernels.
+# The kernels are needed only to run the mixer.
 mamba_mixer.HAVE_MAMBA_SSM = True
 assert hybrid_block.TENorm is TENorm
 hybrid_block.TENorm = WrappedTorchNorm
@@ -57,7 +57,7 @@ _MLP = (
 
 
 def _stack(keys: dict[str, str]) -> ModuleSpec:
-    """`keys`: under which keys its norms are stored, where these are not their own."""
+    """`keys`: the keys under which norms are stored, if they differ from their own."""
     mamba = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=_MIXER, mamba_bda=get_bias_dropout_add)
     attention = TransformerLayerSubmodules(
         input_layernorm=WrappedTorchNorm, self_attention=_ATTENTION, self_attn_bda=get_bias_dropout_add,

@@ -1,4 +1,4 @@
-"""Plugin for Megatron's `tools/checkpoint/checkpoint_inspector.py`: its process group and its mesh are of CPU ranks."""
+"""Plugin for Megatron's `tools/checkpoint/checkpoint_inspector.py`: its process group and its mesh use CPU ranks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Runs the genuine `pretrain` once for each job of the order, as if each began in a process of its own.
+"""Runs the real `pretrain` once for each job of the order, as if each started in a separate process.
 
 TEST_SCRIPT names a checkout's own `pretrain_gpt.py`; without it, megatron-core is the installed one.
 """
@@ -33,7 +33,7 @@ _FORGET = {
 
 
 def code_of(job: Callable[[], None]) -> int:
-    """Run a job: the code with which its process would have ended."""
+    """Run a job, and return the exit code that its process would have."""
     try:
         job()
     except SystemExit as end:
@@ -45,7 +45,7 @@ def code_of(job: Callable[[], None]) -> int:
 
 
 def run(job: dict[str, Any]) -> None:
-    """One job, from its command line to its end; then Megatron forgets it."""
+    """Run one job, from its command line to its end, and reset Megatron's state."""
     if rank() == 0:
         for words in job["commands"]:
             if main_of_command(words):
@@ -71,12 +71,12 @@ def run(job: dict[str, Any]) -> None:
 
 
 def rank() -> int:
-    """Of this process, before there are any groups, too."""
+    """Return this process's rank, even before there are groups."""
     return int(os.environ["RANK"])
 
 
 def train() -> None:
-    """What the command line says."""
+    """Run the training of the command line."""
     if script := os.environ.get("TEST_SCRIPT"):
         runpy.run_path(script, run_name="__main__")
     else:
@@ -84,13 +84,13 @@ def train() -> None:
 
 
 def say(line: str) -> None:
-    """Tell the test where a job begins and ends, between the lines of the job itself."""
+    """Mark the start and end of a job between the lines of the job itself."""
     sys.stderr.flush()
     print(line, flush=True)
 
 
 def main() -> None:
-    """All jobs."""
+    """Run all jobs."""
     for job in json.loads(Path(os.environ["TEST_ORDER"]).read_text()):
         run(job)
 

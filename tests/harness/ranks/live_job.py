@@ -1,6 +1,6 @@
-"""A live job of genuine Megatron-LM inside of a rank: set up once, then its `load_checkpoint` as often as wanted.
+"""A live job of real Megatron-LM within a rank: set up once, then any number of calls of its `load_checkpoint`.
 
-Imported by the scripts beside it, which `megatron_on_cpu.launch` runs on every rank.
+Imported by the scripts in this folder, which `megatron_on_cpu.launch` runs on every rank.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ class Live:
         return optimizers_of(self.optimizer)
 
     def masters(self) -> Iterator[tuple[Any, dict[str, Any], torch.Tensor]]:
-        """Every fp32 master shard, with the optimizer and the parameter group that it belongs to."""
+        """Yield every fp32 master shard, with its optimizer and its parameter group."""
         for outer in self.optimizers:
             for group in outer.optimizer.param_groups:
                 for master in group["params"]:
                     yield outer.optimizer, group, master
 
     def elements(self) -> int:
-        """How many elements of the optimizer this rank holds, of each kind."""
+        """Return the number of elements of the optimizer on this rank, of each kind."""
         return sum(master.numel() for _, _, master in self.masters())
 
     def fill_with_noise(self, seed: int) -> None:
-        """Give every master and moment a value of its own, and every group a step: nothing may stay by chance.
+        """Give every master and moment a distinct value, and every group a step, so that no value is right by chance.
 
-        An optimizer that is not distributed, or has its masters elsewhere, keeps what it has.
-        Copies of a parameter get the same values, on whatever rank they are.
+        Optimizers that are not distributed, or have their masters elsewhere, are not changed. Copies of a parameter get
+        the same values on all ranks.
         """
         names = names_of(self.model)
         for outer in self.optimizers:
@@ -79,7 +79,7 @@ class Live:
                 outer.optimizer.state[master].update(own)
 
     def fingerprint(self) -> str:
-        """A hash of all that the optimizer holds: masters, moments, parameter groups, gradient scaler."""
+        """Return a hash of the optimizer's state: masters, moments, parameter groups, gradient scaler."""
         digest = hashlib.sha256()
         for inner, group, master in self.masters():
             settings = {name: value for name, value in group.items() if name != "params"}
@@ -93,14 +93,14 @@ class Live:
 
 
 def start() -> Any:
-    """Initialize Megatron as `pretrain` does; its arguments."""
+    """Initialize Megatron as `pretrain` does, and return its arguments."""
     parse_arguments()
     initialize_megatron()
     return get_args()
 
 
 def built() -> Live:
-    """Megatron's own model and optimizer for the arguments of now; nothing is loaded."""
+    """Build Megatron's own model and optimizer for the current arguments, without loading."""
     with changed(vars(get_args()), {"load": None}):
         model, optimizer, _ = training.setup_model_and_optimizer(
             model_type=ModelType.encoder_or_decoder, **_how_the_model_is_built(get_args())
@@ -109,7 +109,7 @@ def built() -> Live:
 
 
 def _how_the_model_is_built(arguments: Any) -> dict[str, Any]:
-    """Since 0.19 a configuration says it, before it was a function."""
+    """Return how to build the model: by a configuration since 0.19, by a function before."""
     made_of: Any = importlib.import_module("megatron.training.argument_utils")
     if not hasattr(made_of, "gpt_config_from_args"):
         return {"model_provider_func": build_chunk}
@@ -120,7 +120,7 @@ def _how_the_model_is_built(arguments: Any) -> dict[str, Any]:
 
 @contextmanager
 def changed(where: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Other values in a dictionary (arguments, the environment), for a time."""
+    """Within this scope, a dictionary (arguments, the environment) has other values."""
     before = {name: where[name] for name in values if name in where}
     where.update(values)
     try:
@@ -132,11 +132,11 @@ def changed(where: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def order() -> Any:
-    """What the test wants, as it wrote it."""
+    """Read the order that the test wrote."""
     return json.loads(Path(os.environ[ORDER_VARIABLE]).read_text())
 
 
 def report(content: Any) -> None:
-    """Tell the test what this rank saw."""
+    """Write this rank's report for the test."""
     path = Path(os.environ[REPORT_VARIABLE]) / f"rank_{torch.distributed.get_rank()}.json"
     path.write_text(json.dumps(content))

@@ -1,10 +1,10 @@
-"""Runs the genuine `load_checkpoint` once for each case of the order, and reports what each rank saw.
+"""Runs the real `load_checkpoint` once for each case of the order, and reports the observations of each rank.
 
-A case is an object with a `name`, and, where wanted, `arguments` and `environment` to change for its time, `model`
-with arguments to build a model of its own, and `dump`, a folder for the live optimizer afterwards. TEST_READ_FAILS
-names a rank whose disk is gone once this package has read the tensors that Megatron asks for, TEST_OWN_READ_FAILS one
-whose disk is gone when it reads what it alone wants, TEST_SHARED_READ_FAILS when it reads what it is to send.
-TEST_SEES_NOTHING names one that is given no checkpoint.
+A case is an object with a `name`, and optionally `arguments` and `environment` to change temporarily, `model` with
+arguments of a model to build for it, and `dump`, a folder for the live optimizer afterwards. TEST_READ_FAILS names a
+rank whose disk fails after this package has read the tensors that Megatron requests, TEST_OWN_READ_FAILS one whose disk
+fails when it reads for itself alone, TEST_SHARED_READ_FAILS when it reads what it has to send. TEST_SEES_NOTHING names
+one that gets no checkpoint.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PROGRESS = {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_sample
 
 
 class WriteDetector:
-    """Sees what the product does in one load: calls of stock Megatron's function, lines, resumes, memory."""
+    """Observes this package in one load: calls of stock Megatron's function, log lines, resumes, memory."""
 
     def __init__(self) -> None:
         self.stock_calls: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = []
@@ -61,7 +61,7 @@ class WriteDetector:
             self.index_reads += 1
 
     def install(self) -> None:
-        """Take the place of stock Megatron's function, below the product's wrapper, and listen to the product."""
+        """Replace stock Megatron's function, below this package's wrapper, and observe this package."""
         mcore_ckpt_ext.uninstall()
         checkpointing.load_checkpoint = self._listening(checkpointing.load_checkpoint)
         training.load_checkpoint = checkpointing.load_checkpoint
@@ -84,11 +84,11 @@ class WriteDetector:
         return load_checkpoint
 
     def __getattr__(self, name: str) -> Any:
-        """Of `os`, whose place this takes where files are read."""
+        """Return attributes of `os`, which this object replaces where files are read."""
         return getattr(os, name)
 
     def preadv(self, descriptor: int, buffers: Any, offset: int) -> int:
-        """Of `os`; what is read of tensors is noted."""
+        """Replace `os.preadv`, and record reads of tensors."""
         count = os.preadv(descriptor, buffers, offset)
         if self.is_reading:
             self.reads.append((str(Path(f"/proc/self/fd/{descriptor}").readlink()), offset, offset + count))
@@ -118,7 +118,7 @@ class WriteDetector:
     def _measured(self, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def measured(*positional: Any, **keywords: Any) -> Any:
-            # What was freed before must not serve for what is allocated now; then Linux starts the peak anew.
+            # Freed memory must not be reused for allocations of the phase; then the peak is reset.
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
             before, held = _kibibytes("VmRSS"), torch.cuda.memory_allocated()
@@ -133,14 +133,14 @@ class WriteDetector:
         return measured
 
     def forget(self) -> None:
-        """Start anew, for the next load."""
+        """Reset the observations for the next load."""
         for heard in (self.stock_calls, self.lines, self.resumes, self.memory, self.fast, self.reads):
             heard.clear()
         self.index_reads = 0
 
 
 def failing(variable: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that fails on the rank that a variable names."""
+    """Wrap a function to fail on the rank that a variable names."""
 
     @functools.wraps(original)
     def call(*positional: Any) -> Any:
@@ -158,7 +158,7 @@ def _kibibytes(name: str) -> int:
 
 
 def load(case: dict[str, Any], live: Live, witness: WriteDetector) -> dict[str, Any]:
-    """One case, from a filled optimizer to a report."""
+    """Run one case, from a filled optimizer to a report."""
     witness.forget()
     arguments = live_job.get_args()
     live.fill_with_noise(seed=1)
@@ -227,7 +227,7 @@ def _value(text: Any) -> Any:
 
 
 def main() -> None:
-    """All the cases, one after the other; ranks stay in step because each case ends on all of them."""
+    """Run all cases, one after the other; ranks stay in step because each case ends on all of them."""
     live_job.start()
     witness = WriteDetector()
     witness.install()

@@ -1,7 +1,7 @@
-"""Plugin for `pretrain_bert.py` and `pretrain_t5.py` of a checkout: what they train on, and the local layer spec.
+"""Plugin for `pretrain_bert.py` and `pretrain_t5.py` of a checkout: training data, and the local layer spec.
 
-Their own data sets need a corpus, a vocabulary of words and a compiled helper. BERT's script imports the layer spec of
-Transformer Engine by name, whichever it uses; T5's local spec takes its last norm from there (core_v0.12.0 to 0.16.1).
+Their own data sets need a corpus, a vocabulary of words and a compiled helper. BERT's script always imports the layer
+spec of Transformer Engine by name; T5's local spec takes its last norm from there (core_v0.12.0 to 0.16.1).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WHOLE = ("loss_mask", "padding_mask", "enc_mask", "dec_mask")
 
 
 class Masked(torch.utils.data.Dataset[dict[str, Any]]):
-    """Random tokens under all names that either script asks for."""
+    """Random tokens under all names that either script uses."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -37,7 +37,7 @@ class Masked(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def make(builder: Any, *_: Any, **__: Any) -> None:
-    """Nothing is looked up."""
+    """Skip the preparation of data."""
 
 
 bert_layer_specs.bert_layer_with_transformer_engine_spec = bert_layer_specs.bert_layer_local_spec

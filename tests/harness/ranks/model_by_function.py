@@ -1,8 +1,8 @@
-"""Plugin: where TEST_BY_FUNCTION is set, Megatron 0.19 builds the model by a function, as most scripts have it do.
+"""Plugin: if TEST_BY_FUNCTION is set, Megatron 0.19 builds the model by a function, as for most scripts.
 
-Only then `--optimizer muon --use-distributed-optimizer` gives Adam's part to a DistributedOptimizer of its own: the way
-by the model's configuration does not lay out the buffers for it (`setup_model_and_optimizer` and `get_model`,
-megatron/training/training.py, 0.19.1, 0.19.2).
+Only then does `--optimizer muon --use-distributed-optimizer` have a separate DistributedOptimizer for Adam: if the
+model is built by its configuration, Megatron does not lay out the buffers for it (`setup_model_and_optimizer` and
+`get_model`, megatron/training/training.py, 0.19.1, 0.19.2).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.training import training
 
 
 def install() -> None:
-    """Wrap setting up, which takes either of the two."""
+    """Wrap the setup, which supports both."""
     original = training.setup_model_and_optimizer
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Names of live parameters in the whole model; the translation shares nothing with the product."""
+"""Global names of live parameters; the translation shares no code with this package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_on_cpu import dump_optimizer
 
 
 def names_of(model: list[Any]) -> dict[int, str]:
-    """Names in the whole model by the parameters' identities."""
+    """Return global names by the identities of parameters."""
     tied = not get_args().untie_embeddings_and_output_weights
     names = {}
     for wrapped in model:

@@ -1,7 +1,7 @@
-"""A checkpoint as NeMo 2.3.2 arranges it, by the calls of Megatron Core and Fiddle that NeMo makes, in its order.
+"""Writes a checkpoint like NeMo 2.3.2, by the same calls of Megatron Core and Fiddle in the same order.
 
-`MegatronStrategy.save_checkpoint`, `MegatronParallel.sharded_state_dict` and `TrainerContext.io_dump`, whose package
-needs more than can be installed here. argv: tensor and pipeline parallel size, the checkpoint's folder, folders of
+It replaces `MegatronStrategy.save_checkpoint`, `MegatronParallel.sharded_state_dict` and `TrainerContext.io_dump`,
+whose package cannot be installed here. argv: tensor and pipeline parallel size, the checkpoint's folder, folders of
 packages to import.
 """
 
@@ -47,7 +47,7 @@ class Trainer:
 
 
 class Serialization(serialization.Serialization):
-    """With what NeMo adds (io/fdl_torch.py): built-in functions by name."""
+    """NeMo's serialization (io/fdl_torch.py), which stores built-in functions by name."""
 
     def _serialize(self, value: Any, current_path: Any, all_paths: Any = None) -> Any:
         if isinstance(value, BuiltinFunctionType):
@@ -60,7 +60,7 @@ class TrainerContext:
 
 
 def written(value: Any) -> Any:
-    """A value as `_ordered_arguments_with_default` and `_safe_object_representer` write it into YAML."""
+    """Return a value as `_ordered_arguments_with_default` and `_safe_object_representer` write it into YAML."""
     if isinstance(value, torch.dtype):
         return {"_target_": "torch.dtype", "_call_": True}
     if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
@@ -73,14 +73,14 @@ def written(value: Any) -> Any:
 core_model.start(core_model.Layout(tensor=tensor, pipeline=pipeline))
 job = core_model.build(core_model.Layout(tensor=tensor, pipeline=pipeline), False, tied=False)
 wrapped, optimizer = job.chunks[0], job.optimizer
-train(wrapped, optimizer)  # type: ignore[name-defined]  # noqa: F821 - made by whoever runs this
+train(wrapped, optimizer)  # type: ignore[name-defined]  # noqa: F821 - defined by the program that runs this one
 model = job.models[0].sharded_state_dict(prefix="module.")
 checkpoint: dict[str, Any] = {
     "epoch": 0, "global_step": 4, "pytorch-lightning_version": "2.5.0", "loops": {"fit_loop": {"state_dict": {}}},
     "lr_schedulers": [{"last_epoch": 4}], "state_dict": OrderedDict(), "sharded_state_dict": model,
 }  # fmt: skip
 trained = {key: value for key, value in model.items() if not key.endswith("_extra_state")}
-# NeMo asks for `fully_sharded_model_space`, which Core since 0.16 no longer writes; the names are the same.
+# NeMo requests `fully_sharded_model_space`, which Core since 0.16 no longer writes; the names are the same.
 kind = {"distrib_optim_sharding_type": "fully_reshardable"}
 checkpoint["optimizer"] = [optimizer.sharded_state_dict(trained, metadata=kind)]
 (target / "weights").mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Plugin: what lies on a CPU is copied before a writer of nvidia-resiliency-ext gets it, as a GPU's tensor is.
+"""Plugin: CPU tensors are copied before a writer of nvidia-resiliency-ext gets them, as GPU tensors are.
 
-Its writer copies what is on a GPU to the host, and reads everything else where it lies, while training changes it
+The writer copies GPU tensors to the host, but reads all others in place, while training changes them
 (`preload_tensors`, nvidia_resiliency_ext/checkpointing/async_ckpt/filesystem_async.py, 0.6.0).
 """
 
@@ -13,7 +13,7 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import File
 
 
 def install() -> None:
-    """Wrap the planning of what is written."""
+    """Wrap the planning of writes."""
     original = FileSystemWriterAsync.prepare_write_data
 
     @functools.wraps(original)

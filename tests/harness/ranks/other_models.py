@@ -1,8 +1,8 @@
-"""A training program on Megatron Core alone with a model that is no plain GPT: BERT, T5, LLaVA, MIMO; local spec.
+"""A training program that uses Megatron Core alone, with models other than GPT: BERT, T5, LLaVA, MIMO; local spec.
 
 argv: the model, tensor and pipeline parallel size, the folder to load or "none", the folder to save or "none". It loads
 `torch_dist` and the legacy files, as Megatron's training does, saves `torch_dist` with the arguments that Megatron's
-training would store, and never heard of this package.
+training would store, and does not use this package.
 """
 
 import argparse
@@ -50,12 +50,12 @@ tied = {"share_embeddings_and_output_weights": True}
 
 
 def bert() -> torch.nn.Module:
-    """As `pretrain_bert.py` builds it (core_v0.16.1)."""
+    """Build BERT as `pretrain_bert.py` does (core_v0.16.1)."""
     return BertModel(config, 2, bert_layer_local_spec, VOCABULARY, POSITIONS, first, last, **tied)
 
 
 def t5() -> torch.nn.Module:
-    """As `pretrain_t5.py` builds it (core_v0.16.1)."""
+    """Build T5 as `pretrain_t5.py` does (core_v0.16.1)."""
     t5_spec.TENorm = WrappedTorchNorm
     encoder = deepcopy(config)
     encoder.num_layers = ENCODER_LAYERS
@@ -67,8 +67,8 @@ def t5() -> torch.nn.Module:
 
 
 def tower() -> tuple[TransformerConfig, TransformerConfig, MLPSubmodules]:
-    """What sees, what projects its answer, and the linears of that."""
-    # Without Apex and Transformer Engine it would take torch's own norm, which does not know Megatron's arguments.
+    """Return the configurations of the vision tower and of the projector, and the projector's linears."""
+    # Without Apex and Transformer Engine the default is torch's norm, which does not accept Megatron's arguments.
     CLIPViTModel.__init__.__defaults__ = (WrappedTorchNorm, WrappedTorchNorm, *CLIPViTModel.__init__.__defaults__[2:])
     vision, projector = deepcopy(config), deepcopy(config)
     vision.num_layers, vision.hidden_size, vision.ffn_hidden_size, vision.kv_channels = 2, 16, 64, 4
@@ -78,7 +78,7 @@ def tower() -> tuple[TransformerConfig, TransformerConfig, MLPSubmodules]:
 
 
 def mimo() -> torch.nn.Module:
-    """As examples/mimo/model_providers/llava_vlm.py builds it (core_v0.19.0), with Core's own vision model."""
+    """Build MIMO as examples/mimo/model_providers/llava_vlm.py does (core_v0.19.0), with Core's own vision model."""
     vision, projector, linears = tower()
     sees = {
         "transformer_config": vision, "transformer_layer_spec": get_vit_layer_with_local_spec(), "patch_dim": 2,
@@ -95,12 +95,12 @@ def mimo() -> torch.nn.Module:
     }  # fmt: skip
     parts = {"images": ModuleSpec(VisionModalitySubmodules, submodules=images)}
     made = MimoModel(MimoModelConfig(ModuleSpec(GPTModel, params=speaks), parts, {"images": VOCABULARY - 1}))
-    made.share_embeddings_and_output_weights = False  # Megatron's schedules ask for it
+    made.share_embeddings_and_output_weights = False  # read by Megatron's schedules
     return made
 
 
 def llava() -> torch.nn.Module:
-    """As `pretrain_vlm.py` builds it (core_v0.19.0)."""
+    """Build LLaVA as `pretrain_vlm.py` does (core_v0.19.0)."""
     vision, projector, linears = tower()
     return LLaVAModel(
         config, get_gpt_layer_local_spec(), VOCABULARY, POSITIONS, vision, get_vit_layer_with_local_spec(), False,
@@ -146,7 +146,7 @@ elif source != "none":
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
 if target != "none":
-    train(wrapped, optimizer)  # noqa: F821 - made by whoever runs this: a step, or what looks like one
+    train(wrapped, optimizer)  # noqa: F821 - defined by the program that runs this one: a step, or a simulated one
     state = {**whole, "optimizer": optimizer.sharded_state_dict(whole, metadata=metadata)}
     state |= {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 4}
     Path(target).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A training program that gives Megatron Core its process groups, and has none in `parallel_state` beside them.
+"""A training program that passes its process groups to Megatron Core, without any in `parallel_state`.
 
 argv: tensor and pipeline parallel size, the folder to load or "none", the folder to save or "none".
 """
@@ -22,7 +22,7 @@ parallel_state.initialize_model_parallel(tensor, pipeline)
 tensor_parallel.model_parallel_cuda_manual_seed(1234)
 groups = ProcessGroupCollection.use_mpu_process_groups()
 globally = dict(vars(parallel_state))
-parallel_state.destroy_model_parallel()  # from here on a global group is a defect
+parallel_state.destroy_model_parallel()  # from here on, use of a global group is a bug
 dtype = {"bf16": True, "params_dtype": torch.bfloat16}
 config = TransformerConfig(
     num_layers=4, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True,
@@ -47,7 +47,7 @@ if source != "none":
     optimizer.load_state_dict(loaded["optimizer"])
 if target != "none":
     vars(parallel_state).update(globally)
-    train(wrapped, optimizer)  # noqa: F821 - made by whoever runs this: a step, or what looks like one
+    train(wrapped, optimizer)  # noqa: F821 - defined by the program that runs this one: a step, or a simulated one
     parallel_state.destroy_model_parallel()
     state = {**whole, "optimizer": optimizer.sharded_state_dict(whole, metadata=metadata)}
     Path(target).mkdir(parents=True, exist_ok=True)

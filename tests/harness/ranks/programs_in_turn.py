@@ -1,7 +1,7 @@
-"""Runs programs on Megatron Core one after the other, in one launch, and dumps what each left alive.
+"""Runs programs that use Megatron Core one after the other, in one launch, and dumps the live state of each.
 
 argv: a JSON file with a list of {script, arguments, dump, stock, without, commands}; the first rank removes the files
-`without`, and runs the commands of `mcore-ckpt`. Where a program raises, its turn says what.
+`without`, and runs the commands of `mcore-ckpt`. The output of a turn contains the exception of its program, if any.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcore_ckpt_ext.cli.main import main as main_of_command
 
 
 def train(wrapped: Any, optimizer: Any) -> None:
-    """Masters, moments, groups and weights as after some steps, the same on all copies of a parameter."""
+    """Set masters, moments, groups and weights as after some steps, equal on all copies of a parameter."""
     job = core_model.Job([wrapped], optimizer, {})
     for one in job.optimizers:
         for group in one.optimizer.param_groups:
@@ -35,12 +35,12 @@ def train(wrapped: Any, optimizer: Any) -> None:
 
 
 def is_tied(job: core_model.Job) -> bool:
-    """Whether the output layer is the word embedding."""
+    """Return whether the output layer is the word embedding."""
     return bool(job.models[0].share_embeddings_and_output_weights)
 
 
 def run(turn: dict[str, Any]) -> str:
-    """One program; returns how it ended."""
+    """Run one program, and return how it ended."""
     parallel_state.destroy_model_parallel()
     leave_groups()
     (mcore_ckpt_ext.uninstall if turn["stock"] else mcore_ckpt_ext.install)()
@@ -63,7 +63,7 @@ def run(turn: dict[str, Any]) -> str:
 
 
 torch.distributed.init_process_group("gloo")
-torch.distributed.init_process_group = lambda *_, **__: None  # the programs' own calls
+torch.distributed.init_process_group = lambda *_, **__: None  # called by the programs
 for number, turn in enumerate(json.loads(Path(sys.argv[1]).read_text())):
     ended = run(turn)
     sys.stdout.write(f"=== {number} {' '.join(ended.split())}\n")

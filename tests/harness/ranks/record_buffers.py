@@ -1,4 +1,4 @@
-"""Plugin: after a save, each first data-parallel rank writes down what its live gradient buffers say."""
+"""Plugin: after a save, each first data-parallel rank records the content of its live gradient buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDER_VARIABLE = "TEST_BUFFERS"
 
 
 def buckets_of(optimizer: Any, names: dict[int, str]) -> Iterator[dict[str, Any]]:
-    """Each bucket with its parameters at the elements that their gradients really occupy."""
+    """Yield each bucket with the parameters at the elements that their gradients occupy."""
     for number, buffer in enumerate(optimizer.buffers):
         for bucket in buffer.buckets:
             start = bucket.grad_data.data_ptr()

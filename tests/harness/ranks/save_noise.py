@@ -1,6 +1,6 @@
-"""Saves a checkpoint with the genuine `save_checkpoint` whose optimizer holds noise: no training, at any size.
+"""Saves a checkpoint with the real `save_checkpoint` whose optimizer contains noise, without training, at any size.
 
-For jobs without data parallelism: each rank holds its whole parameters, and their weights are made from the masters.
+For jobs without data parallelism: each rank has its whole parameters, and their weights are derived from the masters.
 """
 
 from __future__ import annotations

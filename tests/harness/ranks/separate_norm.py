@@ -1,7 +1,7 @@
 """Plugin: the local spec names the norm before experts as the Transformer Engine spec does, `pre_mlp_layernorm`.
 
-Without it the local spec stores that norm under the key of a fused one, so that even stock Megatron cannot load the
-weights of the one spec into a model of the other.
+Otherwise the local spec stores that norm under the key of a fused one, so that even stock Megatron cannot load the
+weights of one spec into a model of the other.
 """
 
 from __future__ import annotations

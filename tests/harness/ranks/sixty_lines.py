@@ -1,15 +1,15 @@
-"""A training program on Megatron Core alone, which has never heard of this package: it saves, loads, and nothing else.
+"""A training program that uses Megatron Core alone, and not this package: it only saves and loads.
 
-argv: tensor and pipeline parallel size, the folder to load or "none", the folder to save or "none", and in which way:
-`together`, `strict` (the same, and nothing stored may be left over), `returned` (the same, and what is left over comes
-back), `nested` (in a list within a dict), `model-first` (two calls), `optimizer-first` (its state is taken up before
-anything is in the model), `verl` (each in a folder of its own, as verl has them), `root` (the same, and the optimizer's
-state is the root of what is stored), `verl-first` (as `verl`, and the optimizer's state comes first), or `called`
-(the one way in which it does know of this package: it calls it for the optimizer, and for the sidecar). With `frozen`,
-the embeddings and the first two layers are not trained, so that a stage may have nothing to train; with `stub`, such a
-rank has an optimizer of nothing, as `get_megatron_optimizer` made it up to 0.13, and is passed over as loops do. With
-`buckets`, there are several in a buffer, and what is saved is `fully_reshardable`; with `decoupled`, embeddings have a
-learning rate of their own; with `lr_mult`, groups lose that setting before they are saved.
+argv: tensor and pipeline parallel size, the folder to load or "none", the folder to save or "none", and the way of
+loading: `together`, `strict` (the same, and no stored key may be unused), `returned` (the same, and unused keys are
+returned), `nested` (in a list within a dict), `model-first` (two calls), `optimizer-first` (its state is read before
+the model has any), `verl` (each in a separate folder, as in verl), `root` (the same, with the optimizer's state as the
+root of the stored state), `verl-first` (as `verl`, with the optimizer's state first), or `called` (the only way that
+uses this package: for the optimizer, and for the sidecar). With `frozen`, the embeddings and the first two layers are
+not trained, so that a stage may have nothing to train. With `stub`, such a rank has an empty optimizer, as
+`get_megatron_optimizer` made it up to 0.13, and is skipped as in training loops. With `buckets`, a buffer has several
+buckets, and `fully_reshardable` is saved. With `decoupled`, embeddings have a decoupled learning rate. With `lr_mult`,
+groups lose that setting before they are saved.
 """
 
 import sys
@@ -98,7 +98,7 @@ if source != "none":
 if target != "none":
     state = dict(whole)
     if not optimizer.is_stub_optimizer:
-        train(wrapped, optimizer)  # noqa: F821 - made by whoever runs this: a step, or what looks like one
+        train(wrapped, optimizer)  # noqa: F821 - defined by the program that runs this one: a step, or a simulated one
         for group in optimizer.param_groups if "lr_mult" in sys.argv else ():
             del group["lr_mult"]
         state["optimizer"] = optimizer.sharded_state_dict(whole, metadata=metadata)

@@ -1,4 +1,4 @@
-"""Empty stand-ins for packages that a framework imports and that need a GPU, or that these tests have no use for."""
+"""Empty stand-ins for packages that a framework imports and that need a GPU, or that these tests do not use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _Anything(type):
-    """A class with every attribute, each of them such a class."""
+    """A class that has every attribute, each of which is such a class."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -43,7 +43,7 @@ class _Module(types.ModuleType):
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Comes last, so that what is installed is what is imported."""
+    """A finder that comes last, so that installed packages take precedence."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -60,9 +60,9 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing to run."""
+        """Do nothing."""
 
 
 def stand_in_for(*names: str) -> None:
-    """From now on, what is not installed of these can be imported, and does nothing."""
+    """Make missing packages importable; they do nothing."""
     sys.meta_path.append(_StandIns(names))

@@ -1,10 +1,10 @@
-"""ms-swift's genuine `save_mcore_checkpoint` and `load_mcore_checkpoint` around a tiny GPT on CPU ranks.
+"""Runs ms-swift's real `save_mcore_checkpoint` and `load_mcore_checkpoint` with a tiny GPT on CPU ranks.
 
-argv: the folder that ms-swift is installed in, tensor and pipeline parallel size, the run folder to load or "none",
-the run folder to save or "none", and perhaps the folders of mcore-bridge, peft and accelerate: then the model is one
-like Llama, of Transformer Engine's layers, with their adapters, which alone are saved; beside the run folder, the model
-without them, and the one that they are merged into, in fp32. What these two functions use of the rest of ms-swift and
-of mcore-bridge is stood in for: the unwrapping of a model, a logger, and which rank is the first.
+argv: the folder with ms-swift, tensor and pipeline parallel size, the run folder to load or "none", the run folder to
+save or "none", and optionally the folders of mcore-bridge, peft and accelerate. With these the model is similar to
+Llama, of Transformer Engine's layers, with their adapters, and only the adapters are saved; next to the run folder it
+saves the model without them, and the model that they are merged into, in fp32. Stand-ins replace the parts of ms-swift
+and mcore-bridge that these two functions use: the unwrapping of a model, a logger, and the check for the first rank.
 """
 
 import importlib
@@ -40,7 +40,7 @@ core_model.start(layout)
 
 
 def adapted(model: Any) -> Any:
-    """A model with ms-swift's adapters; all else is frozen."""
+    """Add ms-swift's adapters to a model, and freeze all other parameters."""
     for parameter in model.parameters():
         parameter.requires_grad = False
     for module in list(model.modules()):
@@ -49,7 +49,9 @@ def adapted(model: Any) -> Any:
                 made = lora.LoraParallelLinear(getattr(module, child), "default", r=4, lora_alpha=8)
                 setattr(module, child, made)
                 for whole in (made.lora_A["default"], made.lora_B["default"]):
-                    if not whole.parallel_mode:  # which Transformer Engine marks as the others; it is trained as one
+                    if (
+                        not whole.parallel_mode
+                    ):  # Transformer Engine marks it like the others; it is trained as replicated
                         whole.weight.tensor_model_parallel = False
     return model
 
@@ -74,7 +76,7 @@ load_arg = "mcore_adapter" if bridge else "mcore_model"
 if source != "none" and checkpoints.load_mcore_checkpoint(args, [wrapped], optimizer, load_arg=load_arg) != 4:
     raise RuntimeError("resumed from another iteration")
 if target != "none":
-    train(wrapped, optimizer)  # type: ignore[name-defined]  # noqa: F821 - made by whoever runs this
+    train(wrapped, optimizer)  # type: ignore[name-defined]  # noqa: F821 - defined by the program that runs this one
     checkpoints.save_mcore_checkpoint(args, [wrapped], optimizer, iteration=4, peft_format=bool(bridge))
 if target != "none" and bridge:
     args.no_save_optim, kept = True, [parameter.data for parameter in wrapped.parameters()]

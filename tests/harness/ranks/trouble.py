@@ -1,11 +1,11 @@
-"""Plugin: something happens at saves. `TEST_TROUBLE` is JSON: by the number of the save, from 1, `ranks` and `what`.
+"""Plugin: causes failures in saves. `TEST_TROUBLE` is JSON: by the number of the save, from 1, `ranks` and `what`.
 
-In the writer process, before it writes: `hold STEPS` until training has gone on for so many steps, `raise`, `SIGKILL`,
-`SIGSTOP`; with `preload`, before it has copied a tensor. In the training process: `full` lets the rank's file lie on a
-full disk, `vanish` takes the folder away once the writer has its order, `idle` kills the writer, `lose` removes its
-file and `mute` kills the manager of its results once it is done, `bar` bars the way of the new tracker file and `clear`
-clears it, `end` kills the writer when it is sent home, and `kill rank|writer|all SECONDS` kills so long afterwards.
-With `finish`, all ranks wait at once until all is written, with `settle` for the outcome, too.
+In the writer process, before it writes: `hold STEPS` waits until training has done this number of steps; `raise`,
+`SIGKILL`, `SIGSTOP`; with `preload`, before it has copied a tensor. In the training process: `full` puts the rank's
+file on a full disk, `vanish` removes the folder once the writer has its order, `idle` kills the writer, `lose` removes
+its file and `mute` kills the manager of its results once it is done, `bar` blocks the new tracker file and `clear`
+unblocks it, `end` kills the writer when it is dismissed, and `kill rank|writer|all SECONDS` kills after this delay.
+With `finish`, all ranks wait at once until all is written, with `settle` also for the outcome.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def install() -> None:
             kill_later(*what.split()[1:])
         result = original(request)
         if what == "vanish":
-            # In one step: writers may be opening files in it.
+            # In one step, because writers may be opening files in it.
             newest_folder().rename(Path(get_args().save).parent / "vanished")
         if what in ("bar", "clear"):
             partial = Path(get_args().save) / "latest_checkpointed_iteration.txt.partial"
@@ -68,7 +68,7 @@ def install() -> None:
             caller = async_utils._async_calls_queue.async_calls[-1].async_caller
             (caller.queue if hasattr(caller, "queue") else caller._persistent_queue).join()
         while what in ("idle", "mute") and PersistentAsyncCaller._persistent_comp_q.empty():
-            time.sleep(0.01)  # it has written, but must have said so, too
+            time.sleep(0.01)  # it has written, but must have reported it, too
         if what == "mute":
             filesystem_async._results_queue._manager._process.kill()
         if what == "lose":
@@ -95,12 +95,12 @@ def install() -> None:
 
 
 def newest_folder() -> Path:
-    """The folder of the save that is being scheduled."""
+    """Return the folder of the save that is being scheduled."""
     return max(path for path in Path(get_args().save).glob("iter_*") if path.is_dir())
 
 
 def kill_at_the_end() -> None:
-    """Kill the writer between the last look at it and its last order."""
+    """Kill the writer between the last check of it and its last order."""
     close = PersistentAsyncCaller.close
 
     @functools.wraps(close)

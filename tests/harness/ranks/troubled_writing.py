@@ -1,4 +1,4 @@
-"""What happens to a writer process in tests; it is unpickled there, so it is a module that can be imported."""
+"""Failures of a writer process in tests, in an importable module, because they are unpickled there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def troubled(work: Callable[..., Any], trouble: str, *positional: Any, **keywords: Any) -> Any:
-    """Do the writer's work after something has happened: `raise`, the name of a signal, or `wait FILE`: it comes."""
+    """Do the writer's work after a failure: `raise`, the name of a signal, or `wait FILE` until the file exists."""
     if trouble.startswith("wait "):
         while not Path(trouble.removeprefix("wait ")).exists():
             time.sleep(0.01)

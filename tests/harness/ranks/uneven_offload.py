@@ -1,4 +1,4 @@
-"""A plugin: where TEST_UNEVEN is set, rank 1 moves less of its optimizer to the CPU than the others do."""
+"""Plugin: if TEST_UNEVEN is set, rank 1 offloads less of its optimizer to the CPU than the others do."""
 
 from __future__ import annotations
 

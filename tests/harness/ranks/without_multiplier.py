@@ -13,7 +13,7 @@ VARIABLE = "REMOVED_SETTING"
 
 
 def install() -> None:
-    """Wrap what makes the state that is saved."""
+    """Wrap the function that makes the state to save."""
     original = DistributedOptimizer.sharded_state_dict
     signature = inspect.signature(original)
 

@@ -1,7 +1,7 @@
-"""Genuine Megatron builds models from flags, loads their checkpoints, and writes what they answer.
+"""Builds models from flags with real Megatron, loads their checkpoints, and writes their outputs.
 
 Arguments: a JSON file with the cases, each with `run`, `flags`, `tensor`, `expert`, `tokens` and `answer` (files), and
-`loss` where not the logits are asked for, but the mean loss of predicting the tokens.
+`loss` to request the mean loss of predicting the tokens instead of the logits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def logits(case: dict[str, Any]) -> torch.Tensor:
-    """`[batch, sequence, vocabulary]` of one case, whole on every rank, or its loss."""
+    """Return the logits `[batch, sequence, vocabulary]` of one case, gathered on every rank, or its loss."""
     model = build(case)
     load_checkpoint([model], None, None)
     tokens = torch.load(case["tokens"])
@@ -60,7 +60,7 @@ def build(case: dict[str, Any]) -> Any:
     destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()
     leave_groups()
-    # Megatron shares no experts with biases among tensor-parallel ranks.
+    # Megatron does not shard experts with biases across tensor-parallel ranks.
     expert_tensor = 1 if "--softmax-type" in case["flags"] else case["tensor"]
     layout = [
         "--tensor-model-parallel-size", str(case["tensor"]), "--expert-model-parallel-size", str(case["expert"]),
@@ -72,7 +72,7 @@ def build(case: dict[str, Any]) -> Any:
         "--seq-length", str(torch.load(case["tokens"]).shape[1]), "--moe-token-dispatcher-type", "alltoall",
         "--no-load-optim", "--no-load-rng",
     ]  # fmt: skip
-    # Whether the activation is approximated hangs on the fusion, so the case's own flags say.
+    # The fusion decides whether the activation is approximated, so the case's own flags apply.
     cpu = [flag for flag in toy_jobs.CPU if flag != "--no-bias-gelu-fusion"]
     sys.argv = [sys.argv[0], *cpu, *layout, *more, *case["flags"]]
     args = parse_and_validate_args()
