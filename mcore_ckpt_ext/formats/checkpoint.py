@@ -87,9 +87,8 @@ def open_checkpoint(
                     raise
                 source = open_checkpoint(weights, family=family, transformer_impl=other)
                 return _with_weights(folder, source, order_sources, facts)
-        if (
-            shared_index_of(folder) is None
-        ):  # if another rank has read the index for this one, it has compared the digests
+        # If another rank has read the index for this one, it has compared the digests.
+        if shared_index_of(folder) is None:
             check_digests(folder)
         if found is None:
             raise _unknown(folder)

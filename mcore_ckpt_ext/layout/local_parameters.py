@@ -63,7 +63,8 @@ _REPLICATED_LEAVES = {"layer_norm_weight", "layer_norm_bias", "gate_weight", "cl
 # gated_delta_net.py).
 _BY_HEADS = {"A_log", "D", "dt_bias"}
 _NORM_OF_MIXER = ".mixer.norm.weight"
-# Sharded in some versions and replicated in others (multi_latent_attention.py), with the arguments of the whole size.
+# Sharded in some versions and replicated in others (multi_latent_attention.py). Each has the arguments whose sum is the
+# number of rows of the whole parameter.
 _DOWN_PROJECTIONS = {
     "linear_q_down_proj": ("q_lora_rank",),
     "linear_kv_down_proj": ("kv_lora_rank", "qk_pos_emb_head_dim"),

@@ -29,7 +29,7 @@ live. Otherwise it follows from two of the weights at hand: the largest, which a
 number; and the smallest that is not zero, which is at least a step, even with a badly fitting scale (a delayed scale is
 1 until a number was seen). The largest weight may also represent a larger master, which a delayed scale has truncated.
 
-Of two unrelated values about one in 25 is as near in fp8, and one in 3 in fp4. A misplaced parameter is detected by a
+About one in 25 pairs of unrelated values is as near in fp8, and one in 3 in fp4. A misplaced parameter is detected by a
 handful of elements, a flipped bit only if it moves a master by a step or more.
 
 If each block has its own scale (128 x 128 or 1 x 128 elements in fp8, 32 in a row in MXFP8, 16 x 16 or 16 in a row in
@@ -80,7 +80,7 @@ class Proof:
     Attributes:
         words: a description of the verified relation.
         compare: finds the first mismatch of masters and weights of the same shape.
-        weakness: a rank; checks with larger values detect less.
+        weakness: the larger, the less the check detects.
         fault: a description of a mismatch.
         quantised: the numbers of quantized weights; None for others.
     """

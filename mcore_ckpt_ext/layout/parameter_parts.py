@@ -1,4 +1,4 @@
-"""Rows of the parts into which model space splits a parameter that ranks have as one.
+"""The rows of each part of a parameter that ranks hold as one, and that model space splits.
 
 Sources: `MambaMixer` (megatron/core/ssm/mamba_mixer.py, core_v0.9.0 to 0.19.2) and `GatedDeltaNet`
 (ssm/gated_delta_net.py, core_v0.16.0 to 0.18; ssm/gated_delta_net/common.py, 0.19.2). Each part is sharded between

@@ -112,7 +112,7 @@ def activation_bytes(choice: Choice, recomputation: Recomputation) -> int:
 
 
 def _batches_in_flight(choice: Choice) -> float:
-    """Return the number of micro batches whose activations the first stage keeps; a fraction for some of the layers."""
+    """Return how many micro batches of activations the first stage keeps; a fraction if only some layers keep one."""
     layout = choice.layout
     if layout.virtual_pipeline > 1:
         return layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual_pipeline))

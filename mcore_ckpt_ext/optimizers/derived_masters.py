@@ -17,7 +17,7 @@ from mcore_ckpt_ext.planning.plan import Copies, Derivation, ElementByElement, S
 def joined_masters(state: OptimizerState, weights: Source) -> OptimizerState:
     """Add masters to a state that stores remainders of bf16 weights, by joining the two.
 
-    `stored` and `copies` of such a master return those of its remainder.
+    For such a master, `stored` and `copies` return the stored parts and the copies of its remainder.
     """
     kinds = tuple(dict.fromkeys((FP32_PARAM, *state.kinds)))
 

@@ -36,7 +36,7 @@ def counts_no_step(schedule: Any) -> bool:
 
 
 def lack_first_moments(groups: Collection[Group]) -> bool:
-    """Return whether parameter groups are at step 0, too, of an optimizer that has moments."""
+    """Return whether parameter groups belong to an optimizer that has moments, and are at step 0, too."""
     return bool(moments_of(groups)) and not any(group.get("step") for group in groups)
 
 
@@ -47,7 +47,7 @@ def moments_of(groups: Collection[Group]) -> tuple[str, ...]:
 
 
 def with_step_zero(groups: Collection[Group]) -> list[dict[str, Any]]:
-    """Return the groups with the step before the first one, if their rule counts steps, as Adam does."""
+    """Return the groups, at step 0 if their rule counts steps, as Adam does."""
     return [{**group, **({"step": 0} if rule_of(group) == ADAM else {})} for group in groups]
 
 

@@ -40,5 +40,5 @@ def split(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def are_numbers_of_remainders(values: torch.Tensor) -> bool:
-    """Return whether floating-point values may be int16 remainders as numbers, as `fully_reshardable` stores them."""
+    """Return whether floating-point values may be remainders, which `fully_reshardable` stores as numbers."""
     return bool((values == values.to(torch.int16).to(values.dtype)).all())

@@ -167,7 +167,7 @@ class CanonicalCheckpoint(FormatReader):
 
 
 class _Arrays(StoredOnce):
-    """All arrays of a folder by (kind, name); as `Weights`, those of the kind `weight`."""
+    """All arrays of a folder by (kind, name); the methods of `Weights` return those of the kind `weight`."""
 
     def __init__(self, reader: FolderReader, folder: Path) -> None:
         self._tensors: dict[tuple[str, str], tuple[LogicalTensor, RawArray]] = {}

@@ -1,6 +1,6 @@
-"""Folders with quantized weights: pairs codes with their scales.
+"""Pairs the codes of quantized weights with their scales, in Hugging Face folders.
 
-Decoded are fp8 with a scale for each block of a matrix (DeepSeek-V3, `weight_scale_inv`), each row, or the whole matrix
+It decodes fp8 with a scale for each block of a matrix (DeepSeek-V3, `weight_scale_inv`), each row, or the whole matrix
 (compressed-tensors, `weight_scale`), and the 4-bit floats of gpt-oss (`_blocks` and `_scales`). Sources:
 transformers/integrations/finegrained_fp8.py and mxfp4.py (5.23); compressed_tensors/quantization (0.12).
 """
@@ -36,7 +36,7 @@ class _Pairing:
 def dequantised(
     stored: Mapping[str, StoredTensor], config: Mapping[str, Any], where: str
 ) -> tuple[dict[str, StoredTensor], list[str]]:
-    """Return the tensors of a folder with codes as numbers, and the names of the scales of activations.
+    """Return the tensors of a folder with decoded codes, and the names of the scales of activations.
 
     Args:
         stored: the stored tensors by name.

@@ -33,7 +33,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.storage.safetensors import read_json
 
 NAME = "peft"
-# Keys that select linears for adapters, which their tensors are compared with, or that only document the training.
+# Keys that select the linears with adapters (the tensors are compared with these), or that only document the training.
 _WITHOUT_EFFECT = {
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "r", "lora_dropout",
     "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version", "peft_type",
@@ -188,7 +188,7 @@ class PeftCheckpoint(WeightsAlone):
         return run_config(self._fit.family, self._fit.arguments, peft=peft)
 
     def _without_adapters(self, names: Sequence[str]) -> list[str]:
-        """Return linears of the model that have no adapters while the same linear of another layer has."""
+        """Return the linears without adapters whose counterparts in other layers have adapters."""
         have = {name.partition(".adapter.")[0] for name in names}
         kinds = {_LAYER.sub("layers.", name) for name in have}
         linears = (name for name in linears_of(self._of_model) if not name.startswith("mtp."))

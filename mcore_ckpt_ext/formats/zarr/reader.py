@@ -42,7 +42,7 @@ _DTYPES: Mapping[str, str] = {
     "bfloat16": "bfloat16", "<f2": "float16", "<f4": "float32", "<f8": "float64", "|u1": "uint8", "|i1": "int8",
     "<i2": "int16", "<i4": "int32", "<i8": "int64", "|b1": "bool",
 }  # fmt: skip
-# Settings for which Megatron uses the plainest values.
+# The settings of every array that Megatron writes.
 _PLAIN: Mapping[str, Any] = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
 
 

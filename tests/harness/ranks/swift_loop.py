@@ -49,9 +49,8 @@ def adapted(model: Any) -> Any:
                 made = lora.LoraParallelLinear(getattr(module, child), "default", r=4, lora_alpha=8)
                 setattr(module, child, made)
                 for whole in (made.lora_A["default"], made.lora_B["default"]):
-                    if (
-                        not whole.parallel_mode
-                    ):  # Transformer Engine marks it like the others; it is trained as replicated
+                    # Transformer Engine marks replicated matrices as sharded, too.
+                    if not whole.parallel_mode:
                         whole.weight.tensor_model_parallel = False
     return model
 
