@@ -36,14 +36,14 @@ class Loading:
         in_megatron: whether it reads the format at all.
         flag: the flag that a job needs for it; empty if none.
         loaded_by: the releases that read it; None for all releases.
-        stumbles: why it fails nevertheless, under every layout; empty if it does not.
+        failure: why it fails nevertheless, under every layout; empty if it does not.
         by_rank: whether it locates files by the running layout, whatever the files contain.
     """
 
     in_megatron: bool = False
     flag: str = ""
     loaded_by: Capability | None = None
-    stumbles: str = ""
+    failure: str = ""
     by_rank: bool = False
 
     def releases(self, first: Version) -> list[Version]:

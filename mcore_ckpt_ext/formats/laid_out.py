@@ -59,7 +59,7 @@ def iteration(checkpoint: CheckpointView, target: Target, output: Output) -> Out
         target: the format to write.
         output: the iteration's own files, named within its folder.
     """
-    folder = RELEASE if checkpoint.released else iteration_name(checkpoint.iteration)
+    folder = RELEASE if checkpoint.is_release else iteration_name(checkpoint.iteration)
     output = noting(output, [*checkpoint.notices(), *about_order(checkpoint)], _version_notes(target))
     return OutputPlan(_below(_with_companions(output, checkpoint), folder), folder, checkpoint.carried_kinds())
 

@@ -87,7 +87,7 @@ class StoredOptimizer:
         state: its arrays.
         has_expert_optimizer: whether experts have an optimizer of their own.
         param_groups: the parameter groups as each rank group stored them, with repetitions.
-        chain: the settings of each chained optimizer, see `Checkpoint.chain`.
+        chained_optimizer_settings: see `FormatReader.chained_optimizer_settings`.
         grad_scaler: the state of the gradient scaler (fp16 only).
         weights_derived_from_masters: whether only masters are stored, so that weights are rounded masters.
         shows_registration: whether its buffers have the parameter order of a job with the view's arguments.
@@ -97,7 +97,7 @@ class StoredOptimizer:
     state: Callable[[], OptimizerState]
     has_expert_optimizer: Callable[[], bool]
     param_groups: Callable[[], list[dict[str, Any]]]
-    chain: Callable[[], list[dict[str, Any]]]
+    chained_optimizer_settings: Callable[[], list[dict[str, Any]]]
     grad_scaler: Callable[[], dict[str, Any] | None]
     weights_derived_from_masters: bool
     shows_registration: bool = True
@@ -111,7 +111,7 @@ class Job:
         common: the common state: arguments, iteration, scheduler and the like.
         arguments: the known arguments.
         iteration: the training iteration.
-        released: whether it is a model to start from, not an iteration of a job (Megatron's `release` folder).
+        is_release: whether it is a model to start from, not an iteration of a job (Megatron's `release` folder).
         vocabulary: the number of tokens without padding, if the format records it.
         layers: global decoder layers by `[pipeline rank][virtual stage]`, if the format shows them.
         orders: evidence of the order in which parameters were registered.
@@ -122,7 +122,7 @@ class Job:
     common: Callable[[], dict[str, Any]]
     arguments: Callable[[], JobArguments]
     iteration: Callable[[], int]
-    released: bool
+    is_release: bool
     vocabulary: Callable[[], int | None]
     layers: Callable[[], list[list[range]] | None]
     orders: Callable[[], Sequence[ParameterOrder]]

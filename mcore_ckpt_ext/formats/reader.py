@@ -92,7 +92,7 @@ class FormatReader(FormatTraits, ABC):
                 state=lambda: self.optimizer,
                 has_expert_optimizer=lambda: self.has_expert_optimizer,
                 param_groups=self.param_groups,
-                chain=self.chain,
+                chained_optimizer_settings=self.chained_optimizer_settings,
                 grad_scaler=self.grad_scaler,
                 weights_derived_from_masters=self.weights_derived_from_masters,
             ),
@@ -100,7 +100,7 @@ class FormatReader(FormatTraits, ABC):
                 common=lambda: self.common,
                 arguments=lambda: self.arguments,
                 iteration=lambda: self.iteration,
-                released=self.released,
+                is_release=self.is_release,
                 vocabulary=lambda: self.vocabulary,
                 layers=self.layers,
                 orders=self.parameter_orders,
@@ -146,7 +146,7 @@ class FormatReader(FormatTraits, ABC):
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the optimizer's parameter groups as each rank group stored them, with repetitions."""
 
-    def chain(self) -> list[dict[str, Any]]:
+    def chained_optimizer_settings(self) -> list[dict[str, Any]]:
         """Return the settings of each chained optimizer, as the common state of `torch_dist` has them.
 
         They are groups without parameters, and the step if no group has it.
@@ -220,7 +220,7 @@ class FormatReader(FormatTraits, ABC):
         return found
 
     @property
-    def released(self) -> bool:
+    def is_release(self) -> bool:
         """True if the checkpoint is a model to start from (Megatron's `release` folder), not an iteration of a job."""
         return self.folder.name == RELEASE
 

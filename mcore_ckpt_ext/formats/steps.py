@@ -31,7 +31,7 @@ def check_step(checkpoint: CheckpointView) -> None:
 def _steps(checkpoint: CheckpointView) -> Iterator[tuple[str, float]]:
     for number, group in enumerate(checkpoint.param_groups()):
         yield from _number(f"parameter group {number}", group)
-    for number, child in enumerate(checkpoint.chain()):
+    for number, child in enumerate(checkpoint.chained_optimizer_settings()):
         yield from _number(f"the state of optimizer {number}", inner_state(child).get("state") or {}, "common_step")
 
 

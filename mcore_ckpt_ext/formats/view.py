@@ -149,9 +149,9 @@ class CheckpointView:
         return self.job.iteration()
 
     @property
-    def released(self) -> bool:
+    def is_release(self) -> bool:
         """True if the checkpoint is a model to start from (Megatron's `release` folder), not an iteration of a job."""
-        return self.job.released
+        return self.job.is_release
 
     def layers(self) -> list[list[range]] | None:
         """Return global decoder layers by `[pipeline rank][virtual stage]`; None if the format does not show them."""
@@ -254,9 +254,9 @@ class CheckpointView:
         """Return the optimizer's parameter groups as each rank group stored them, with repetitions."""
         return self.trained.param_groups()
 
-    def chain(self) -> list[dict[str, Any]]:
-        """Return the settings of each chained optimizer, see `FormatReader.chain`."""
-        return self.trained.chain()
+    def chained_optimizer_settings(self) -> list[dict[str, Any]]:
+        """Return the settings of each chained optimizer, see `FormatReader.chained_optimizer_settings`."""
+        return self.trained.chained_optimizer_settings()
 
     def grad_scaler(self) -> dict[str, Any] | None:
         """Return the state of the gradient scaler (fp16 only)."""

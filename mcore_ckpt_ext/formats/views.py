@@ -73,7 +73,7 @@ def with_first_moments(view: CheckpointView) -> CheckpointView:
         view.trained,
         state=lambda: with_zero_moments(state, moments),
         param_groups=lambda: with_step_zero(view.param_groups()),
-        chain=lambda: [_with_step_zero(child) for child in view.chain()],
+        chained_optimizer_settings=lambda: [_with_step_zero(child) for child in view.chained_optimizer_settings()],
     )
     return replace(view, trained=trained, messages=lambda seen: [*view.messages(seen), WITHOUT_STEP])
 

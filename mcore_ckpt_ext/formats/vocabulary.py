@@ -21,7 +21,7 @@ def vocabulary_rows(checkpoint: CheckpointView) -> int | None:
     if tensor is None:
         return recorded
     rows, multiple = tensor.shape[0], checkpoint.arguments.make_vocab_size_divisible_by or 1
-    return recorded if checkpoint.released and recorded == -(-rows // multiple) * multiple else rows
+    return recorded if checkpoint.is_release and recorded == -(-rows // multiple) * multiple else rows
 
 
 def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:

@@ -149,8 +149,8 @@ def _facts(sides: tuple[_Side, _Side]) -> Iterator[MetadataDifference]:
     a, b = sides
     rounded = [side.shifted() for side in sides]
     if any(rounded):
-        told = (f"{count} norms, when 1 is subtracted" if count else "nothing" for count in rounded)
-        yield MetadataDifference("rounded before", *told)
+        values = (f"{count} norms, when 1 is subtracted" if count else "nothing" for count in rounded)
+        yield MetadataDifference("rounded before", *values)
     if a.rows or b.rows:
         yield MetadataDifference("vocabulary compared", a.vocabulary, b.vocabulary)
     yield from facts_beside(a.checkpoint, b.checkpoint)

@@ -165,8 +165,8 @@ def convert(
         raise_first_contradiction(checkpoint, check_stored_once(checkpoint, kinds))
         groups = checkpoint.param_groups() if reads_optimizer else []
         checks = (check_settings, check_group_of_each) if reads_optimizer else ()
-        told = [found for check in checks for found in check(checkpoint, groups)]
-        raise_first_contradiction(checkpoint, (found for found in told if found.severity == "error"))
+        findings = [found for check in checks for found in check(checkpoint, groups)]
+        raise_first_contradiction(checkpoint, (found for found in findings if found.severity == "error"))
         if reads_optimizer and not dry_run:
             _check_digests(checkpoint, team)
     largest = BLOCK_BYTES if _turns(checkpoint, output) else _CACHED_BYTES
@@ -201,7 +201,7 @@ def convert(
         proven_elements=team.total(filler.proven),
         seconds=time.monotonic() - begun,
         notes=[
-            *output.notes, *_left_by_offload(checkpoint), *differing, *(f"{one.where}: {one.what}" for one in told),
+            *output.notes, *_left_by_offload(checkpoint), *differing, *(f"{one.where}: {one.what}" for one in findings),
             *(note for folder in folders for note in _edited(folder)),
         ],
         lost=lost,

@@ -34,12 +34,12 @@ def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any
             if not _is_number(group.get(key)):
                 found[f"{key} is {format_value(group[key])}" if key in group else f"a group has no {key}"] = True
         found |= _odd(group)
-    yield from _told("parameter groups", found)
+    yield from _findings("parameter groups", found)
     scheduler = scheduler_in(checkpoint.common)
     if scheduler is not None:
         wrong = {f"it is a {type(scheduler).__name__}": True} if not isinstance(scheduler, Mapping) else _odd(scheduler)
         steps = scheduler.get("num_steps", 0) if isinstance(scheduler, Mapping) else 0
-        yield from _told("scheduler", wrong if _is_number(steps) else {f"num_steps is {format_value(steps)}": True})
+        yield from _findings("scheduler", wrong if _is_number(steps) else {f"num_steps is {format_value(steps)}": True})
     elif checkpoint.arguments.is_complete:
         what = "missing: a resume with the optimizer needs one, and is refused"
         yield warning(COMPLETE, "scheduler", what)
@@ -70,6 +70,6 @@ def _odd(settings: Mapping[str, Any]) -> dict[str, bool]:
     return {f"{key} is {value}": False for key, value in odd}
 
 
-def _told(where: str, found: Mapping[str, bool]) -> Iterator[Finding]:
+def _findings(where: str, found: Mapping[str, bool]) -> Iterator[Finding]:
     for what, is_error in sorted(found.items()):
         yield (error if is_error else warning)(VALUES, where, what)

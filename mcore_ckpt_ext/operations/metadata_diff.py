@@ -49,13 +49,13 @@ def facts_beside(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDiffe
     yield from _models(a, b)
     left_out = _left_out(a), _left_out(b)
     if any(left_out):
-        yield MetadataDifference("not compared", *(told or "nothing" for told in left_out))
+        yield MetadataDifference("not compared", *(value or "nothing" for value in left_out))
     scaling = _scaling(a), _scaling(b)
     multiplied = _multiplied(a), _multiplied(b)
     if any(multiplied):
-        yield MetadataDifference("adapters multiplied by", *(told or "none" for told in multiplied))
+        yield MetadataDifference("adapters multiplied by", *(value or "none" for value in multiplied))
     if any(scaling):
-        yield MetadataDifference("fp8 scales, histories", *(told or "none" for told in scaling))
+        yield MetadataDifference("fp8 scales, histories", *(value or "none" for value in scaling))
 
 
 def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:

@@ -97,7 +97,7 @@ def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
     """
     state = checkpoint.optimizer
     names = {kind: set(state.names(kind)) for kind in state.kinds}
-    whole = target.whole_states and checkpoint.chain()
+    whole = target.whole_states and checkpoint.chained_optimizer_settings()
     distributed = {name for name in state.names() if state.is_distributed(name) and not whole}
     held = [names[kind] & distributed for kind in state.carried_kinds if names[kind] & distributed]
     even = all(of_kind == distributed for of_kind in held)

@@ -276,7 +276,7 @@ class _Run:
 
 
 def _iteration(content: Content | None) -> int | None:
-    return content.iteration if isinstance(content, CheckpointView) and not content.released else None
+    return content.iteration if isinstance(content, CheckpointView) and not content.is_release else None
 
 
 def _has_optimizer_alone(checkpoint: CheckpointView) -> bool:

@@ -65,7 +65,7 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
         only = Evidence("written by mcore-ckpt convert, as recorded", written_for, written_for)
         whom = f"{'Megatron-Bridge on ' if _is_of_bridge(checkpoint) else ''}Megatron {written_for}"
         return Writer(f"mcore-ckpt convert, for {whom}", (only,), parse_version(written_for) or OLDEST, converted=True)
-    if checkpoint.format_reader.is_of_convert and checkpoint.released:
+    if checkpoint.format_reader.is_of_convert and checkpoint.is_release:
         return Writer("mcore-ckpt convert", (), OLDEST, converted=True)
     bounds = list(_bounds(checkpoint))
     first = max((low for _, low, _ in bounds if low), default=OLDEST)
@@ -86,7 +86,7 @@ def has_job(checkpoint: CheckpointView, writer: Writer) -> bool:
     Legacy files are stored by rank, so that they always have a layout.
     """
     reader = checkpoint.format_reader
-    return reader.is_of_job and (not (writer.converted and checkpoint.released) or reader.loading.by_rank)
+    return reader.is_of_job and (not (writer.converted and checkpoint.is_release) or reader.loading.by_rank)
 
 
 def _written_for(checkpoint: CheckpointView) -> str:
@@ -127,7 +127,7 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
         if reader.starts_jobs:
             return [Resumption("Megatron with mcore_ckpt_ext", "", "any", reader.starts_jobs)]
         return [Resumption("not resumable as is", "", "", f"convert it first: {reader.conversion}")]
-    if loading.stumbles:
+    if loading.failure:
         return [*_of_torch_fsdp(writer, loading)]
     if loading.flag:
         return [*_of_fsdp(checkpoint, writer, loading)]
@@ -163,7 +163,7 @@ def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> It
 def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
     """Yield resumptions of torch's FSDP checkpoints, see `megatron/sources/torch_fsdp.py`."""
     known = _span(loading.releases(writer.first))
-    yield Resumption("stock Megatron", "none", "none", loading.stumbles)
+    yield Resumption("stock Megatron", "none", "none", loading.failure)
     yield Resumption(f"Megatron with mcore_ckpt_ext, {loading.flag}", known, "TP1, any DP", "tested with 0.19.2")
     yield Resumption("Megatron with mcore_ckpt_ext, without it", known, "any", "tested with 0.19.2")
 

@@ -214,9 +214,9 @@ class HookRegistry:
         """Record why a patch point is not wrapped; return the reason if it is a new one."""
         reason = str(error) if isinstance(error, PatchPointMismatchError) else f"{type(error).__name__}: {error}"
         with self._lock:
-            told = self._reasons.get(patch_point) == reason
+            is_known = self._reasons.get(patch_point) == reason
             self._reasons[patch_point] = reason
-        return None if told else reason
+        return None if is_known else reason
 
     def _is_ours(self, patch_point: PatchPoint, function: Function) -> bool:
         with self._lock:

@@ -123,7 +123,7 @@ def test_one_line_says_what_was_resumed(resumed: Job) -> None:
 
 @pytest.mark.parametrize("name", ["p32", "p51", "torch_dist"])
 def test_torch_fsdp_has_every_bit_of_3d_parallelism(in_turn: Results, name: str) -> None:
-    """And of its own checkpoint, which stock Megatron 0.19.2 stumbles over: Adam's step, too."""
+    """And of its own checkpoint, which stock Megatron 0.19.2 fails on: Adam's step, too."""
     assert_lives(in_turn.job("by_torch"), name, "p51" if name == "torch_dist" else name, weights=True)
 
 
@@ -154,7 +154,7 @@ def test_torch_fsdp_takes_weights_alone(in_turn: Results) -> None:
 def test_the_converter_of_megatron_agrees(name: str, version: str, master: str, tmp_path: Path) -> None:
     """From one source it writes the same names and moments; masters, which it files away, are the main weights here.
 
-    It wants a `common.pt`, which 0.18 was the last to write, and stumbles over experts in `fully_reshardable`.
+    It wants a `common.pt`, which 0.18 was the last to write, and fails on experts in `fully_reshardable`.
     """
     checkout = Path(os.environ[VARIABLE])
     tool = checkout / "tools" / "checkpoint" / "checkpoint_inspector.py"

@@ -209,7 +209,7 @@ def test_an_optimizer_with_external_weights_is_that_of_the_whole_checkpoint(name
     back = relocated(view.weights, lambda file: Path(file).name)
     assert answers(back, [WEIGHT], asked, Weights) == answers(whole.weights, [WEIGHT], asked, Weights)
     assert (view.sharded_keys(), view.extra_states()) == (whole.sharded_keys(), whole.extra_states())
-    assert view.released == whole.released
+    assert view.is_release == whole.is_release
 
 
 @pytest.mark.parametrize("name", LLAMA_LIKE)

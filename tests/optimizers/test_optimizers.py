@@ -261,14 +261,14 @@ def test_to_legacy_of_another_layout_and_back(fixture: Fixture, tmp_path: Path) 
     convert(fixture.run, tmp_path / "legacy", target)
     legacy = open_checkpoint(tmp_path / "legacy")
     assert_same(everything_in(legacy), carried(fixture.truth))
-    distributed = not open_checkpoint(fixture.run).chain()
+    distributed = not open_checkpoint(fixture.run).chained_optimizer_settings()
     assert bool(legacy.arguments.use_distributed_optimizer) == distributed
     assert legacy.optimizer_format == ("legacy_torch" if distributed else "legacy_torch_per_parameter")
     assert verify(tmp_path / "legacy", quick=True).findings == ()
     convert(tmp_path / "legacy", tmp_path / "back", TorchDist(megatron_version="0.19"))
     assert compare(fixture.run, tmp_path / "back").equal
     back, source = (open_checkpoint(path) for path in (tmp_path / "back", fixture.run))
-    assert len(back.chain()) == len(source.chain())
+    assert len(back.chained_optimizer_settings()) == len(source.chained_optimizer_settings())
     assert bool(back.arguments.use_distributed_optimizer) == distributed
     assert step_of(back) == 4
 
@@ -298,7 +298,7 @@ def torch_adam_in_legacy_files(folder: Path, steps: list[float]) -> Path:
 def test_the_step_of_torchs_adam_is_carried_out_of_legacy_files(tmp_path: Path) -> None:
     source = torch_adam_in_legacy_files(tmp_path / "run", [7.0])
     convert(source, tmp_path / "out", TorchDist(megatron_version="0.19"))
-    (child,) = open_checkpoint(tmp_path / "out").chain()
+    (child,) = open_checkpoint(tmp_path / "out").chained_optimizer_settings()
     assert child["state"]["common_step"] == 7
     convert(tmp_path / "out", tmp_path / "back", Legacy(megatron_version="0.19"))
     (file,) = (tmp_path / "back").glob("iter_*/mp_rank_00_000/model_optim_rng.pt")

@@ -82,7 +82,7 @@ class CanonicalCheckpoint(FormatReader):
 
     @property
     @override
-    def released(self) -> bool:
+    def is_release(self) -> bool:
         source = self._about.get("source")
         return isinstance(source, Mapping) and source.get("released") is True
 
@@ -133,7 +133,7 @@ class CanonicalCheckpoint(FormatReader):
         return list(decode(self._about["param_groups"]))
 
     @override
-    def chain(self) -> list[dict[str, Any]]:
+    def chained_optimizer_settings(self) -> list[dict[str, Any]]:
         return list(decode(self._about.get("chain", [])))
 
     @override

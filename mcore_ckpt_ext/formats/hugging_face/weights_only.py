@@ -24,7 +24,7 @@ class WeightsAlone(FormatReader):
 
     @property
     @override
-    def released(self) -> bool:
+    def is_release(self) -> bool:
         return True
 
     @property

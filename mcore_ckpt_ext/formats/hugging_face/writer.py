@@ -79,7 +79,7 @@ class HuggingFaceTarget:
         checkpoint: the source.
         options: the options of the folder.
         family: the model's family as passed by the user; recognized by default.
-        tokenizer: small files that the user adds, by name; in `companions` they replace the model's own.
+        tokenizer: small files that the user adds, by name; in `auxiliary_files` they replace the model's own.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class HuggingFaceTarget:
         self._checkpoint = checkpoint
         self._options = options
         self._tokenizer = tokenizer
-        self.companions = {**checkpoint.auxiliary_files(), **tokenizer}
-        config = json_of(self.companions, CONFIG)
+        self.auxiliary_files = {**checkpoint.auxiliary_files(), **tokenizer}
+        config = json_of(self.auxiliary_files, CONFIG)
         self._seeing = seeing_tensors(checkpoint, config)
         of_images = {tensor.regions[0].name for tensor in self._seeing}
         names = [name for name in checkpoint.weights.names() if name not in of_images]
@@ -131,7 +131,7 @@ class HuggingFaceTarget:
     def _check_ignored(self, model: ModelArguments, passed: Collection[str]) -> None:
         """Refuse arguments that Megatron may have ignored, except in release checkpoints, which no job trained."""
         found = {name: value for name, value in ignored(model).items() if name not in passed}
-        if found and not self._checkpoint.released and self._checkpoint.arguments.is_set(_OF_PRETRAIN_GPT):
+        if found and not self._checkpoint.is_release and self._checkpoint.arguments.is_set(_OF_PRETRAIN_GPT):
             default = {
                 "rope_scaling_factor": "=8",
                 "rotary_seq_len_interpolation_factor": f"={model.rotary_seq_len_interpolation_factor} since 0.19, "
@@ -189,13 +189,13 @@ class HuggingFaceTarget:
 
     def _small_files(self, config: Mapping[str, Any]) -> list[OutputFile]:
         tokens = {key: config[key] for key in TOKENS if config.get(key) is not None}
-        generation = json_of(self.companions, GENERATION_CONFIG) or {"_from_model_config": True, **tokens}
+        generation = json_of(self.auxiliary_files, GENERATION_CONFIG) or {"_from_model_config": True, **tokens}
         if GENERATION_CONFIG not in self._tokenizer:  # otherwise the tokenizer's own is copied
             declared = json_of(self._tokenizer, CONFIG)
             generation |= {key: declared[key] for key in TOKENS if declared.get(key) is not None}
         files = [
             OutputFile(name, len(content), ((0, content),))
-            for name, content in self.companions.items()
+            for name, content in self.auxiliary_files.items()
             if name not in (CONFIG, GENERATION_CONFIG)
         ]
         return [*files, json_file(GENERATION_CONFIG, generation), json_file(CONFIG, config, last=True)]
@@ -207,7 +207,7 @@ class HuggingFaceTarget:
             The configuration, the token keys without a value, and whether it is a published configuration.
         """
         family, arguments = self.fit.family, self.fit.arguments
-        stored = json_of(self.companions, CONFIG)
+        stored = json_of(self.auxiliary_files, CONFIG)
         if self._seeing:
             whole = checked_whole(stored, family, arguments, self._checkpoint)
             inside = {**(whole.get("text_config") or {}), **whole}
@@ -225,7 +225,7 @@ class HuggingFaceTarget:
 
     def _vocabulary(self) -> int:
         source = self._checkpoint
-        known = self._options.vocab_size or source.vocabulary or tokens_of(self.companions) or source.tokens
+        known = self._options.vocab_size or source.vocabulary or tokens_of(self.auxiliary_files) or source.tokens
         if known is None:
             raise UnsupportedCheckpointError(
                 "the size of the vocabulary without Megatron's padding is unknown",
@@ -327,6 +327,8 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
         written = HuggingFaceCheckpoint(folder, family=layout.fit.family, transformer_impl=spec).view
         return as_text_model(with_images(written)) if layout.sees else written
 
-    taken = {name: content for name, content in layout.companions.items() if name not in (CONFIG, GENERATION_CONFIG)}
+    taken = {
+        name: content for name, content in layout.auxiliary_files.items() if name not in (CONFIG, GENERATION_CONFIG)
+    }
     output = noting(layout.output(), [*merged, *companion_notes(taken, checkpoint)])
     return OutputPlan(output, "", (WEIGHT,), layout.left_out, target.kind != WEIGHT, reads_back)

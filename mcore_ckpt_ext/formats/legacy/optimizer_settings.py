@@ -39,8 +39,8 @@ class OptimizerSettings:
         step = self._steps_of_parameters.get(number)
         return {} if step is None else {"step": int(step)}
 
-    def chain(self) -> list[dict[str, Any]]:
-        """Return the settings of each chained optimizer, see `FormatReader.chain`.
+    def chained_optimizer_settings(self) -> list[dict[str, Any]]:
+        """Return the settings of each chained optimizer, see `FormatReader.chained_optimizer_settings`.
 
         A stage lacks groups that contain none of its parameters, so the groups of all ranks are merged.
         """

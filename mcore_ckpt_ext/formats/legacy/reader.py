@@ -189,8 +189,8 @@ class LegacyCheckpoint(FormatReader):
         return self._settings.param_groups()
 
     @override
-    def chain(self) -> list[dict[str, Any]]:
-        return self._settings.chain() if self.stored_optimizer_format == PER_PARAMETER else []
+    def chained_optimizer_settings(self) -> list[dict[str, Any]]:
+        return self._settings.chained_optimizer_settings() if self.stored_optimizer_format == PER_PARAMETER else []
 
     @override
     def grad_scaler(self) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments
         "padded_vocab_size": _padded_vocabulary(checkpoint, tensor, vocabulary),
         "ckpt_format": "torch",
         "use_dist_ckpt": False,
-        "use_distributed_optimizer": not (checkpoint.optimizer_format and checkpoint.chain()),
+        "use_distributed_optimizer": not (checkpoint.optimizer_format and checkpoint.chained_optimizer_settings()),
         **without_fsdp(written),
     }
     return written.replace(**changes)

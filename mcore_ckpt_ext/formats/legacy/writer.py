@@ -90,7 +90,7 @@ class LegacyTarget:
         """Yield notes for the user of the files."""
         if self._whole is None:
             yield f"parameters in gradient buffers: the order of {self._models.order.label}"
-        elif any(SHARDING_MARK in child for child in self._checkpoint.chain()):
+        elif any(SHARDING_MARK in child for child in self._checkpoint.chained_optimizer_settings()):
             yield "the optimizer is written whole, what was distributed, too: without --use-distributed-optimizer"
         else:
             yield "the optimizer is written as it was: without --use-distributed-optimizer"
@@ -183,7 +183,9 @@ class LegacyTarget:
     def _whole(self) -> WholeStates | None:
         """The writer of optimizers that are not distributed; None if there are none."""
         apart = self.layout.expert > 1
-        chain = portable_chain(self._checkpoint.chain() if self._checkpoint.optimizer_format else [], apart)
+        chain = portable_chain(
+            self._checkpoint.chained_optimizer_settings() if self._checkpoint.optimizer_format else [], apart
+        )
         return WholeStates(self._checkpoint, undistributed(chain), apart) if chain else None
 
     @cached_property

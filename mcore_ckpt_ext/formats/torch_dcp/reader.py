@@ -47,7 +47,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
     format = NAME
     loading = Loading(
         in_megatron=True, flag="--use-torch-fsdp2", loaded_by=HAS_TORCH_DCP,
-        stumbles="its loader calls ChainedOptimizer.state_dict with an argument that it does not have",
+        failure="its loader calls ChainedOptimizer.state_dict with an argument that it does not have",
     )  # fmt: skip
 
     @override

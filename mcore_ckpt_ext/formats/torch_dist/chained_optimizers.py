@@ -42,7 +42,7 @@ class ChainedOptimizers:
         self._checkpoint = checkpoint
         self._version = version
         self._has_expert_optimizer = has_expert_optimizer
-        self._source = checkpoint.chain() if checkpoint.optimizer_format is not None else []
+        self._source = checkpoint.chained_optimizer_settings() if checkpoint.optimizer_format is not None else []
         self._was_split = any(SHARDING_MARK in child for child in self._source)
         self._is_resplit = not self._was_split and self._splits_by_default()
         self._stepped_by_muon = frozenset(checkpoint.optimizer.names(MOMENTUM)) if self._is_resplit else frozenset()

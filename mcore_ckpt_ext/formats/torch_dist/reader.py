@@ -217,7 +217,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return found
 
     @override
-    def chain(self) -> list[dict[str, Any]]:
+    def chained_optimizer_settings(self) -> list[dict[str, Any]]:
         if all(encoding.distributed for encoding in encodings_named(self.stored_optimizer_format)):
             return []
         found = []

@@ -127,7 +127,7 @@ class TorchDistTarget:
     def _about_the_arguments(self) -> Iterator[str]:
         """Report missing arguments that stock Megatron requires and compares (`check_checkpoint_args`, 0.7 to 0.19)."""
         missing = [name for name in _COMPARED if not self._checkpoint.arguments.is_set(name)]
-        if missing and self._with_arguments and not self._checkpoint.released:
+        if missing and self._with_arguments and not self._checkpoint.is_release:
             yield f"{' and '.join(missing)} of the job, which stock Megatron requires, is unknown"
 
     def _config(self) -> bytes:
@@ -209,7 +209,7 @@ class TorchDistTarget:
         With Transformer Engine installed, the final norms are its own, and request them (`LayerNormImpl`,
         transformer_block.py, core_v0.12.1 to 0.19.2). Otherwise they are not requested.
         """
-        if not (self._checkpoint.released and self._checkpoint.arguments.transformer_impl == "local"):
+        if not (self._checkpoint.is_release and self._checkpoint.arguments.transformer_impl == "local"):
             return {}
         modules = [name.removesuffix(".weight") for name in self._keys if _LAST_NORM.fullmatch(name)]
         return {f"{module}.{EXTRA_STATE}": torch.empty(0, dtype=torch.uint8) for module in modules}
@@ -334,7 +334,7 @@ def lay_out(checkpoint: CheckpointView, target: TorchDist) -> OutputPlan:
         run_config, notes = run_config_file(checkpoint, written.carries_random_states)
         output = noting(with_files(output, run_config, small_file(TRAIN_STATE, train_state(checkpoint))), notes)
     found = iteration(checkpoint, target, output)
-    if not target.for_bridge or checkpoint.released:
+    if not target.for_bridge or checkpoint.is_release:
         return found
     latest = small_file(LATEST_TRAIN_STATE, train_state(checkpoint), last=True)
     return replace(found, output=replace(found.output, files=[*found.output.files, latest]))

@@ -114,8 +114,8 @@ class DcpStorageAdapter(ABC):
             if rank0:
                 known = {key: self.checkpoint.common.get(key) for key in ("iteration", "checkpoint_version")}
                 kind = scope["CheckpointType"][self.backend.upper()]
-                released = self._folder.name == "release"
-                return with_torch_dtypes({"args": self.arguments, **known}), str(self._folder), released, kind
+                is_release = self._folder.name == "release"
+                return with_torch_dtypes({"args": self.arguments, **known}), str(self._folder), is_release, kind
             within = overridden(vars(checkpointing), FileSystemReader=_no_files, load_state_dict=fill)
             with within, overridden(scope, _get_checkpoint_format=lambda *_: self.backend):
                 return original(*positional, rank0=rank0, **keywords)

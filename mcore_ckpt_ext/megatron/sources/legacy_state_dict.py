@@ -145,7 +145,7 @@ def presented(
         checkpoint = opened(live) if opened is not None else open_checkpoint(folder)
         found, missing, unknown = _rank_state(checkpoint, chunks, arguments, live)
         state.update(found)
-        releases.append(checkpoint.released)
+        releases.append(checkpoint.is_release)
         return missing, unknown
 
     missing, unknown = map(sum, zip(*agreed("cutting the weights", cut), strict=True))

@@ -38,7 +38,7 @@ def test_what_muon_does_not_step_is_written_as_the_release_keeps_it(
     assert not any(written.optimizer.is_distributed(name) for name in by_muon)
     assert {written.optimizer.is_distributed(name) for name in by_adam} == {distributed}
     # Stock takes the entries by position: the layer-wise optimizer comes first.
-    assert [SHARDING_MARK in child for child in written.chain()] == [False, distributed]
+    assert [SHARDING_MARK in child for child in written.chained_optimizer_settings()] == [False, distributed]
     assert any("a DistributedOptimizer of its own" in note for note in report.notes) == distributed
     assert differing(source.truth, everything_in(written)) == []
 
