@@ -9,6 +9,7 @@ FOLDER_VARIABLE names it, so that the processes of one run share it.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import pickle
@@ -87,17 +88,15 @@ def fixture_named(name: str) -> Fixture:
 
 @cache
 def _unpacked(name: str) -> Path:
-    """Return the folder of a fixture, which the first process extracts."""
+    """Return the folder of a fixture, which the first process extracts while the others wait."""
     folder = _shared_folder() / name
-    if not folder.exists():
-        with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
-            with tarfile.open(_DATA / f"{name}{_SUFFIX}") as archive:
-                archive.extractall(partial, filter="data")
-            try:
+    with (folder.parent / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
+                with tarfile.open(_DATA / f"{name}{_SUFFIX}") as archive:
+                    archive.extractall(partial, filter="data")
                 (Path(partial) / name).rename(folder)
-            except OSError:
-                if not folder.exists():  # otherwise another process was faster
-                    raise
     return folder
 
 

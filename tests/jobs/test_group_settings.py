@@ -34,7 +34,7 @@ def megatron(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=["lr_mult", "wd_mult"])
 def saved(request: pytest.FixtureRequest, megatron: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Job:
     folder = tmp_path_factory.mktemp(request.param)
-    environment = {"REMOVED_SETTING": request.param}
+    environment = {"TEST_REMOVED_SETTING": request.param}
     plugins = [RANK_SCRIPTS / "without_multiplier.py"]
     options = {"until": SAVED + 1, "plugins": plugins, "environment": environment, **megatron}
     return train_and_save(folder / "saved", LAYOUT, **options)

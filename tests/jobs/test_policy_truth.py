@@ -70,7 +70,7 @@ SOURCES = {
     "p02": Source((*LLAMA,), fixture="p02"),
     "p09": Source((*GATED_EXPERTS,), fixture="p09"),
     "saved": Source(),
-    "lr_mult": Source(environment={"REMOVED_SETTING": "lr_mult"}),
+    "lr_mult": Source(environment={"TEST_REMOVED_SETTING": "lr_mult"}),
     "experts": Source((*GATED_EXPERTS,), layout=experts_over(1, 2, RANKS, 2)),
     "beside Lion": Source((*LLAMA,), layout=PP2, optimizer=LION, environment=SPLIT),
     "decoupled": Source(saving=("--decoupled-lr", "5e-4")),

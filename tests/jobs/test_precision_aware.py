@@ -205,7 +205,7 @@ def test_other_frozen_parameters_of_the_same_size(tmp_path: Path) -> None:
     assert "verified" not in same.output
     for environment in ({}, fast):
         other = run_job(
-            tmp_path / "other", layout, load=saved.run, environment={**environment, "FROZEN_LAYER": "1"}, **options
+            tmp_path / "other", layout, load=saved.run, environment={**environment, "TEST_FROZEN_LAYER": "1"}, **options
         )
         assert other.returncode != 0
         assert "the model has a parameter that the checkpoint lacks" in other.output

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 
-FROZEN_LAYER = int(os.environ.get("FROZEN_LAYER", "2"))  # counted from one over the whole model
+FROZEN_LAYER = int(os.environ.get("TEST_FROZEN_LAYER", "2"))  # counted from one over the whole model
 
 
 def install() -> None:

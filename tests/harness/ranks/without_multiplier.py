@@ -1,4 +1,4 @@
-"""Plugin: parameter groups lose the setting that REMOVED_SETTING names before each save, as with ms-swift 4.1."""
+"""Plugin: parameter groups lose the setting that TEST_REMOVED_SETTING names before each save, as with ms-swift 4.1."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-VARIABLE = "REMOVED_SETTING"
+VARIABLE = "TEST_REMOVED_SETTING"
 
 
 def install() -> None:
