@@ -1,1 +1,1 @@
-"""Model families of Hugging Face: names and rows of their tensors, and their configuration. Pure and declarative."""
+"""Hugging Face model families: declarations of their tensors' names and rows, and of their configurations."""

@@ -1,4 +1,4 @@
-"""What `adapter_config.json` says of an adapter's tensors, as peft reads it: which linears have them, and their ranks.
+"""Interprets `adapter_config.json` as peft does: which linear layers have adapters, and of which rank.
 
 Sources: `LoraConfig` (tuners/lora/config.py), `_create_and_replace` (tuners/lora/model.py),
 `check_target_module_exists` (tuners/tuners_utils.py) and `get_pattern_key` (utils/other.py); peft 0.21.2.
@@ -12,12 +12,12 @@ from typing import Any
 from mcore_ckpt_ext.families.adapters import MAGNITUDES, PREFIX, Shapes
 from mcore_ckpt_ext.storage.patterns import is_pattern, matched
 
-_RANK = 8  # peft's, where no `r` is told
+_RANK = 8  # peft's default for `r`
 _INTO = ".lora_A.weight"
 
 
 def strange_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is not of the type that its key has, or makes no sense beside others, or beside a causal model; by key."""
+    """Return keys with values of a wrong type, or that contradict other keys or a causal language model."""
     found = {key: config.get(key) for key, is_one in _KINDS.items() if not is_one(config.get(key))}
     if isinstance(config.get("target_modules"), str):
         keys = ("layers_to_transform", "layers_pattern")
@@ -28,21 +28,21 @@ def strange_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def contradictions(config: Mapping[str, Any], shapes: Shapes, linears: Collection[str]) -> Iterator[str]:
-    """In what the tensors of a folder are not those that its configuration asks for.
+    """Yield differences between the tensors of a folder and its configuration.
 
     Args:
-        config: without strange values.
-        shapes: of the folder's tensors, by PEFT's names.
-        linears: names of those of the model that have adapters where the configuration wants it so.
+        config: the configuration, without the values of `strange_values`.
+        shapes: shapes of the folder's tensors by their names in PEFT.
+        linears: names of the model's linear layers that can have adapters.
 
     Raises:
-        UnsupportedCheckpointError: a pattern takes too long.
+        UnsupportedCheckpointError: matching a pattern takes too long.
     """
     ranks = {name[len(PREFIX) : -len(_INTO)]: shape[0] for name, shape in shapes.items() if name.endswith(_INTO)}
     with_norms = bool(config.get("use_dora"))
     for module, rank in ranks.items():
-        if rank != (told := _rank_of(config, module)):
-            yield f"rank {told} in r or rank_pattern, {rank} of {module}"
+        if rank != (expected := _rank_of(config, module)):
+            yield f"rank {expected} in r or rank_pattern, {rank} of {module}"
         if (f"{PREFIX}{module}.{MAGNITUDES}" in shapes) is not with_norms:
             yield f"use_dora: {with_norms}, {'no' if with_norms else 'a'} {MAGNITUDES} of {module}"
         if not _is_targeted(config, module):
@@ -63,13 +63,13 @@ def _is_targeted(config: Mapping[str, Any], module: str) -> bool:
     targets = config["target_modules"]
     if _is_named(config.get("exclude_modules") or [], module):
         return False
-    if isinstance(targets, str):  # "all-linear" leaves out the output layer, whose adapters are not read
+    if isinstance(targets, str):  # "all-linear" excludes the output layer, whose adapters are not supported
         return targets.lower() == "all-linear" or _is_named(targets, module)
     return module in targets or (_is_named(targets, module) and _is_in_layers(config, module))
 
 
 def _is_named(names: str | list[str], module: str) -> bool:
-    """By a pattern, or by the end of its name."""
+    """Return whether a pattern matches a module, or its name ends with one of the names."""
     if isinstance(names, str):
         return matched(names, module, whole=True) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
@@ -116,7 +116,7 @@ def _are_ranks(value: object) -> bool:
 
 _NAMES = _any_of(is_pattern, _are(_is_name))
 _KINDS: Mapping[str, Callable[[object], bool]] = {
-    "target_modules": _NAMES,  # where there are none, each version of peft has its own
+    "target_modules": _NAMES,  # required, because the default depends on the version of peft
     "exclude_modules": _any_of(_is_none, _NAMES),
     "layers_to_transform": _any_of(_is_none, _is_count, _are(_is_count)),
     "layers_pattern": _any_of(_is_none, is_pattern, _are(is_pattern)),

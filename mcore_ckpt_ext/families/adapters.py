@@ -1,8 +1,9 @@
-"""Low-rank adapters: how the tensors of a PEFT folder are made of Megatron-Bridge's rows.
+"""Low-rank adapters: the mapping between the tensors of a PEFT folder and rows of Megatron-Bridge's adapters.
 
-An adapter of a Megatron linear answers for all Hugging Face linears that this one is made of: their `lora_B` are its
-rows, cut as the weight is, and they share its `lora_A`. Sources: peft/lora.py, dora_layers.py, canonical_lora.py and
-utils.py (`ParallelLinearAdapter`) of megatron-bridge 0.3.1; peft 0.21.2 (utils/save_and_load.py) for PEFT's names.
+The adapter of a fused Megatron linear layer serves all Hugging Face linear layers in it: their `lora_B` are rows of its
+`lora_B`, split like the weight, and they share its `lora_A`. Sources: peft/lora.py, dora_layers.py, canonical_lora.py
+and
+utils.py (`ParallelLinearAdapter`) of megatron-bridge 0.3.1; peft 0.21.2 (utils/save_and_load.py) for names in PEFT.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Adapted:
-    """A linear of Hugging Face's, and its adapter under PEFT's names.
+    """A Hugging Face linear layer, and its adapter with PEFT's names.
 
     Attributes:
-        base: the linear's weight.
+        base: weight of the linear layer.
         into: `lora_A`, (rank, input features).
         out: `lora_B`, (output features, rank).
-        magnitudes: of DoRA, (output features,).
+        magnitudes: magnitude vector of DoRA, (output features,).
     """
 
     base: HuggingFaceTensor
@@ -40,7 +41,7 @@ class Adapted:
 
     @property
     def tensors(self) -> list[HuggingFaceTensor]:
-        """The adapter's."""
+        """The tensors of the adapter."""
         return [self.into, self.out, *([self.magnitudes] if self.magnitudes else [])]
 
     @property
@@ -50,17 +51,17 @@ class Adapted:
 
     @property
     def module(self) -> str:
-        """The linear's name."""
+        """The name of the linear layer."""
         return self.base.name.removesuffix(".weight")
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """Those of a model.
+    """The adapters of a model.
 
     Attributes:
-        linears: that have one.
-        modules: names of all linears.
+        linears: the linear layers that have an adapter.
+        modules: names of all linear layers.
     """
 
     linears: Sequence[Adapted]
@@ -68,15 +69,15 @@ class Adapters:
 
     @property
     def tensors(self) -> list[HuggingFaceTensor]:
-        """The content of a PEFT folder."""
+        """The tensors of a PEFT folder."""
         return [tensor for one in self.linears for tensor in one.tensors]
 
     @property
     def rank(self) -> int:
-        """The rank that all adapters have.
+        """The common rank of all adapters.
 
         Raises:
-            UnsupportedCheckpointError: they have several.
+            UnsupportedCheckpointError: the adapters have different ranks.
         """
         ranks = {one.rank for one in self.linears}
         if len(ranks) != 1:
@@ -88,28 +89,28 @@ class Adapters:
 
     @property
     def targets(self) -> set[str]:
-        """What PEFT is told to adapt."""
+        """The value of PEFT's `target_modules`."""
         return shortest({one.module for one in self.linears}, self.modules)
 
     @property
     def has_magnitudes(self) -> bool:
-        """Whether they are DoRA's."""
+        """True if the adapters are DoRA's."""
         return any(one.magnitudes for one in self.linears)
 
 
 def adapters_of(
     base: Sequence[HuggingFaceTensor], shapes: Shapes, tensor_ranks: int | None, *, by_rank: bool = False
 ) -> Adapters:
-    """The adapters of a model.
+    """Return the adapters of a model.
 
     Args:
-        base: the tensors of the whole model, without adapters.
-        shapes: of the adapters' tensors, by model-space name.
-        tensor_ranks: how many tensor-parallel ranks wrote them; None where it is not known.
-        by_rank: the rows of `lora_B` of a gated `linear_fc1` lie rank by rank, as magnitudes do.
+        base: all tensors of the model, without adapters.
+        shapes: shapes of the adapters' tensors, by model-space name.
+        tensor_ranks: tensor-parallel size of the job that wrote them; None if unknown.
+        by_rank: the rows of `lora_B` of a gated `linear_fc1` are stored rank by rank, as magnitudes are.
 
     Raises:
-        UnsupportedCheckpointError: it is not known what one of them is for.
+        UnsupportedCheckpointError: the linear layer of an adapter is unknown.
     """
     linears = linears_of(base)
     found: list[Adapted] = []
@@ -126,28 +127,29 @@ def adapters_of(
 
 
 def linears_of(base: Sequence[HuggingFaceTensor]) -> dict[str, list[HuggingFaceTensor]]:
-    """For each linear layer in Megatron, the Hugging Face weights that it is made of, in the order of its rows.
+    """Return the Hugging Face weights in each Megatron linear layer, in the order of its rows.
 
-    Those of which PEFT has no adapters are left out.
+    Linear layers for which PEFT has no adapters are left out.
     """
     found: dict[str, list[HuggingFaceTensor]] = {}
     for tensor in sorted(base, key=lambda tensor: tensor.regions[0].offsets[0]):
         name = tensor.regions[0].name
         module, leaf = module_and_leaf(name)
-        # Routers are no linears to transformers, and of experts Megatron-Bridge has several kinds of adapters.
+        # transformers does not implement routers as linear layers, and Megatron-Bridge has several kinds of adapters
+        # for experts.
         if module.startswith("linear_") and leaf == "weight" and not of_experts(name):
             found.setdefault(name.removesuffix(".weight"), []).append(tensor)
     return {name: ours for name, ours in found.items() if all(map(_is_plain, ours))}
 
 
 def _is_plain(tensor: HuggingFaceTensor) -> bool:
-    """Whether a tensor is a linear's matrix, row by row."""
+    """Return whether a tensor is the matrix of a linear layer, row by row."""
     is_whole = not any(any(region.offsets[1:]) for region in tensor.regions)
     return not tensor.transposed and tensor.interleaved == 1 and len(tensor.shape) == 2 and is_whole
 
 
 def aligned(*columns: Sequence[Region]) -> Iterator[tuple[list[int], int]]:
-    """Rows that belong together, of several lists of regions that have equally many: where each is, how many."""
+    """Yield ranges of corresponding rows in several lists of regions: the first row in each, and the count."""
     ends = [list(accumulate(region.sizes[0] for region in regions)) for regions in columns]
     at = [0] * len(columns)
     for start, stop in pairwise(sorted({0, *chain.from_iterable(ends)})):
@@ -157,7 +159,7 @@ def aligned(*columns: Sequence[Region]) -> Iterator[tuple[list[int], int]]:
 
 
 def shortest(adapted: set[str], modules: Collection[str]) -> set[str]:
-    """What PEFT is told to adapt: the last names of linears, where all that bear them are adapted; else whole names."""
+    """Return `target_modules`: last parts of names if these select exactly the adapted layers, else full names."""
     last = {name.rpartition(".")[2] for name in adapted}
     all_of_them = {name for name in modules if name.rpartition(".")[2] in last}
     return last if all_of_them == adapted else adapted
@@ -173,7 +175,7 @@ def _without_place(names: Sequence[str]) -> UnsupportedCheckpointError:
 
 @dataclass(frozen=True)
 class _Linear:
-    """The adapter of Megatron's linear `name`, as far as it answers for number `part` of `parts` linears."""
+    """The part of an adapter of Megatron's linear layer `name` that serves number `part` of `parts` layers."""
 
     name: str
     part: int
@@ -183,7 +185,7 @@ class _Linear:
     by_rank: bool
 
     def adapted(self, base: HuggingFaceTensor) -> Iterator[Adapted]:
-        """What PEFT has of the linear that `base` is the weight of; nothing where it has no adapter of its own."""
+        """Yield the adapter in PEFT of the linear layer with weight `base`, if it has one."""
         module = PREFIX + base.name.removesuffix(".weight")
         spans = [(region.offsets[0], region.sizes[0]) for region in base.regions]
         own = PARTS.get(self.name.rpartition(".")[2], ())
@@ -222,10 +224,10 @@ class _Linear:
         yield Adapted(base, into, out, HuggingFaceTensor(f"{module}.{MAGNITUDES}", (base.shape[0],), regions))
 
     def _as_halves(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Rows that were stored as a gate's and an up projection's, although they are of one of them alone.
+        """Yield rows that were stored as those of a gate and an up projection, although they belong to one of them.
 
-        `ParallelLinearAdapter.sharded_state_dict` takes every adapter of a `linear_fc1` for one of both: of each rank's
-        rows the first half goes to the first half of the array, the second one to the second.
+        `ParallelLinearAdapter.sharded_state_dict` treats every adapter of a `linear_fc1` as one of both: it stores the
+        first half of each rank's rows in the first half of the array, and the second half in the second.
         """
         ranks = self._ranks()
         size = rows // (2 * ranks)
@@ -235,9 +237,10 @@ class _Linear:
             yield 0, rows
 
     def _of_each_rank(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Rows of one of two projections, where each rank's are those of its gate, then those of its up projection.
+        """Yield the rows of one of two projections if each rank stores those of the gate, then those of the other.
 
-        `ParallelLinearDoRAAdapter.sharded_state_dict` stores the magnitudes of a `linear_fc1` as of one matrix.
+        `ParallelLinearDoRAAdapter.sharded_state_dict` stores the magnitudes of a `linear_fc1` as those of a single
+        matrix.
         """
         ranks = self._ranks()
         size = rows // (2 * ranks)

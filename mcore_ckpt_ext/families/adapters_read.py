@@ -1,7 +1,7 @@
-"""Which adapters of Megatron-Bridge's those of a PEFT folder are.
+"""Maps the adapters of a PEFT folder to those of Megatron-Bridge.
 
-Where one linear of Megatron's is several of Hugging Face's, Bridge's LoRA and DoRA have one adapter, with one `lora_A`;
-CanonicalLoRA has one for each of them (peft/lora.py, dora.py, canonical_lora.py of megatron-bridge 0.6.2).
+If a Megatron linear layer consists of several Hugging Face layers, Bridge's LoRA and DoRA have one adapter with one
+`lora_A`; CanonicalLoRA has one for each of them (peft/lora.py, dora.py, canonical_lora.py of megatron-bridge 0.6.2).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from mcore_ckpt_ext.model_space.adapters import IN, MAGNITUDE, MARK, OUT, PARTS,
 def adapters_read(
     base: Sequence[HuggingFaceTensor], shapes: Shapes, is_one: Callable[[Sequence[str]], bool]
 ) -> tuple[Adapters, Shapes]:
-    """The adapters of a PEFT folder.
+    """Return the adapters of a PEFT folder.
 
     Args:
-        base: the tensors of the model that they are for.
-        shapes: of the folder's tensors, by PEFT's names.
-        is_one: whether tensors of these names have the same content.
+        base: the tensors of the adapted model.
+        shapes: shapes of the folder's tensors, by their names in PEFT.
+        is_one: returns whether the tensors with some names have equal content.
 
     Returns:
         The adapters, and the shapes of their tensors by model-space names.
 
     Raises:
-        UnsupportedCheckpointError: a tensor is none of an adapter of the model's linears.
+        UnsupportedCheckpointError: a tensor does not belong to an adapter of the model's linear layers.
     """
     ends = (".lora_A.weight", ".lora_B.weight")
     modules = [{name.removesuffix(end) for name in shapes if name.endswith(end)} for end in ends]
@@ -80,7 +80,7 @@ def _lora_a(tensor: HuggingFaceTensor) -> str:
 
 
 def _tensors(before: str, ours: Sequence[HuggingFaceTensor], shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What Bridge has of an adapter that is for some linears together, and the shapes."""
+    """Yield names and shapes of Bridge's tensors for an adapter that several linear layers share."""
     rank = shapes[_lora_a(ours[0])][0]
     rows = sum(tensor.shape[0] for tensor in ours)
     yield before + IN, (rank, ours[0].shape[1])
@@ -92,14 +92,14 @@ def _tensors(before: str, ours: Sequence[HuggingFaceTensor], shapes: Shapes) -> 
 def bridge_peft(
     base: Sequence[HuggingFaceTensor], names: Collection[str], rank: int, alpha: float, dropout: float
 ) -> dict[str, Any]:
-    """The section `peft` of `run_config.yaml`.
+    """Return the section `peft` of `run_config.yaml`.
 
     Args:
         base: the tensors of the model.
-        names: of the adapters' tensors, in model space.
-        rank: of all adapters.
-        alpha: the factor.
-        dropout: of the training.
+        names: model-space names of the adapters' tensors.
+        rank: rank of all adapters.
+        alpha: LoRA's alpha.
+        dropout: dropout in training.
 
     Raises:
         UnsupportedCheckpointError: Megatron-Bridge has no such adapters.

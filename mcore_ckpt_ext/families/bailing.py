@@ -32,17 +32,17 @@ _RULES = (
 
 
 class BailingMoeV2(WithMtp):
-    """GLM-4.5's model under other names, with queries, keys and values in one matrix.
+    """GLM-4.5's architecture with other names, and queries, keys and values in one matrix.
 
-    Its folders bring their own code (`modeling_bailing_moe_v2.py`), which Megatron-Bridge 0.6.2 has, too; names and
-    rows are also those of its mapping (bailing/bailing_moe2_bridge.py).
+    Its folders contain their own code (`modeling_bailing_moe_v2.py`), which Megatron-Bridge 0.6.2 also has. Names and
+    rows agree with its mapping (bailing/bailing_moe2_bridge.py).
     """
 
     model_type = "bailing_moe_v2"
     architecture = "BailingMoeV2ForCausalLM"
     rules = (*_RULES, *parts.mtp_layers(_RULES, final_norm="final_layernorm"))
     repeated = ()
-    # What its code does not read, or only to compute a loss.
+    # Keys that its code does not read, or only to compute a loss.
     without_effect = (
         "embedding_dropout", "output_dropout", "rotary_dim", "router_dtype", "use_rmsnorm", "max_window_layers",
         "mtp_loss_scaling_factor", "moe_shared_expert_intermediate_size", "scoring_func",
@@ -65,6 +65,6 @@ class BailingMoeV2(WithMtp):
 
 
 class BailingMoE(BailingMoeV2):
-    """The same under the type that folders of Ling 2.0 name; tensors of the first Ling, which shares it, differ."""
+    """The same with the `model_type` of Ling 2.0's folders; the first Ling has this type, too, but other tensors."""
 
     model_type = "bailing_moe"

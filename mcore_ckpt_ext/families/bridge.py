@@ -1,7 +1,7 @@
 """Writes `run_config.yaml`, from which Megatron-Bridge reads the model of a checkpoint.
 
 Source: `load_model_config` (training/model_load_save.py) and the providers below models/ of megatron-bridge 0.3.1. JSON
-is YAML, too.
+is valid YAML.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mcore_ckpt_ext.job.arguments.conditions import WITH_DELTA_NET, WITH_SPARSE
 from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, is_gated
 
-# What builds the layers of attention that is not the usual one (qwen/qwen35_bridge.py, glm_moe_dsa/glm5_bridge.py,
+# The function that builds layers with variants of attention (qwen/qwen35_bridge.py, glm_moe_dsa/glm5_bridge.py,
 # 0.6.0 and the development head of August 2026).
 _LAYERS_OF_VARIANTS = (
     "megatron.core.models.gpt.experimental_attention_variant_module_specs."
@@ -29,21 +29,25 @@ _SQUARED_RELU, _EXACT_GELU = "megatron.core.activations.squared_relu", "torch.nn
 def run_config(
     family: Family, arguments: ModelArguments, whole: Mapping[str, Any] | None = None, **sections: Any
 ) -> str:
-    """The file's text for a model that nobody has trained yet.
+    """Return the text of the file for an untrained model.
 
-    `whole`: the section `model` of a model with further parts; `sections`: other sections.
+    Args:
+        family: the family of the model.
+        arguments: the arguments of the model.
+        whole: fields of section `model` for a model with further parts.
+        sections: other sections.
     """
     content = {
         "model": {**bridge_model(family, arguments), **(whole or {})},
         "checkpoint": {"save_rng": False, "save_optim": False, "fully_parallel_save": True},
         **sections,
     }
-    # YAML 1.1, which PyYAML reads, takes 1e-06 for text and 1.0e-06 for a number.
+    # In YAML 1.1, which PyYAML reads, 1e-06 is a string and 1.0e-06 a number.
     return re.sub(r"(?<=: )(-?\d+)e(?=[+-]\d)", r"\1.0e", json.dumps(content, indent=2)) + "\n"
 
 
 def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
-    """The section `model`: its class and fields, for a layout of one rank."""
+    """Return the section `model`: class and fields, for a layout of one rank."""
     of_all = "mla_provider.MLAModelProvider" if arguments.multi_latent_attention else "gpt_provider.GPTModelProvider"
     model = {
         **model_fields(arguments),
@@ -52,12 +56,12 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
         **family.bridge_fields(arguments),
     }
     if family.bridge_provider and _activation(arguments) not in (_SQUARED_RELU, _EXACT_GELU):
-        del model["activation_func"]  # the family's own
+        del model["activation_func"]  # the provider has the activation of the family
     return {name: value for name, value in model.items() if name not in family.bridge_lacks}
 
 
 def model_fields(arguments: ModelArguments) -> dict[str, Any]:
-    """The fields that models of every class have, for a layout of one rank."""
+    """Return the fields that all model classes have, for a layout of one rank."""
     model = {
         name: arguments.value(argument)
         for name, argument, field in BRIDGE_FIELDS

@@ -59,8 +59,8 @@ def _vocabulary() -> Setting:
 class ChatGLM(Family):
     """RoPE on interleaved pairs of half a head; fused query, key and value, and fused gate and up projection.
 
-    Its folders bring their own code (`modeling_chatglm.py`). A `rope_ratio` is refused: folders differ in what they
-    multiply by it.
+    Its folders contain their own code (`modeling_chatglm.py`). A `rope_ratio` is refused, because its meaning differs
+    between folders.
     """
 
     model_type = "chatglm"
@@ -79,7 +79,7 @@ class ChatGLM(Family):
         Rule("transformer.encoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
         Rule("transformer.output_layer.weight", "output_layer.weight"),
     )  # fmt: skip
-    # Precision, kernels, and prompt tuning, whose weights are not in the folder.
+    # Keys about precision, kernels and prompt tuning (whose weights are not in the folder).
     without_effect = (
         "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "bias_dropout_fusion", "fp32_residual_connection",
         "quantization_bit", "pre_seq_len", "prefix_projection",

@@ -1,4 +1,4 @@
-"""With which released models each family was checked, and since which release Megatron Core builds it."""
+"""The released models with which each family was checked, and the first release of Megatron Core for it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TABLE = Path(__file__).with_name("checked.json")
-"""By model type; `scripts/checked_models.py` writes it."""
+"""The table by model type; `scripts/checked_models.py` writes it."""
 
 
 class Checked(NamedTuple):
-    """The row of one family: the oldest release of Megatron Core, and the names of released models."""
+    """The entry of a family: the first release of Megatron Core, and the names of released models."""
 
     since: str
     models: tuple[str, ...]
 
 
 def checked(model_type: str) -> Checked:
-    """The row of a family of this package; empty for any other."""
+    """Return the entry of a family of this package; an empty entry for any other."""
     entry = _table().get(model_type, {"since": "", "models": []})
     return Checked(entry["since"], tuple(entry["models"]))
 

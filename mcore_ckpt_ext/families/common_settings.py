@@ -25,12 +25,12 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
 
 
 def tied(by_default: bool) -> Setting:
-    """Whether the output layer is the word embedding; `by_default` is the default of Hugging Face's class."""
+    """Return the setting of tied embeddings; `by_default` is the default of Hugging Face's class."""
     key = "tie_word_embeddings"
 
     def to_arguments(config: Config) -> dict[str, Any]:
         found = config.get(key, by_default)
-        if found not in (True, False, None):  # as text, "false" would be true
+        if found not in (True, False, None):  # the string "false" would be true
             raise unrepresentable(key, found, "true or false")
         return {"untie_embeddings_and_output_weights": not found}
 
@@ -38,7 +38,7 @@ def tied(by_default: bool) -> Setting:
 
 
 def query_groups(default: int | None = None, key: str = "num_key_value_heads") -> Setting:
-    """Number of query groups; `default` is that of Hugging Face's class, None means the number of heads."""
+    """Return the number of query groups; `default` is that of Hugging Face's class, None the number of heads."""
 
     def to_arguments(config: Config) -> dict[str, Any]:
         heads = config["num_attention_heads"]
@@ -51,9 +51,10 @@ def query_groups(default: int | None = None, key: str = "num_key_value_heads") -
 
 
 def head_size(always: bool = False, default: int | None = None) -> Setting:
-    """`head_dim`; written `always`, or only where it does not follow from the other sizes.
+    """Return the head size, written `always`, or only if it does not follow from the other sizes.
 
-    `default` is that of Hugging Face's class for a missing key; None means the hidden size divided by the heads.
+    `default` is that of Hugging Face's class for a missing key; None means the hidden size divided by the number of
+    heads.
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def head_size(always: bool = False, default: int | None = None) -> Setting:
 
 
 def implied_head_size() -> Setting:
-    """The size of a head, which follows from the other sizes in all models of a family."""
+    """Return the head size of a family in which it always follows from the other sizes."""
 
     def why_not(arguments: ModelArguments) -> list[str]:
         implied = arguments.kv_channels * arguments.num_attention_heads == arguments.hidden_size
@@ -78,22 +79,23 @@ def implied_head_size() -> Setting:
 
 
 def window(size: int | None) -> dict[str, Any]:
-    """The arguments of a sliding window of `size` tokens, the token itself among them.
+    """Return the arguments for a sliding window of `size` tokens, including the token itself.
 
-    Megatron counts the tokens before it (`get_sliding_window_causal_mask`, megatron/core/transformer/utils.py).
+    Megatron only counts the tokens before it (`get_sliding_window_causal_mask`, megatron/core/transformer/utils.py).
     """
     return {"window_size": None if size is None else (checked_size("sliding_window", size) - 1, 0)}
 
 
 def window_of(arguments: ModelArguments) -> int | None:
-    """The size of the sliding window in tokens, the token itself among them; None without."""
+    """Return the size of the sliding window in tokens, including the token itself; None if there is none."""
     return int(arguments.window_size[0]) + 1 if arguments.window_size else None
 
 
 def why_no_window(arguments: ModelArguments) -> list[str]:
-    """Megatron's local layer spec lets a token see so many tokens behind it as the second number says, too.
+    """Return the reason why Hugging Face cannot express a window, if there is one.
 
-    A first number of -1 shows all tokens before it, or none: that depends on the spec.
+    Megatron's local layer spec also lets a token attend to as many later tokens as the second number. A first number of
+    -1 means all earlier tokens, or none, depending on the spec.
     """
     found = arguments.window_size
     if found is None or (found[0] >= 0 and found[1] == 0):
@@ -103,10 +105,10 @@ def why_no_window(arguments: ModelArguments) -> list[str]:
 
 
 def layers_with_window(window_size: Any, frequency: int | Sequence[int] | None, layers: int) -> list[bool]:
-    """Whether each layer uses the window, by Megatron's arguments `window_size` and `window_attn_skip_freq`.
+    """Return for each layer whether it uses the window (`window_size` and `window_attn_skip_freq`).
 
-    Layers are counted from 1, and the window is skipped in each whose number the frequency divides, or in which a
-    list has a 0 (`is_layer_window_attention`, megatron/core/transformer/utils.py, core_v0.16 to 0.19.2).
+    Layers are counted from 1. A layer skips the window if the frequency divides its number, or if a list has a 0 for it
+    (`is_layer_window_attention`, megatron/core/transformer/utils.py, core_v0.16 to 0.19.2).
     """
     if not window_size:
         return [False] * layers
@@ -116,12 +118,12 @@ def layers_with_window(window_size: Any, frequency: int | Sequence[int] | None, 
 
 
 def windows_in_some_layers(size: int | None, every: int, older_key: str | None = None) -> Setting:
-    """A sliding window that only some layers see, as `layer_types` says.
+    """Return the setting of a sliding window in some layers, which `layer_types` lists.
 
     Args:
-        size: of the window where the key is missing.
-        every: each such layer is without one, where `layer_types` is missing.
-        older_key: says so in folders without `layer_types`.
+        size: size of the window if the key is missing.
+        every: every such layer has no window if `layer_types` is missing.
+        older_key: key with the value of `every` in folders without `layer_types`.
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -157,12 +159,12 @@ def windows_in_some_layers(size: int | None, every: int, older_key: str | None =
 
 
 def experts_everywhere(arguments: ModelArguments) -> bool:
-    """Whether each layer of the decoder has experts."""
+    """Return whether all layers of the decoder have experts."""
     return all(has_experts(arguments, layer) for layer in range(arguments.num_layers))
 
 
 def experts_in_every_layer(count: int, key: str = "num_local_experts") -> Setting:
-    """Experts in every layer, whose width is `intermediate_size`; `count` is the default of Hugging Face's class."""
+    """Return the setting of experts in every layer, of width `intermediate_size`; `count` is the class's default."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         return {key: arguments.num_experts, "intermediate_size": arguments.moe_ffn_hidden_size}
@@ -198,16 +200,17 @@ SILU = Constant("hidden_act", "silu", {"swiglu": True})
 def gelu(
     key: str, approximation: str = "gelu_pytorch_tanh", needed: Mapping[str, Any] | None = None, *, exact: bool = False
 ) -> Setting:
-    """GELU, exact or approximated by tanh.
+    """Return the setting of GELU, exact or approximated by tanh.
 
-    Megatron approximates where bias and activation are fused (fusions/fused_bias_gelu.py and fused_bias_geglu.py), and
-    not where they are separate (`torch.nn.functional.gelu`, transformer/mlp.py, core_v0.12 to 0.19.2).
+    Megatron uses the approximation if bias and activation are fused (fusions/fused_bias_gelu.py and
+    fused_bias_geglu.py), and the exact function if they are separate (`torch.nn.functional.gelu`, transformer/mlp.py,
+    core_v0.12 to 0.19.2).
 
     Args:
-        key: of `config.json`.
-        approximation: the name of the approximation that is written.
-        needed: arguments that every such model has.
-        exact: a missing key means the exact function, not the approximation.
+        key: key of `config.json`.
+        approximation: name of the approximation in a written `config.json`.
+        needed: arguments that all models of the family have.
+        exact: a missing key means the exact function instead of the approximation.
     """
     arguments_needed = {"swiglu": False, **(needed or {})}
 
@@ -234,14 +237,14 @@ def llama_like(
     head_dim_default: int | None = None,
     groups: int | None = None,
 ) -> tuple[Setting, ...]:
-    """Settings shared by Llama and the families derived from it.
+    """Return the settings of Llama and of families derived from it.
 
     Args:
-        theta: the default of `rope_theta` in Hugging Face's class.
-        epsilon: that of `rms_norm_eps`.
-        head_dim: their `config.json` says the size of a head even where it follows from the others.
-        groups: the default of `num_key_value_heads`, if it does not follow.
-        head_dim_default: the default of that size, if it does not follow.
+        theta: default of `rope_theta` in Hugging Face's class.
+        epsilon: default of `rms_norm_eps`.
+        head_dim: `config.json` has the head size even if it follows from the other sizes.
+        groups: default of `num_key_value_heads`, unless it follows from other sizes.
+        head_dim_default: default of `head_dim`, unless it follows from other sizes.
     """
     return (
         *SIZES, query_groups(groups), head_size(head_dim, head_dim_default), rope(theta), tied(by_default=False),
@@ -250,7 +253,7 @@ def llama_like(
 
 
 def sliding_window(absent: int | None) -> Setting:
-    """A sliding window in all layers; `absent` is the value of a missing key."""
+    """Return the setting of a sliding window in all layers; `absent` is the value for a missing key."""
     key = "sliding_window"
     return Custom(
         (key,),
@@ -262,7 +265,7 @@ def sliding_window(absent: int | None) -> Setting:
 
 
 def full_attention(*more: str) -> Setting:
-    """No sliding window in any layer, even if keys state its size: by `layer_types` and the switches `more`."""
+    """Return the setting without sliding windows, which checks `layer_types` and the switches `more`."""
     switches = ("use_sliding_window", *more)
 
     def to_arguments(config: Config) -> dict[str, Any]:

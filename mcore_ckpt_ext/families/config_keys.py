@@ -1,9 +1,9 @@
-"""Keys of `config.json` that do not change what a model computes: for all families, and for each class of transformers.
+"""Keys of `config.json` without effect on the model: for all families, and for each transformers class.
 
-What a class neither declares nor reads cannot change its results: `config_reads.json` lists what it does.
+A key that a class neither declares nor reads cannot change its results; `config_reads.json` lists those that it does.
 
-Sources: `PretrainedConfig` (transformers/configuration_utils.py, 4.36 to 5.23) with the parameters of generation that
-it held until 5, and what training tools add to the files that they save.
+Sources: `PretrainedConfig` (transformers/configuration_utils.py, 4.36 to 5.23) with the generation parameters that it
+had before release 5, and keys that training tools add.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any
 from mcore_ckpt_ext.settings import ACCEPT_KEYS
 
 TABLE = Path(__file__).with_name("config_reads.json")
-"""What the classes of transformers declare and read, by release: `scripts/config_reads.py` writes it."""
+"""Keys that the classes of transformers declare and read, by release; `scripts/config_reads.py` writes it."""
 OF_THE_FILE = frozenset(
     {"torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map", "quantization_config"}
 )
-"""They describe the file that they stand in: a folder made of it says them anew, or not at all."""
+"""Keys that describe the file itself; a converted folder has new values, or none."""
 ABOUT_OTHER_FILES = frozenset({"auto_map", "quantization_config"})
-"""They describe code or weights that a folder that is written does not have."""
+"""Keys that describe code or weights which a written folder does not have."""
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""How many multi-token prediction (MTP) layers a folder may have; those that transformers writes have none of them."""
+"""Keys for the number of multi-token prediction (MTP) layers; folders written by transformers have none."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _TEXT = """
     architectures model_type
-# How it is called, and what it gives back.
+# Arguments and results of the forward pass.
     return_dict output_attentions output_hidden_states output_router_logits use_cache torchscript tf_legacy_loss
     use_bfloat16 chunk_size_feed_forward keys_to_ignore_at_inference cache_implementation attn_implementation
     _attn_implementation _attn_implementation_internal _attn_implementation_autoset experts_implementation
     _experts_implementation _experts_implementation_internal use_flash_attn use_flash_attention_2 _flash_attn_2_enabled
     is_encoder_decoder is_decoder tie_encoder_decoder cross_attention_hidden_size tie_weights pretraining_tp
-# Heads for classes, and what they are for.
+# Classification heads.
     id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout prefix
 # Tokens.
     bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id cls_token_id mask_token_id tokenizer_class
@@ -50,10 +50,10 @@ _TEXT = """
     temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size num_return_sequences output_scores return_dict_in_generate remove_invalid_values
     exponential_decay_length_penalty
-# Training, and the tools that trained it.
+# Training, and training tools.
     initializer_range router_aux_loss_coef aux_loss_alpha seq_aux unsloth_version unsloth_fixed model_max_length
     _commit_hash use_logn_attn_in_training ep_size
-# The pruning of heads, of which none is left in a folder.
+# Pruned heads, which a folder does not contain.
     pruned_heads
 """
 WITHOUT_EFFECT = OF_THE_FILE.union(
@@ -66,15 +66,15 @@ _accepted: ContextVar[frozenset[str]] = ContextVar("accepted_keys", default=froz
 
 @dataclass(frozen=True)
 class NeutralKeys:
-    """Keys of one `config.json` that its family does not map and that do not change what the model computes.
+    """Keys of one `config.json` that its family does not map and that have no effect on the model.
 
     Attributes:
-        model: the class of transformers that computes the model.
-        release: the newest release of transformers whose classes are known.
+        model: the transformers class of the model.
+        release: newest release of transformers whose classes are known.
         unread: keys that the class neither declares nor reads.
-        defaults: keys with the value that the class has without them.
-        accepted: keys that the user accepts.
-        strict: why keys outside the table are refused; empty where they are not.
+        defaults: keys whose value equals the default of the class.
+        accepted: keys that the user accepts as without effect.
+        strict: reason why keys outside the table are refused; empty if they are not.
     """
 
     model: str = ""
@@ -86,11 +86,11 @@ class NeutralKeys:
 
     @property
     def names(self) -> frozenset[str]:
-        """All of them."""
+        """All neutral keys."""
         return self.unread | self.defaults | self.accepted
 
     def notices(self, mapped: frozenset[str]) -> list[str]:
-        """Name the keys that are carried without an effect, but for those that are `mapped`."""
+        """Return notices about keys that are copied although they have no effect, except `mapped` keys."""
         found = []
         if unread := sorted(self.unread - mapped):
             found.append(
@@ -104,7 +104,7 @@ class NeutralKeys:
 
 @contextmanager
 def accepting(names: Sequence[str]) -> Iterator[None]:
-    """Accept keys of `config.json`, beside those of the setting, inside the block."""
+    """Accept keys of `config.json` inside the block, in addition to those of the setting."""
     token = _accepted.set(_accepted.get() | frozenset(names))
     try:
         yield
@@ -120,19 +120,19 @@ def is_accepted(key: str) -> bool:
 def neutral_keys(
     config: Mapping[str, Any], model_type: str, whole: Mapping[str, Any] | None = None, *, written: bool = False
 ) -> NeutralKeys:
-    """The keys that have no effect in the class of transformers for a model type.
+    """Return the keys that have no effect in the transformers class for a model type.
 
     Args:
-        config: of the text.
-        model_type: as `config.json` has it: that of the whole where the model also sees images.
-        whole: all of `config.json`, where the text is a part of it.
-        written: for a folder that is written, which has no code of its own.
+        config: configuration of the language model.
+        model_type: `model_type` of `config.json`; of a vision-language model, that of the whole model.
+        whole: the whole `config.json`, if the language model is a part of it.
+        written: the folder is being written, so it has no own code.
     """
     releases = [(release, entry) for release, classes in _table().items() if (entry := classes.get(model_type))]
     of_base = [classes[_BASE] for classes in _table().values()]
     accepted = _accepted.get().union(ACCEPT_KEYS.value) & config.keys()
-    stated = {} if written else {**(whole or {}), **config}
-    strict = _why_strict(stated, bool(releases), model_type)
+    keys = {} if written else {**(whole or {}), **config}
+    strict = _why_strict(keys, bool(releases), model_type)
     defaults: dict[str, Any] = {}
     for entry in (*of_base, *([] if strict else [entry for _, entry in releases])):
         defaults |= entry["declares"]
@@ -153,8 +153,8 @@ def _why_strict(config: Mapping[str, Any], is_known: bool, model_type: str) -> s
         return "auto_map names code of the folder's own, which may read them"
     if not is_known:
         return f"transformers {newest} has no class for {model_type}"
-    stated = _numbers(config.get("transformers_version"))
-    if stated > _numbers(newest):
+    own = _numbers(config.get("transformers_version"))
+    if own > _numbers(newest):
         return f"config.json is of transformers {config['transformers_version']}, and classes up to {newest} are known"
     return ""
 
@@ -165,13 +165,13 @@ def _numbers(version: object) -> tuple[int, ...]:
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Whether two values of JSON are equal, `false` not being 0."""
+    """Return whether two JSON values are equal; `false` and 0 differ."""
     return bool(value == default) and isinstance(value, bool) == isinstance(default, bool)
 
 
 @cache
 def _table() -> Mapping[str, Mapping[str, Any]]:
-    """By release of transformers, oldest first, and model type."""
+    """Return the table by release of transformers, oldest first, and by model type."""
     found: Mapping[str, Mapping[str, Any]] = json.loads(TABLE.read_text())
     return found
 

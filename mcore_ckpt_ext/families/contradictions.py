@@ -1,4 +1,4 @@
-"""Whether the arguments of a job describe the model that a `config.json` describes, before the job builds it."""
+"""Compares the arguments of a job with the model in a `config.json`, before the job builds it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.flags import unsaid
+from mcore_ckpt_ext.families.flags import without_flag
 from mcore_ckpt_ext.job.arguments.without_effect import without_effect
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete
 from mcore_ckpt_ext.job.releases import PASSES_ON_INTERPOLATION
 
-# The vocabulary may be padded, and MTP layers left out: the load itself looks at both.
+# The vocabulary may be padded, and MTP layers may be omitted; the load itself checks both.
 _OF_THE_LOAD = ("vocab_size", "padded_vocab_size", "mtp_num_layers")
 
 
 def contradictions(family: Family, model: ModelArguments, job: JobArguments) -> list[str]:
-    """The arguments of a job by which its model is another than that of a `config.json`, in words.
+    """Return descriptions of a job's arguments that contradict a `config.json`.
 
     Args:
-        family: of the model.
-        model: what the `config.json` means (`Family.arguments`).
-        job: the arguments of the running job, after Megatron's own validation.
+        family: family of the model.
+        model: arguments for the `config.json` (`Family.arguments`).
+        job: arguments of the running job, after Megatron's own validation.
     """
     running = complete(job)
     running = running.replace(vocab_size=model.vocab_size, mtp_num_layers=model.mtp_num_layers)
@@ -35,19 +35,19 @@ def contradictions(family: Family, model: ModelArguments, job: JobArguments) -> 
 
 
 def unwritten(family: Family, model: ModelArguments) -> list[str]:
-    """The arguments of a model that its own `config.json` does not give back, in words.
+    """Return descriptions of a model's arguments that differ after writing and reading its `config.json`.
 
     Raises:
-        UnsupportedCheckpointError: it cannot be read at all.
+        UnsupportedCheckpointError: the written `config.json` cannot be read.
     """
     return list(_differing(family, family.arguments(family.config(model)), model))
 
 
 def _differing(family: Family, model: ModelArguments, running: ModelArguments) -> Iterator[str]:
-    """The arguments that make another `config.json` when they alone are the job's.
+    """Yield arguments of the job that change the `config.json` when they replace the model's.
 
-    Two values may mean the same, as `moe_layer_freq` 1 and `[1, 1]` do, or nothing at all, as `kv_channels` with latent
-    attention: that shows in what the family writes for them.
+    Different values may be equivalent, such as `moe_layer_freq` 1 and `[1, 1]`, or have no effect, such as
+    `kv_channels` with latent attention. The family then writes the same `config.json` for them.
     """
     expressed = family.expressed
     for name in sorted(expressed - without_effect(expressed) - {*_OF_THE_LOAD, *_only_bounds(model)}):
@@ -57,7 +57,7 @@ def _differing(family: Family, model: ModelArguments, running: ModelArguments) -
 
 
 def _only_bounds(model: ModelArguments) -> tuple[str, ...]:
-    """Where positions are computed, their greatest number is what the job may see, not what the model is."""
+    """Return arguments that only limit the job: with computed positions, the largest sequence length."""
     return () if model.position_embedding_type == "learned_absolute" else ("max_position_embeddings",)
 
 
@@ -68,9 +68,9 @@ def _writes_another(family: Family, model: ModelArguments, name: str, value: Any
         changed = model.replace(**change) if is_of_model else replace(model, job=model.job.replace(**change))
         return family.config(changed) != family.config(model)
     except (UnsupportedCheckpointError, TypeError, ValueError, ArithmeticError):
-        return True  # no model of the family has that value
+        return True  # no model of the family can have this value
 
 
 def _of_no_flag(model: ModelArguments, job: JobArguments) -> Iterator[str]:
-    for name, value in unsaid(model, since_0_19=PASSES_ON_INTERPOLATION.is_shown_by(job)).items():
+    for name, value in without_flag(model, since_0_19=PASSES_ON_INTERPOLATION.is_shown_by(job)).items():
         yield f"{name} should be {value!r}, which no flag that pretrain_gpt.py passes on says"

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.families.settings import (
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
-# YaRN: Hugging Face's key, and Megatron's argument.
+# YaRN: Megatron's arguments by Hugging Face's keys.
 _YARN = {
     "factor": "rotary_scaling_factor", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim",
     "beta_fast": "beta_fast", "beta_slow": "beta_slow",
@@ -34,12 +34,12 @@ _YARN = {
 
 
 def compressed_queries(arguments: ModelArguments, layer: int) -> bool:
-    """Whether queries are projected down first."""
+    """Return whether queries are compressed (projected down) first."""
     return bool(arguments.q_lora_rank)
 
 
 def plain_queries(arguments: ModelArguments, layer: int) -> bool:
-    """Whether they are not (V2-Lite)."""
+    """Return whether queries are not compressed (V2-Lite)."""
     return not compressed_queries(arguments, layer)
 
 
@@ -64,7 +64,7 @@ def _rope() -> Setting:
         scaling = None
         if arguments.rope_type != "rope":
             scaling = {"rope_type": "yarn", **{key: arguments.value(ours) for key, ours in _YARN.items()}}
-            if not (scaling["mscale"] and scaling["mscale_all_dim"]):  # transformers looks at both, or at neither
+            if not (scaling["mscale"] and scaling["mscale_all_dim"]):  # transformers uses both, or neither
                 mscale, all_dim = scaling.pop("mscale"), scaling["mscale_all_dim"]
                 scaling["attention_factor"] = concentration(float(scaling["factor"]), mscale, all_dim)
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling}
@@ -87,7 +87,7 @@ def _rope() -> Setting:
         }  # fmt: skip
 
     def why_not(arguments: ModelArguments) -> list[str]:
-        # Megatron's latent attention rotates by `rope_type`, whatever the kind of positions is; `rope` is not scaled.
+        # Megatron's latent attention uses `rope_type` for any kind of positions; `rope` is not scaled.
         return mismatches({"rotary_percent": 1.0}, arguments) if arguments.rope_type == "rope" else []
 
     return Custom(
@@ -100,7 +100,7 @@ def _rope() -> Setting:
 
 
 def scaled_gates(missing: float, key: str = "routed_scaling_factor") -> Setting:
-    """The factor on the chosen experts' weights; `missing`: what its absence from a config means."""
+    """Return the setting of the factor on the chosen experts' weights; `missing` is the default."""
     return Custom(
         (key,),
         lambda arguments: {key: float(arguments.moe_router_topk_scaling_factor or 1.0)},
@@ -123,10 +123,10 @@ def _why_not_dense_first(arguments: ModelArguments) -> list[str]:
 
 
 def dense_then_experts(pattern_of: Callable[[Config], list[int]]) -> Setting:
-    """Which layers have experts: all behind some dense ones, counted, and listed by transformers 5.
+    """Return the setting of layers with experts that follow dense layers, which transformers 5 also lists.
 
     Args:
-        pattern_of: 1 for each layer with experts and 0 for each other one, as a `config.json` says.
+        pattern_of: returns 1 for each layer with experts and 0 for each dense one, given a `config.json`.
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -142,11 +142,11 @@ def dense_then_experts(pattern_of: Callable[[Config], list[int]]) -> Setting:
 
 
 def listed_dense_first(absent: int, *, counts: bool = True) -> Setting:
-    """The same where the list, if there is one, has to be what the count says.
+    """Return `dense_then_experts` for configurations whose list, if present, must agree with the count.
 
     Args:
-        absent: how many layers without experts where the count is missing.
-        counts: the class derives a missing list from the count; otherwise from `absent` alone.
+        absent: number of dense layers if the count is missing.
+        counts: the class derives a missing list from the count; otherwise only from `absent`.
     """
 
     def pattern_of(config: Config) -> list[int]:
@@ -162,7 +162,7 @@ def listed_dense_first(absent: int, *, counts: bool = True) -> Setting:
 
 
 def dense_first(absent: int) -> Setting:
-    """Layers without experts before those with them; `absent`: how many where the key is missing."""
+    """Return the setting of dense layers before those with experts; `absent` is the default number."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         pattern = _experts_by_layer(arguments)
@@ -179,7 +179,7 @@ def dense_first(absent: int) -> Setting:
 
 
 def shared_experts(key: str = "n_shared_experts", absent: int | None = None) -> Setting:
-    """All shared experts together form one in Megatron; `absent`: how many where the key is missing."""
+    """Return the setting of shared experts, which are one expert in Megatron; `absent` is the default number."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         size = arguments.required("moe_shared_expert_intermediate_size")
@@ -198,7 +198,7 @@ def shared_experts(key: str = "n_shared_experts", absent: int | None = None) -> 
 
 
 def grouped_choice(groups: int, chosen: int) -> Setting:
-    """The groups of experts, and how many of them a token goes to; the numbers are the defaults of the class."""
+    """Return the setting of expert groups and of groups chosen per token; both with the class's defaults."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         return {"n_group": arguments.moe_router_num_groups or 1, "topk_group": arguments.moe_router_group_topk or 1}
@@ -215,16 +215,17 @@ def grouped_choice(groups: int, chosen: int) -> Setting:
 
 
 def ranked_by(arguments: ModelArguments) -> int | None:
-    """The number of its best experts by which Megatron ranks a group (`group_limited_topk`, moe_utils.py).
+    """Return the number of best experts by which Megatron ranks a group (`group_limited_topk`, moe_utils.py).
 
-    None where groups do not limit the choice.
+    Returns:
+        None if groups do not limit the choice.
     """
     groups, chosen = arguments.moe_router_num_groups or 1, arguments.moe_router_group_topk or 1
     return arguments.moe_router_topk // chosen if groups > chosen else None
 
 
 def _why_not_best_two(arguments: ModelArguments) -> list[str]:
-    """Transformers ranks a group by its best two experts, and so needs two of them even where all groups are chosen."""
+    """Return the reason why transformers chooses other experts, if it does: it ranks a group by its best two."""
     found, groups = ranked_by(arguments), arguments.moe_router_num_groups
     if found not in (None, 2):
         chosen = f"{arguments.moe_router_topk} experts of {arguments.moe_router_group_topk} groups"
@@ -234,22 +235,22 @@ def _why_not_best_two(arguments: ModelArguments) -> list[str]:
 
 
 def normalised_sigmoids(chosen: int, key: str = "norm_topk_prob") -> Setting:
-    """Megatron divides the weights of the chosen experts by their sum, but not that of a single one.
+    """Return the setting of normalized weights: Megatron normalizes those of several experts, not of a single one.
 
-    `chosen`: the default of `num_experts_per_tok`.
+    `chosen` is the default of `num_experts_per_tok`.
     """
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        said, several = config.get(key, True), config.get("num_experts_per_tok", chosen) > 1
-        if said != several:
-            raise unrepresentable(key, said, f"{several}: Megatron normalises where experts are several")
+        is_normalized, several = config.get(key, True), config.get("num_experts_per_tok", chosen) > 1
+        if is_normalized != several:
+            raise unrepresentable(key, is_normalized, f"{several}: Megatron normalizes the weights of several experts")
         return {}
 
     return Custom((key,), lambda arguments: {key: arguments.moe_router_topk > 1}, to_arguments)
 
 
 def sigmoid_routing(groups: int, chosen_groups: int, scaling: float) -> tuple[Setting, ...]:
-    """Experts are chosen by a sigmoid and a bias that training moves; the numbers are the defaults of the class."""
+    """Return the settings of routing by sigmoid and a trained bias, with the class's defaults."""
     return (
         grouped_choice(groups, chosen_groups), normalised_sigmoids(8), scaled_gates(scaling),
         Constant("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
@@ -262,7 +263,7 @@ _INNER_EPSILON = 1e-6
 
 
 def inner_norm_settings(arguments: ModelArguments) -> list[str]:
-    """Norms of compressed queries, keys and values have an epsilon of their own in transformers (4.36 to 5.23)."""
+    """Return a notice if norms of compressed queries, keys and values differ in epsilon (transformers 4.36 to 5.23)."""
     if not arguments.multi_latent_attention or arguments.layernorm_epsilon == _INNER_EPSILON:
         return []
     return [
@@ -272,7 +273,7 @@ def inner_norm_settings(arguments: ModelArguments) -> list[str]:
 
 
 def expert_sizes(routed: int | None = None, chosen: int | None = None, width: int | None = None) -> tuple[Setting, ...]:
-    """How many experts, and how wide; the numbers are the defaults of the class, where it has any."""
+    """Return the settings of the number and width of experts, with the class's defaults if it has any."""
     return (
         Size("n_routed_experts", "num_experts", routed, counted=True), shared_experts(),
         Size("num_experts_per_tok", "moe_router_topk", chosen),
@@ -281,7 +282,7 @@ def expert_sizes(routed: int | None = None, chosen: int | None = None, width: in
 
 
 def rotated_by_head_dim() -> Setting:
-    """Where transformers makes its angles for a width of `head_dim`; never written."""
+    """Return the setting of `head_dim`, for which transformers computes rotation angles; it is never written."""
 
     def to_arguments(config: Config) -> dict[str, Any]:
         width, rotated = config.get("head_dim"), config.get("qk_rope_head_dim", 64)
@@ -295,13 +296,13 @@ def rotated_by_head_dim() -> Setting:
 def latent_settings(
     *, queries: int = 1536, keys: int = 128, values: int = 128, epsilon: float = 1e-6
 ) -> tuple[Setting, ...]:
-    """What these families share; the numbers are the defaults of the class.
+    """Return the settings of latent attention, with the class's defaults.
 
     Args:
-        queries: the rank of compressed queries.
-        keys: the part of a head's keys that is not rotated.
-        values: the width of a head's values.
-        epsilon: of norms.
+        queries: rank of compressed queries.
+        keys: size of the part of a key that is not rotated.
+        values: size of a value.
+        epsilon: epsilon of norms.
     """
     return (
         *SIZES, tied(by_default=False), *TRAINING, SILU, RMS_NORM, _rope(),
@@ -311,7 +312,7 @@ def latent_settings(
             lambda arguments: {"num_key_value_heads": arguments.num_attention_heads},
             lambda config: {},
         ),
-        # Megatron's own width of a head, which latent attention does not use.
+        # Megatron's own head size, which latent attention does not use.
         Custom(("head_dim", "qk_head_dim"), lambda arguments: {}, lambda config: {}),
         Custom(
             ("q_lora_rank",),

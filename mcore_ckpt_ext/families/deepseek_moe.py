@@ -10,10 +10,10 @@ from mcore_ckpt_ext.families.settings import Coefficient, Constant
 
 
 class DeepSeekMoE(Family):
-    """DeepSeek-V2's experts, chosen without groups, with the attention of Llama.
+    """DeepSeek-V2's experts without groups, with the attention of Llama.
 
-    Its folders bring their own code (`modeling_deepseek.py`): softmax comes before the choice of experts, and weights
-    are not normalized among themselves (`MoEGate.forward`).
+    Its folders contain their own code (`modeling_deepseek.py`). Softmax comes before the choice of experts, and the
+    weights of the chosen experts are not normalized (`MoEGate.forward`).
     """
 
     model_type = "deepseek"

@@ -28,11 +28,11 @@ _METHOD, _GREEDY, _LIMITED = "topk_method", "greedy", "group_limited_greedy"
 
 
 def _limited_groups() -> Setting:
-    """How many groups of experts a token may be sent to.
+    """Return the setting of the number of expert groups per token.
 
-    transformers ranks a group by its best expert (`DeepseekV2TopkRouter`, 5.23), and so do vLLM and the released code.
-    Megatron ranks it by the sum of its best ones (`group_limited_topk`, moe_utils.py, core_v0.12 to 0.19.2), so that
-    the two choose other experts unless that is the sum of one.
+    transformers (`DeepseekV2TopkRouter`, 5.23), vLLM and the released code rank a group by its best expert. Megatron
+    ranks it by the sum of its best experts (`group_limited_topk`, moe_utils.py, core_v0.12 to 0.19.2). So Megatron
+    chooses other experts, unless the sum is over a single one.
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _limited_groups() -> Setting:
 
 
 class DeepSeekV2(Family):
-    """Experts are chosen after softmax, and their weights are not normalised among themselves."""
+    """Experts are chosen after softmax, and their weights are not normalized."""
 
     model_type = "deepseek_v2"
     architecture = "DeepseekV2ForCausalLM"

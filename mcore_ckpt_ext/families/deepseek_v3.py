@@ -27,7 +27,7 @@ _RULES = (*RULES, parts.EXPERT_BIAS)
 
 
 def mtp_layers() -> Setting:
-    """Multi-token prediction (MTP) layers. A folder may say more than it has: what it holds counts."""
+    """Return the setting of MTP layers; a folder may contain fewer layers than its configuration says."""
     key = "num_nextn_predict_layers"
     return Custom(
         (key, "num_mtp_layers"),
@@ -54,16 +54,16 @@ class WithMtp(Family):
 
     @override
     def unmapped_tensors(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
-        """Also those layers, where they are not to be read."""
-        said = self.mapped_arguments(config).mtp_num_layers or 0
-        following = range(arguments.num_layers + (arguments.mtp_num_layers or 0), arguments.num_layers + said)
+        """Return unmapped tensors, including those of MTP layers that are not read."""
+        configured = self.mapped_arguments(config).mtp_num_layers or 0
+        following = range(arguments.num_layers + (arguments.mtp_num_layers or 0), arguments.num_layers + configured)
         return super().unmapped_tensors(names, arguments, config) | {
             name for name in names if (match := _LAYER.match(name)) and int(match[1]) in following
         }
 
 
 class DeepSeekV3(WithMtp):
-    """Experts are chosen by a sigmoid and a bias that training moves; their weights are normalised among themselves."""
+    """Experts are chosen by a sigmoid and a trained bias, and their weights are normalized."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
@@ -76,7 +76,7 @@ class DeepSeekV3(WithMtp):
 
 
 class KimiK2(DeepSeekV3):
-    """The code of DeepSeek-V3, which its folders bring along under this name; transformers has no such class."""
+    """DeepSeek-V3's code, which Kimi-K2's folders contain under this name; transformers has no such class."""
 
     model_type = "kimi_k2"
 

@@ -1,7 +1,8 @@
-"""Model families that other installed distributions register, by the entry-point group `mcore_ckpt_ext.families`.
+"""Model families that other distributions register in the entry-point group `mcore_ckpt_ext.families`.
 
-An entry point's name is the `model_type` of `config.json`, its value the class: `parrot = "parrot_families:Parrot"`. So
-what is registered is known from metadata alone, and no code runs until a model of that type is looked for.
+The name of an entry point is the `model_type` of `config.json`, and its value the class: `parrot =
+"parrot_families:Parrot"`. So registered families are known from metadata alone, and no code runs until a model of that
+type is read.
 """
 
 from __future__ import annotations
@@ -19,38 +20,38 @@ from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import Family
 
 GROUP = "mcore_ckpt_ext.families"
-_STATED = ("model_type", "architecture", "rules", "settings")
+_REQUIRED = ("model_type", "architecture", "rules", "settings")
 _LOG = logging.getLogger("mcore_ckpt_ext")
 
 
 @dataclass(frozen=True)
 class RegisteredFamily:
-    """An entry point of the group; the class that it names is not imported until `load`."""
+    """An entry point of the group; its class is imported by `load`."""
 
     entry: EntryPoint
     distribution: str
 
     @property
     def model_type(self) -> str:
-        """The `model_type` of `config.json` that it serves."""
+        """The `model_type` of the family."""
         return self.entry.name
 
     @property
     def class_name(self) -> str:
-        """The class's name, for `--family`."""
+        """The name of the class, for `--family`."""
         return self.entry.value.rpartition(":")[2].strip()
 
     def load(self) -> Family:
         """Import the class and return its family.
 
         Raises:
-            UnsupportedCheckpointError: it cannot be imported, or is no family of this `model_type`.
+            UnsupportedCheckpointError: the class cannot be imported, or is not a family of this `model_type`.
         """
         try:
             made = self.entry.load()
             family = made() if isinstance(made, type) and issubclass(made, Family) else None
-            missing = [name for name in _STATED if family and not hasattr(family, name)]
-            stated = family.model_type if family and not missing else self.model_type
+            missing = [name for name in _REQUIRED if family and not hasattr(family, name)]
+            model_type = family.model_type if family and not missing else self.model_type
             if family:
                 family.origin = self.distribution
         except (Exception, SystemExit) as error:
@@ -58,9 +59,9 @@ class RegisteredFamily:
         if family is None:
             raise self._broken("is not a class derived from families.family.Family", self.entry.value)
         if missing:
-            raise self._broken("lacks attributes that every family states", ", ".join(missing))
-        if stated != self.model_type:
-            raise self._broken("is registered under another model_type than its own", stated)
+            raise self._broken("lacks attributes that every family must have", ", ".join(missing))
+        if model_type != self.model_type:
+            raise self._broken("is registered under another model_type than its own", model_type)
         return _AttributedFamily(family, self)
 
     def _broken(self, what: str, found: str) -> UnsupportedCheckpointError:
@@ -73,11 +74,11 @@ class RegisteredFamily:
 
 @functools.cache
 def registered_families(taken: frozenset[str]) -> tuple[RegisteredFamily, ...]:
-    """Families of other distributions, from metadata alone.
+    """Return the families of other distributions, from metadata alone.
 
     Args:
-        taken: each `model_type` of this package. Its own family stays in use, and so does the first of two that are
-            registered; the other one is named in a warning.
+        taken: every `model_type` of this package. Families of this package have precedence, then the first registered
+            one; a warning names the others.
     """
     found: dict[str, RegisteredFamily] = {}
     for registered in _registered():
@@ -95,7 +96,7 @@ def registered_families(taken: frozenset[str]) -> tuple[RegisteredFamily, ...]:
 
 
 def loadable(registered: RegisteredFamily) -> Family | None:
-    """Return its family, or log why there is none: another family may be the one looked for."""
+    """Return the family, or None after logging the error: the model may belong to another family."""
     try:
         return registered.load()
     except UnsupportedCheckpointError as error:
@@ -104,9 +105,9 @@ def loadable(registered: RegisteredFamily) -> Family | None:
 
 
 class _AttributedFamily(Family):
-    """A registered family, whose exceptions become errors that name its distribution.
+    """A wrapper of a registered family that converts its exceptions to errors with the distribution's name.
 
-    Every member is that of the family. What the family calls on itself stays its own affair.
+    Every attribute is that of the family. Calls within the family are not wrapped.
     """
 
     def __init__(self, family: Family, registered: RegisteredFamily) -> None:
@@ -129,11 +130,11 @@ class _AttributedFamily(Family):
         """Call code of the family.
 
         Raises:
-            UnsupportedCheckpointError: it raises something else than this package's errors.
+            UnsupportedCheckpointError: the code raises an error that is not this package's.
         """
         try:
             found = call()
-            return list(found) if isinstance(found, Iterator) else found  # a generator raises where it is consumed
+            return list(found) if isinstance(found, Iterator) else found  # a generator raises only when it is consumed
         except CheckpointError:
             raise
         except (Exception, SystemExit) as error:
@@ -145,13 +146,13 @@ class _AttributedFamily(Family):
 
 
 def _registered() -> Iterator[RegisteredFamily]:
-    """In the order of `sys.path`; of two distributions of one name the first is the one that Python imports."""
+    """Yield registered families in the order of `sys.path`, so that the first of two equal names is imported."""
     seen = set()
     for distribution in distributions():
         try:
             entries = list(distribution.entry_points.select(group=GROUP))
             name = _name(distribution) if entries else ""
-        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:  # its metadata is damaged
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:  # damaged metadata
             _LOG.warning("the entry points of %s cannot be read: %r", _place(distribution), error)
             continue
         if entries and name not in seen:

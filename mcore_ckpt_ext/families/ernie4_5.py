@@ -10,7 +10,7 @@ from mcore_ckpt_ext.families.settings import Constant, Mapped
 
 
 class Ernie45(Family):
-    """Like Llama, with neighbours rotated together, and heads of a size of their own; tied."""
+    """Like Llama, with interleaved RoPE, an explicit head size, and tied embeddings."""
 
     model_type = "ernie4_5"
     architecture = "Ernie4_5ForCausalLM"

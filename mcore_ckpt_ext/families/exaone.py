@@ -16,7 +16,7 @@ _ATTENTION = f"{_THEIRS}.attn.attention"
 
 
 class Exaone(Family):
-    """Llama under other names; its folders bring their own code (`modeling_exaone.py`)."""
+    """Llama with other names; its folders contain their own code (`modeling_exaone.py`)."""
 
     model_type = "exaone"
     architecture = "ExaoneForCausalLM"
@@ -35,7 +35,7 @@ class Exaone(Family):
         Rule("lm_head.weight", "output_layer.weight", where=untied),
     )
     left_out = (r"\.(rotary|rotary_emb)\.inv_freq$",)
-    without_effect = ("embed_dropout",)  # Megatron's `hidden_dropout`, too
+    without_effect = ("embed_dropout",)  # also Megatron's `hidden_dropout`
     settings = (
         Size("num_layers", "num_layers", 32, counted=True), Size("hidden_size", "hidden_size", 2048),
         Size("num_attention_heads", "num_attention_heads", 32, counted=True),

@@ -34,7 +34,7 @@ _WINDOW, _PATTERN, _KINDS = "sliding_window", "sliding_window_pattern", "layer_t
 
 
 def _windows() -> Setting:
-    """A sliding window in some layers, and no positions in the others (`ExaoneMoeAttention`)."""
+    """Return the setting of a sliding window in some layers, and no positions in others (`ExaoneMoeAttention`)."""
     usual = windows_in_some_layers(_WIDTH, 4, _PATTERN)
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _windows() -> Setting:
         return found if arguments.no_rope_freq else {**found, _WINDOW: None}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        if isinstance(config.get(_PATTERN), str):  # letters, which `layer_types` spells out
+        if isinstance(config.get(_PATTERN), str):  # one letter per layer; `layer_types` has the full names
             if config.get(_KINDS) is None:
                 raise unrepresentable(_PATTERN, config[_PATTERN], "a whole number, or layer_types")
             config = {key: value for key, value in config.items() if key != _PATTERN}
@@ -66,7 +66,7 @@ def _windows() -> Setting:
 
 
 class ExaoneMoE(Family):
-    """DeepSeek-V3's experts with norms of queries and keys; positions only in layers that see a window.
+    """DeepSeek-V3's experts with norms of queries and keys; positions only in layers with a sliding window.
 
     Sources: transformers/models/exaone_moe (5.23), and conversion_mapping.py for the names of released tensors;
     exaone/exaone_moe of Megatron-Bridge (067f987d).
@@ -79,7 +79,7 @@ class ExaoneMoE(Family):
         Rule("model.layers.{layer}.mlp.e_score_correction_bias", _BIAS, where=with_experts, keeps_dtype=True),
     )  # fmt: skip
     read_rules = (*parts.STACKED_EXPERTS, parts.EXPERT_BIAS)
-    # Its MTP layer has no experts, and Megatron builds such a layer as the decoder's last one.
+    # Its MTP layer has no experts, but Megatron builds an MTP layer like the last layer of the decoder.
     left_out = (*Family.left_out, r"^mtp\.")
     without_effect = ("num_nextn_predict_layers",)
     settings = (

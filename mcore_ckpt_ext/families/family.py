@@ -1,7 +1,7 @@
 """Defines a model family: how tensors of Hugging Face map to Megatron's rows, and how the configurations match.
 
-A Hugging Face tensor, read row by row, consists of regions of Megatron's parameters, one after the other. This one
-sentence serves both directions: it says what a file to be written wants, and what an existing file holds.
+The rows of a Hugging Face tensor are consecutive regions of Megatron's parameters. This mapping serves both directions:
+writing a Hugging Face folder, and reading one.
 """
 
 from __future__ import annotations
@@ -51,26 +51,27 @@ _SHOWN, _MOST_SHOWN = 40, 6
 
 
 class Family:
-    """One model family. A new one states the attributes, and overrides methods for what attributes cannot say.
+    """A model family. A subclass sets the attributes, and overrides methods for special cases.
 
     Attributes:
-        model_type: as in `config.json`.
-        architecture: the class of transformers.
-        alternative_architecture: another class that folders of this family may name.
-        rules: for all tensors, in the order of transformers' `state_dict`.
-        repeated: for tensors that repeat others: written, but not read, once they are found to be copies.
-        read_rules: other forms of the same tensors that folders in the wild have; never written.
-        settings: for everything that both configurations say.
-        left_out: patterns of Hugging Face tensors that have no place in Megatron; they are reported, not converted.
-        megatron_left_out: patterns of Megatron's tensors that have no place in a Hugging Face folder.
-        without_effect: keys of `config.json`, beside those of every family, that say nothing about what it computes.
-        optional_prefix: a beginning that names in folders in the wild may lack.
-        bridge_only_reason: why Megatron-Bridge alone can build the model; empty where Megatron Core's `GPTModel` can.
-        needs_engine: Megatron builds it of Transformer Engine's layers only.
-        defaults: what the class of transformers has for sizes that released folders leave out.
-        bridge_provider: the family's own class in Megatron-Bridge, below `megatron.bridge.models`, if it needs one.
-        bridge_lacks: fields of the usual class that this one does not have.
-        origin: the installed distribution that registers it; empty for this package's own.
+        model_type: `model_type` in `config.json`.
+        architecture: class of transformers.
+        alternative_architecture: another class in `config.json` of this family.
+        rules: rules for all tensors, in the order of transformers' `state_dict`.
+        repeated: rules for tensors that repeat others: written, and only compared when read.
+        read_rules: rules for other forms of the same tensors in published folders; never written.
+        settings: mapping between the two configurations.
+        left_out: patterns of Hugging Face tensors that Megatron does not have; they are reported, not converted.
+        megatron_left_out: patterns of Megatron's tensors that Hugging Face folders do not have.
+        without_effect: keys of `config.json` without effect on the model, in addition to those of all families.
+        optional_prefix: a prefix that names in published folders may lack.
+        bridge_only_reason: reason why only Megatron-Bridge can build the model; empty if Megatron Core's `GPTModel`
+            can.
+        needs_engine: Megatron can only build it with Transformer Engine's layer spec.
+        defaults: defaults of the transformers class for sizes that published folders omit.
+        bridge_provider: class of the family in Megatron-Bridge, below `megatron.bridge.models`, if it has its own.
+        bridge_lacks: fields of the default class that `bridge_provider` does not have.
+        origin: installed distribution that registers the family; empty for families of this package.
     """
 
     model_type: ClassVar[str]
@@ -93,39 +94,39 @@ class Family:
 
     @property
     def name(self) -> str:
-        """For messages and `--family`."""
+        """The name of the family, for messages and `--family`."""
         return type(self).__name__
 
     @property
     def described(self) -> str:
-        """The name, and where the family comes from if not from this package."""
+        """The name of the family, with its distribution if it is not of this package."""
         return f"{self.name} (registered by {self.origin})" if self.origin else self.name
 
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
-        """`config.json` for a job's arguments, completed and with the true `vocab_size`."""
+        """Return the `config.json` for a model's arguments, with `vocab_size` without padding."""
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         for setting in self.settings:
             found |= setting.config(arguments)
         return found
 
     def arguments(self, config: Config, neutral: NeutralKeys | None = None) -> ModelArguments:
-        """A job's arguments for a `config.json`.
+        """Return a model's arguments for a `config.json`.
 
         Args:
-            config: of the model, or of its text.
-            neutral: the keys without effect; by default those for the `model_type` of `config`.
+            config: configuration of the model, or of its language model.
+            neutral: keys without effect; by default those for the `model_type` of `config`.
 
         Raises:
-            UnsupportedCheckpointError: a key is missing, is not known, or says what Megatron cannot do.
+            UnsupportedCheckpointError: a key is missing, unknown, or has a value that Megatron cannot express.
         """
         self._check_keys(config, neutral or neutral_keys(config, str(config.get("model_type"))))
         return self.mapped_arguments(config)
 
     def mapped_arguments(self, config: Config) -> ModelArguments:
-        """A job's arguments for a `config.json`, whatever other keys it has.
+        """Return a model's arguments for a `config.json`, ignoring unknown keys.
 
         Raises:
-            UnsupportedCheckpointError: a key is missing, or says what Megatron cannot do.
+            UnsupportedCheckpointError: a key is missing, or has a value that Megatron cannot express.
         """
         config = {**self.defaults, **config}
         found: dict[str, Any] = {}
@@ -147,18 +148,18 @@ class Family:
 
     @property
     def mapped_keys(self) -> frozenset[str]:
-        """The keys of `config.json` that its settings explain, and those without effect in all its models."""
+        """The keys of `config.json` that the settings map, and those without effect in all models of the family."""
         explained = (key for setting in self.settings for key in setting.keys)
         return WITHOUT_EFFECT.union(explained, self.without_effect)
 
     @property
     def expressed(self) -> frozenset[str]:
-        """The arguments of which its settings take account, and those of all families."""
+        """The arguments that the settings map, and those that all families map."""
         return SIZES.union(*(setting.expresses for setting in self.settings))
 
     def _check_keys(self, config: Config, neutral: NeutralKeys) -> None:
         known = self.mapped_keys | neutral.names
-        # A key without a value asks for nothing.
+        # A null key has no effect.
         strange = sorted(key for key, value in config.items() if key not in known and value is not None)
         if not strange:
             return
@@ -173,14 +174,14 @@ class Family:
         )  # fmt: skip
 
     def updated_config(self, published: Config, arguments: ModelArguments) -> dict[str, Any] | None:
-        """A published `config.json` with the keys changed that a job changed, and all others as they are.
+        """Return a published `config.json` with only those keys changed that a job changed.
 
-        Keys that may change what the model computes, and that no setting maps, are not taken over: the file may lie
-        beside a tokenizer, and be of another model. MTP layers that the job does not have are no change: released
-        folders, too, count some that they do not hold.
+        Keys that may affect the model and that no setting maps are not copied: the file may belong to a tokenizer of
+        another model. MTP layers that the job lacks are not a change, because published folders also count layers that
+        they do not contain.
 
         Returns:
-            None where it cannot be brought to describe the job's model.
+            None if the published file cannot be changed to describe the job's model.
         """
         wanted = self.config(arguments)
         neutral = neutral_keys(published, str(published.get("model_type")), written=True)
@@ -197,46 +198,48 @@ class Family:
         return found if as_written == wanted else None
 
     def kept(self, config: Config) -> dict[str, Any]:
-        """What of a `config.json` another one takes over: the keys without effect, but for those of the file itself."""
+        """Return the keys of a `config.json` to copy: those without effect, except those about the
+        file.
+        """
         kept = WITHOUT_EFFECT.union(self.without_effect) - OF_THE_FILE
         return {key: value for key, value in config.items() if key in kept}
 
     def mismatches(self, arguments: ModelArguments) -> list[str]:
-        """Why a job with these arguments does not train this family; empty where it does."""
+        """Return the reasons why a job with these arguments does not train a model of this family."""
         found = [reason for setting in self.settings for reason in setting.mismatches(arguments)]
         return found + unexpressed(self.expressed, arguments)
 
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        """Why a model that fits should bear another family's name, unless the user says otherwise."""
+        """Return the reasons to prefer another family for a matching model, unless the user names this one."""
         return []
 
     def unmapped_tensors(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
-        """Those of a folder's tensors that have no place in Megatron; they are reported, not converted."""
+        """Return the tensors of a folder that Megatron does not have; they are reported, not converted."""
         tied = set() if arguments.untie_embeddings_and_output_weights else {"lm_head.weight"}
         return set(matching(names, self.left_out)) | (tied & set(names))
 
     def __repr__(self) -> str:
-        """The same in every process, because an interrupted conversion is recognised by its options."""
+        """Return the same text in every process, since an interrupted conversion is recognized by its options."""
         return f"{type(self).__module__}:{self.name}"
 
     def notices(self, arguments: ModelArguments) -> list[str]:
-        """Notes for users of models with these arguments."""
+        """Return notices for users of models with these arguments."""
         return []
 
     def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:
-        """Fields that only the family's own class in Megatron-Bridge has."""
+        """Return the fields that only the family's own class in Megatron-Bridge has."""
         return {}
 
     def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:
-        """The shape of one of Megatron's parameters, the vocabulary not padded; `name` as in the rules."""
+        """Return the shape of a Megatron parameter without vocabulary padding; `name` as in the rules."""
         return parameter_shape(name, arguments)
 
     def tensors(self, arguments: ModelArguments, present: Collection[str] | None = None) -> list[HuggingFaceTensor]:
-        """All tensors of a model.
+        """Return all tensors of a model.
 
         Args:
-            arguments: of the job, completed, with the true `vocab_size`.
-            present: names in the folder that is read, which decide between `rules` and `read_rules`.
+            arguments: arguments of the model, with `vocab_size` without padding.
+            present: names of tensors in the folder to be read, which select between `rules` and `read_rules`.
         """
         found = []
         for rule in self._rules_for(present or ()):
@@ -246,7 +249,7 @@ class Family:
         return found
 
     def copies(self, arguments: ModelArguments) -> list[HuggingFaceTensor]:
-        """Tensors that a folder may hold although they repeat others, under the regions of those."""
+        """Return the tensors that a folder may repeat, with the regions of the originals."""
         return [
             rule_tensor(rule, places, arguments, self.shape)
             for rule in self.repeated
@@ -255,7 +258,7 @@ class Family:
         ]
 
     def mtp_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
-        """How many multi-token prediction (MTP) layers a folder holds, beside those of the decoder."""
+        """Return the number of multi-token prediction (MTP) layers in a folder."""
         return 0
 
     def _rules_for(self, present: Collection[str]) -> list[Rule]:
@@ -266,5 +269,5 @@ class Family:
 
 
 def _with_mtp_of(job: ModelArguments, described: ModelArguments) -> ModelArguments:
-    """What `config.json` describes, without MTP layers where the job has none."""
+    """Return a described model without MTP layers if the job has none."""
     return described if job.mtp_num_layers else described.replace(mtp_num_layers=None)

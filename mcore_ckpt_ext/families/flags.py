@@ -1,7 +1,7 @@
-"""The flags of `pretrain_gpt.py` for a model that comes from Hugging Face.
+"""Returns the flags of `pretrain_gpt.py` for a model from Hugging Face.
 
-`--use-checkpoint-args` adopts only some of them (`load_args_from_checkpoint`, megatron/training/checkpointing.py,
-core_v0.19.2: neither the norms' epsilon nor anything of latent attention, for example).
+`--use-checkpoint-args` only sets some of them; for example, it sets neither the epsilon of norms nor arguments of
+latent attention (`load_args_from_checkpoint`, megatron/training/checkpointing.py, core_v0.19.2).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from mcore_ckpt_ext.job.arguments.row import Flag
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
-# What no flag says, or none that pretrain_gpt.py passes on to the model, so that a job has the default instead; all of
-# it can be said to Megatron-Bridge. The first is passed on since 0.19 (`PASSES_ON_INTERPOLATION`).
-_UNSAID_UNTIL_0_18 = ("rotary_seq_len_interpolation_factor",)
-_UNSAID_LLAMA_3 = ("rope_scaling_factor",)
-_UNSAID_LATENT = ("beta_fast", "beta_slow", "original_max_position_embeddings")
+# Arguments without a flag that pretrain_gpt.py passes on to the model, so that a job has the default; Megatron-Bridge
+# can set all of them. The first is passed on since 0.19 (`PASSES_ON_INTERPOLATION`).
+_WITHOUT_FLAG_UNTIL_0_18 = ("rotary_seq_len_interpolation_factor",)
+_WITHOUT_FLAG_LLAMA_3 = ("rope_scaling_factor",)
+_WITHOUT_FLAG_LATENT = ("beta_fast", "beta_slow", "original_max_position_embeddings")
 
 
 def training_flags(arguments: ModelArguments) -> list[str]:
-    """The words of the command line that describe the model; the job's own (layout, data, optimizer) are left out."""
+    """Return the flags that describe the model, without those for layout, data and optimizer."""
     words = [word for name, flag in _flags("value", arguments) for word in _with_value(name, flag, arguments)]
     if arguments.num_query_groups != arguments.num_attention_heads:
         words += ["--group-query-attention", "--num-query-groups", str(arguments.num_query_groups)]
@@ -30,28 +30,28 @@ def training_flags(arguments: ModelArguments) -> list[str]:
 
 
 def _flags(form: str, arguments: ModelArguments) -> Iterator[tuple[str, Flag]]:
-    """The arguments of a model that have a flag of a form."""
+    """Yield the arguments of a model that have a flag of some form."""
     for name, row in ROWS.items():
         if row.flag and row.flag.form == form and row.flag.applies(arguments.get):
             yield name, row.flag
 
 
 def _with_value(name: str, flag: Flag, arguments: ModelArguments) -> list[str]:
-    """A flag and its value, unless a job without it has that value."""
+    """Return a flag with its value; empty if the value is the default."""
     value = arguments.get(name)
     return [] if value is None or value == ROWS[name].without_flag else [flag.spelling(name), _word(value)]
 
 
-def unsaid(arguments: ModelArguments, *, since_0_19: bool) -> dict[str, Any]:
-    """Properties of the model that no flag of `pretrain_gpt.py` sets, so that such a job computes another model.
+def without_flag(arguments: ModelArguments, *, since_0_19: bool) -> dict[str, Any]:
+    """Return arguments that no flag of `pretrain_gpt.py` sets, so that such a job computes another model.
 
-    `since_0_19`: it is of that release or a later one.
+    `since_0_19`: the job uses release 0.19 or a later one.
     """
-    names: tuple[str, ...] = () if since_0_19 else _UNSAID_UNTIL_0_18
+    names: tuple[str, ...] = () if since_0_19 else _WITHOUT_FLAG_UNTIL_0_18
     if arguments.use_rope_scaling:
-        names += _UNSAID_LLAMA_3
+        names += _WITHOUT_FLAG_LLAMA_3
     if arguments.multi_latent_attention and arguments.rope_type != "rope":
-        names += _UNSAID_LATENT
+        names += _WITHOUT_FLAG_LATENT
     found = _not_default(names, arguments)
     if arguments.rotary_base != int(arguments.rotary_base):  # `--rotary-base` takes whole numbers
         found["rotary_base"] = arguments.rotary_base
@@ -59,8 +59,10 @@ def unsaid(arguments: ModelArguments, *, since_0_19: bool) -> dict[str, Any]:
 
 
 def ignored(arguments: ModelArguments) -> dict[str, Any]:
-    """What a job was told in flags that some release of `pretrain_gpt.py` does not pass on to its model."""
-    return _not_default((*_UNSAID_UNTIL_0_18, *(_UNSAID_LLAMA_3 if arguments.use_rope_scaling else ())), arguments)
+    """Return arguments whose flag some release of `pretrain_gpt.py` does not pass on to its model."""
+    return _not_default(
+        (*_WITHOUT_FLAG_UNTIL_0_18, *(_WITHOUT_FLAG_LLAMA_3 if arguments.use_rope_scaling else ())), arguments
+    )
 
 
 def _not_default(names: Iterable[str], arguments: ModelArguments) -> dict[str, Any]:

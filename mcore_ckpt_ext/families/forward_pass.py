@@ -1,7 +1,7 @@
 """Finds arguments that change the forward pass and that a family of models does not express.
 
-The table of arguments (`job/arguments`) says what each does to the forward pass. A family says which arguments it
-expresses (`Setting.expresses`); each other one has to have its neutral value, or the checkpoint does not belong to the
+The table of arguments (`job/arguments`) has the effect of each on the forward pass. A family expresses some arguments
+(`Setting.expresses`); every other argument must have its neutral value, or the checkpoint does not belong to the
 family. A test requires a row for every argument of the installed parser.
 """
 
@@ -19,13 +19,13 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 SIZES = frozenset(name for name, row in ROWS.items() if row.effect is SHAPES)
 """Arguments that every family expresses, by shapes or by settings."""
 ALIASES: Mapping[str, str] = {name: row.effect.of for name, row in ROWS.items() if isinstance(row.effect, Alias)}
-"""Other names of arguments: in older releases, and in the parser where it differs from the configuration."""
+"""Other names of arguments: in older releases, and in the parser if they differ from the configuration."""
 NEUTRAL: Mapping[str, Any] = {
     name: row.neutral for name, row in ROWS.items() if isinstance(row.effect, Changes) and not row.effect.only_with
 }
-"""Arguments that change the forward pass, and the value under which they do not."""
-TOLD: Mapping[str, str] = {name: row.effect.why for name, row in ROWS.items() if isinstance(row.effect, Noted)}
-"""Arguments that a Hugging Face model cannot have, but that leave its weights what they are: a note says so."""
+"""Arguments that change the forward pass, with their neutral value."""
+NOTED: Mapping[str, str] = {name: row.effect.why for name, row in ROWS.items() if isinstance(row.effect, Noted)}
+"""Arguments that Hugging Face cannot express but that do not concern the weights, with a notice for each."""
 
 
 def _only_with() -> dict[Condition, dict[str, Any]]:
@@ -37,22 +37,22 @@ def _only_with() -> dict[Condition, dict[str, Any]]:
 
 
 ONLY_WITH: Mapping[Condition, Mapping[str, Any]] = _only_with()
-"""Arguments that count only where another one has a value, with their neutral values."""
+"""Arguments that only have an effect under a condition, with their neutral values."""
 
 _UNKNOWN = object()
 
 
 def classified(names: Collection[str]) -> set[str]:
-    """Those of the arguments that have a class."""
+    """Return the arguments with a known effect."""
     return without_effect(names) | (set(names) & ROWS.keys())
 
 
 def unexpressed(expressed: Collection[str], arguments: ModelArguments) -> list[str]:
-    """The arguments that change the forward pass and that a family does not express, in words.
+    """Return descriptions of arguments that change the forward pass and that a family does not express.
 
     Args:
-        expressed: the arguments that the family's settings speak of.
-        arguments: of the job.
+        expressed: the arguments that the family's settings map.
+        arguments: arguments of the model.
     """
     found = [
         f"{name} is {arguments.get(name)!r}, for which it has no key"
@@ -63,34 +63,34 @@ def unexpressed(expressed: Collection[str], arguments: ModelArguments) -> list[s
 
 
 def differing(a: ModelArguments, b: ModelArguments) -> dict[str, tuple[Any, Any]]:
-    """The arguments that change the forward pass, that two jobs state, and state differently."""
+    """Return the arguments that change the forward pass and that two jobs set differently."""
     found: dict[str, tuple[Any, Any]] = {}
     for name in ("layernorm_epsilon", *dict(_counting(a)).keys() & dict(_counting(b)).keys()):
         values = a.get(name, _UNKNOWN), b.get(name, _UNKNOWN)
         plain = [list(value) if isinstance(value, tuple) else value or None for value in values]
         if name == "add_qkv_bias" and a.add_bias_linear and b.add_bias_linear:
-            continue  # it is one of all biases
+            continue  # `add_bias_linear` includes this bias
         if _UNKNOWN not in values and plain[0] != plain[1]:
             found[name] = values
     return dict(sorted(found.items()))
 
 
-def told(arguments: ModelArguments) -> list[str]:
-    """Notes on properties of the job that the Hugging Face model does not express."""
+def notes_on(arguments: ModelArguments) -> list[str]:
+    """Return notices about arguments of the job that the Hugging Face model cannot express."""
     return [
         f"--{name.replace('_', '-')} {value}: {why}"
-        for name, why in TOLD.items() if (value := arguments.get(name))
+        for name, why in NOTED.items() if (value := arguments.get(name))
     ]  # fmt: skip
 
 
-_OWN_MARKS = "mcore_ckpt_ext_"  # what this package notes among the arguments of what it writes
+_OWN_MARKS = "mcore_ckpt_ext_"  # arguments that this package adds to the checkpoints that it writes
 
 
 def unknown(arguments: ModelArguments) -> list[str]:
-    """A note on arguments of the job that no known release of Megatron has."""
-    stated = arguments.job.raw
-    known = classified(stated)
-    named = {name: value for name, value in stated.items() if name not in known and not name.startswith(_OWN_MARKS)}
+    """Return a notice about arguments of the job that no known release of Megatron has."""
+    raw = arguments.job.raw
+    known = classified(raw)
+    named = {name: value for name, value in raw.items() if name not in known and not name.startswith(_OWN_MARKS)}
     set_ones = [name for name, value in named.items() if isinstance(value, (int, float, str, list, dict)) and value]
     if not set_ones:
         return []
@@ -99,7 +99,7 @@ def unknown(arguments: ModelArguments) -> list[str]:
 
 
 def _counting(arguments: ModelArguments) -> Iterator[tuple[str, Any]]:
-    """The arguments that count in a job, and their neutral values."""
+    """Yield the arguments that have an effect in a job, with their neutral values."""
     yield from NEUTRAL.items()
     for condition, dependent in ONLY_WITH.items():
         if condition.holds(arguments.get):

@@ -1,4 +1,4 @@
-"""Models that norm the queries of all heads together, and so the keys: Megatron Core norms head by head."""
+"""Models that normalize the queries, and the keys, of all heads together; Megatron Core does so per head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_ckpt_ext.model_space.names import module_and_leaf
 
 
 class FullWidthQKNorm(Family):
-    """A family whose norms of queries and keys are as wide as all heads; `spec` is Megatron-Bridge's layer spec."""
+    """A family whose query and key norms span all heads; `spec` is Megatron-Bridge's layer spec."""
 
     spec: ClassVar[str]
     bridge_only_reason = "Megatron Core normalizes queries and keys per head, this model all heads together"

@@ -1,8 +1,8 @@
-"""Models in which most layers have a gated delta net in place of attention: rules, settings, shapes.
+"""Rules, settings and shapes of models in which most layers have a gated delta net instead of attention.
 
 Sources: megatron/core/ssm/gated_delta_net/ and models/gpt/experimental_attention_variant_module_specs.py
-(core_v0.19.2), which stores rows of `in_proj` and `conv1d` in parts under keys of their own; transformers/models/
-qwen3_next/modeling_qwen3_next.py (5.23), which stores them head by head.
+(core_v0.19.2), which stores the rows of `in_proj` and `conv1d` in parts with separate keys;
+transformers/models/qwen3_next/modeling_qwen3_next.py (5.23), which stores them head by head.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 def is_linear(arguments: ModelArguments, layer: int) -> bool:
-    """Whether a layer has a gated delta net (`get_linear_attention_pattern`)."""
+    """Return whether a layer has a gated delta net (`get_linear_attention_pattern`)."""
     frequency = arguments.linear_attention_freq
     if isinstance(frequency, Sequence):
         return bool(frequency[layer])
@@ -33,17 +33,17 @@ def is_linear(arguments: ModelArguments, layer: int) -> bool:
 
 
 def has_attention(arguments: ModelArguments, layer: int) -> bool:
-    """Whether a layer has attention."""
+    """Return whether a layer has attention."""
     return not is_linear(arguments, layer)
 
 
 def _sizes(arguments: ModelArguments) -> dict[str, int]:
-    """Rows of each part, by its name, for one key head."""
+    """Return the number of rows of each part for one key head, by name."""
     return {part: rows // arguments.linear_num_key_heads for part, rows in rows_of_net(arguments).items()}
 
 
 def by_heads(*names: str) -> Any:
-    """Rows of the named parts, for one key head after the other."""
+    """Return a function for the rows of the named parts, one key head after the other."""
 
     def pieces(arguments: ModelArguments) -> Iterator[Piece]:
         sizes = _sizes(arguments)
@@ -54,7 +54,7 @@ def by_heads(*names: str) -> Any:
 
 
 def by_parts(*names: str) -> Any:
-    """The named parts, one after the other."""
+    """Return a function for the rows of the named parts, one part after the other."""
 
     def pieces(arguments: ModelArguments) -> list[Piece]:
         sizes, heads = _sizes(arguments), arguments.linear_num_key_heads
@@ -71,15 +71,15 @@ ATTENTION = (
     *parts.attention(where=has_attention), replace(parts.ATTENTION_OUTPUT, where=has_attention),
     *parts.query_key_norms(has_attention), replace(parts.ATTENTION_NORM, where=has_attention),
 )  # fmt: skip
-"""Of the layers that have attention."""
+"""Rules of the layers with attention."""
 NET = (
     Rule("model.layers.{layer}.input_layernorm.weight", f"{_OURS}.in_proj.layer_norm_weight", where=is_linear),
     _net("conv1d.weight", "conv1d.weight", pieces=by_parts("query", "key", "value")),
     _net("A_log", "A_log", keeps_dtype=True), _net("dt_bias", "dt_bias"), _net("out_proj.weight", "out_proj.weight"),
-    # Among norms that are stored less 1, transformers stores this one as it is, and Megatron like all others.
+    # transformers stores this norm unchanged, unlike its other norms; Megatron stores all norms minus 1.
     _net("norm.weight", "out_norm.weight", rows=shifted(1.0), keeps_dtype=True),
 )  # fmt: skip
-"""Of the others, but for the projection before them."""
+"""Rules of the layers with a gated delta net, except for the input projection."""
 BY_HEADS = (
     _net("in_proj_qkvz.weight", "in_proj.weight", pieces=by_heads("query", "key", "value", "z")),
     _net("in_proj_ba.weight", "in_proj.weight", pieces=by_heads("beta", "alpha")),
@@ -111,7 +111,7 @@ def _layers() -> Setting:
 
 
 def _output_gate() -> Setting:
-    """The activation of the gate behind a net, which is SiLU in transformers' class, whatever the key says."""
+    """Return the setting of the output gate's activation; transformers always uses SiLU."""
 
     def to_arguments(config: Config) -> dict[str, Any]:
         if config.get("output_gate_type") not in (None, "silu", "swish"):
@@ -135,7 +135,7 @@ SETTINGS: tuple[Setting, ...] = (
 
 
 class WithGatedDeltaNets(Family):
-    """A family with such layers."""
+    """A family with gated delta nets."""
 
     needs_engine = True
 

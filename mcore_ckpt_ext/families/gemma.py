@@ -24,10 +24,10 @@ _APPROXIMATION = "gelu_pytorch_tanh"
 
 
 def _activation() -> Setting:
-    """GELU approximated by tanh, whatever name it has.
+    """Return the setting of the activation: GELU approximated by tanh, even if its name is that of exact GELU.
 
-    Released folders name the exact function, and `GemmaConfig.__post_init__` (transformers 5.23) replaces it. Releases
-    4.39 to 4.48 read another key, `hidden_activation`.
+    Published folders name the exact function, which `GemmaConfig.__post_init__` (transformers 5.23) replaces. Releases
+    4.39 to 4.48 read the key `hidden_activation` instead.
     """
     needed = {"gated_linear_unit": True, "swiglu": False, "bias_gelu_fusion": True}
 
@@ -45,7 +45,7 @@ def _activation() -> Setting:
 
 
 class Gemma(Family):
-    """Norms that multiply by one more than their weight, scaled embeddings, GELU with a gate, tied.
+    """Norms that multiply by 1 + weight, scaled embeddings, gated GELU, tied embeddings.
 
     Sources: transformers/models/gemma (5.23); gemma/gemma_provider.py of Megatron-Bridge (067f987d).
     """

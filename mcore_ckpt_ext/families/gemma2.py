@@ -24,7 +24,7 @@ _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
 def query_scalar() -> Setting:
-    """By what products of queries and keys are divided, squared."""
+    """Return the setting of `query_pre_attn_scalar`; its square root divides the products of queries and keys."""
     return Custom(
         ("query_pre_attn_scalar",),
         lambda arguments: {"query_pre_attn_scalar": attention_scalar(arguments)},
@@ -34,7 +34,7 @@ def query_scalar() -> Setting:
 
 
 def attention_scalar(arguments: ModelArguments) -> float:
-    """The same of a job, as a whole number where it is one."""
+    """Return the `query_pre_attn_scalar` of a job, as an integer if possible."""
     scale = arguments.softmax_scale or arguments.kv_channels**-0.5
     scalar = round(scale**-2, 6)
     return int(scalar) if scalar == int(scalar) else scalar
@@ -51,10 +51,11 @@ RULES = (
 
 
 class Gemma2(Family):
-    """Norms on both sides of attention and MLP, logits capped, embeddings scaled, tied.
+    """Norms before and after attention and MLP, soft-capped logits, scaled and tied embeddings.
 
-    `GPTModel` of Megatron Core builds none of the first three; the names are those of Megatron-Bridge's provider, whose
-    norms after a block are part of the linear before them (`TERowParallelLinearLayerNorm`, gemma/gemma2_provider.py).
+    Megatron Core's `GPTModel` has none of the first three. The names are those of Megatron-Bridge's provider, in which
+    a norm after a block is part of the preceding linear layer (`TERowParallelLinearLayerNorm`,
+    gemma/gemma2_provider.py).
     """
 
     model_type = "gemma2"
@@ -62,11 +63,11 @@ class Gemma2(Family):
     bridge_only_reason = "Megatron Core has no norms after a block, no logit soft-capping and no scaled embeddings"
     bridge_provider = "gemma.gemma2_provider.Gemma2ModelProvider"
     rules = RULES
-    without_effect = ("hidden_act", "sliding_window_size")  # `hidden_activation` and `sliding_window` are looked at
+    without_effect = ("hidden_act", "sliding_window_size")  # `hidden_activation` and `sliding_window` are used instead
     settings = (
         *SIZES, query_groups(4), head_size(always=True, default=256), rope(), *TRAINING,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
-        # The norms multiply by one more than their weight.
+        # The norms multiply by 1 + weight.
         Requires({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True}),
         Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
         Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),

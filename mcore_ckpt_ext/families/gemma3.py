@@ -37,7 +37,7 @@ _EVERY = 6  # `interleaved_attn_pattern` of the provider: five layers with a win
 
 
 def _rope() -> Setting:
-    """RoPE with one base for layers with a window, and another, scaled or not, for the others."""
+    """Return the setting of RoPE with one base for windowed layers, and another, perhaps scaled, for the others."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         factor = arguments.rotary_seq_len_interpolation_factor
@@ -79,7 +79,7 @@ def _rope() -> Setting:
 
 
 class Gemma3(Family):
-    """Gemma 2 with norms of each head's queries and keys, other windows and positions, and no caps.
+    """Gemma 2 with norms of queries and keys per head, other windows and positions, and no soft-capping.
 
     The names are those of Megatron-Bridge's provider (gemma/gemma3_provider.py, commit 067f987d).
     """
@@ -115,6 +115,6 @@ class Gemma3(Family):
         return {
             "rotary_base": [arguments.rotary_base_local or 10000, arguments.rotary_base],
             "rope_scaling_factor": arguments.rotary_seq_len_interpolation_factor or 1.0,
-            "window_size": None if window is None else window[0] + 1,  # of the provider's own counting
+            "window_size": None if window is None else window[0] + 1,  # the provider includes the token itself
             "softmax_scale": 1.0 / sqrt(attention_scalar(arguments)),
         }

@@ -1,4 +1,4 @@
-"""GLM-4-9B as transformers has it (`THUDM/glm-4-9b-hf`); its first folders are `chatglm`, with code of their own."""
+"""GLM-4-9B for transformers (`THUDM/glm-4-9b-hf`); its first folders are `chatglm`, with their own code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_ckpt_ext.families.settings import Mapped, Requires
 
 
 class Glm(Family):
-    """Like Llama, with neighbours of half a head rotated together, biases, gate and up projection in one matrix.
+    """Like Llama, with interleaved RoPE on half a head, biases, and gate and up projection in one matrix.
 
     Source: transformers/models/glm (5.23).
     """

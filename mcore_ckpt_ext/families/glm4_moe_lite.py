@@ -18,7 +18,7 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 def _pattern(config: Config) -> list[int]:
-    """The layers with experts: all but the first, or by a list; some releases also state the number of dense layers."""
+    """Return 1 for each layer with experts, by a list or all but the first; a count of dense layers must agree."""
     layers = config["num_hidden_layers"]
     found = config.get(KINDS_OF_LAYERS) or [DENSE, *[SPARSE] * (layers - 1)]
     pattern = [int(kind == SPARSE) for kind in found]
@@ -34,7 +34,7 @@ _LAYERS = dense_then_experts(_pattern)
 
 
 class Glm4MoELite(DeepSeekV3):
-    """DeepSeek-V3's layers under another name, with other defaults."""
+    """DeepSeek-V3's layers with another name and other defaults."""
 
     model_type = "glm4_moe_lite"
     architecture = "Glm4MoeLiteForCausalLM"
@@ -45,5 +45,5 @@ class Glm4MoELite(DeepSeekV3):
     )  # fmt: skip
 
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        """Every setting of DeepSeek-V3."""
+        """Return that DeepSeek-V3 has all of these settings."""
         return ["all that DeepSeek-V3 is"]

@@ -16,7 +16,7 @@ _QKV = joined(QUERY, KEY, VALUE)
 
 
 def _why_not(arguments: ModelArguments) -> list[str]:
-    """Hugging Face's GPT-2 has no grouped queries."""
+    """Return a reason if the model has grouped queries, which Hugging Face's GPT-2 lacks."""
     return [] if arguments.num_query_groups == arguments.num_attention_heads else ["grouped queries"]
 
 
@@ -30,11 +30,11 @@ def _inner_size(config: Config) -> dict[str, Any]:
 
 
 def rules(qkv: Rows, matrix: Callable[[Rows], Rows] = lambda rows: rows) -> tuple[Rule, ...]:
-    """All rules.
+    """Return all rules.
 
     Args:
-        qkv: the rows of `c_attn`.
-        matrix: how matrices are stored.
+        qkv: rows of `c_attn`.
+        matrix: converts rows to the storage of matrices.
     """
 
     def of_layer(leaf: str, stored: Callable[[Rows], Rows]) -> tuple[Rule, ...]:
@@ -58,7 +58,7 @@ def rules(qkv: Rows, matrix: Callable[[Rows], Rows] = lambda rows: rows) -> tupl
 
 
 def settings(activation: str) -> tuple[Setting, ...]:
-    """All but those about queries, keys and values; `activation` is the default of the class."""
+    """Return all settings except those of queries, keys and values; `activation` is the class's default."""
     return (
         Size("n_layer", "num_layers", counted=True), Size("n_embd", "hidden_size"),
         Size("n_head", "num_attention_heads", counted=True), Size("n_positions", "max_position_embeddings", 1024),
@@ -77,7 +77,7 @@ def settings(activation: str) -> tuple[Setting, ...]:
 
 
 class GPT2(Family):
-    """Layer norms, learned positions, biases everywhere, tied; its matrices are transposed (Conv1D)."""
+    """Layer norms, learned positions, biases everywhere, tied embeddings; matrices are transposed (Conv1D)."""
 
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"

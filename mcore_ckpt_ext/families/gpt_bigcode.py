@@ -21,7 +21,7 @@ def _to_config(arguments: ModelArguments) -> dict[str, Any]:
 
 def _to_arguments(config: Config) -> dict[str, Any]:
     groups = 1 if config.get(_ONE_GROUP, True) else config["n_head"]
-    if config.get(_GROUPS, groups) != groups:  # the class replaces it
+    if config.get(_GROUPS, groups) != groups:  # the class overwrites it
         raise contradictory(_GROUPS, config[_GROUPS], f"{groups} by {_ONE_GROUP}")
     return {"group_query_attention": groups != config["n_head"], "num_query_groups": groups}
 
@@ -34,15 +34,15 @@ def _why_not(arguments: ModelArguments) -> list[str]:
 class GPTBigCode(Family):
     """GPT-2 whose heads share one key and one value, and whose matrices are not transposed.
 
-    `c_attn` holds all queries, the key and the value, or, where each head has its own, one head's after the other
-    (`GPTBigCodeAttention.forward`, transformers 5.23): as `linear_qkv` does.
+    `c_attn` has all queries, the key and the value. If each head has its own key and value, it has them head by head
+    (`GPTBigCodeAttention.forward`, transformers 5.23). Both agree with `linear_qkv`.
     """
 
     model_type = "gpt_bigcode"
     architecture = "GPTBigCodeForCausalLM"
     optional_prefix = "transformer."
     left_out = (r"\.attn\.(bias|masked_bias)$",)
-    # In which precision attention is computed.
+    # The precision of attention.
     without_effect = ("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")
     rules = gpt2.rules(WHOLE)
     settings = (

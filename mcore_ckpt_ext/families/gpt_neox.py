@@ -51,7 +51,7 @@ def _blocks() -> Setting:
 
 
 def _positions() -> Setting:
-    """RoPE of a part of each head, under the names that the class has for them (`convert_rope_params_to_dict`)."""
+    """Return the setting of RoPE on a part of each head, with the class's names (`convert_rope_params_to_dict`)."""
     usual = rope(partial=0.25)
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -75,9 +75,9 @@ def _why_not(arguments: ModelArguments) -> list[str]:
 
 
 class GPTNeoX(Family):
-    """Layer norms, biases everywhere, a quarter of each head rotated, GELU; not tied.
+    """Layer norms, biases everywhere, RoPE on a quarter of each head, GELU; untied embeddings.
 
-    `query_key_value` holds one head's query, key and value after the other, as `linear_qkv` does
+    `query_key_value` has query, key and value head by head, as `linear_qkv` does
     (`GPTNeoXAttention.forward`, transformers 5.23).
     """
 

@@ -28,16 +28,16 @@ _YARN = {
 
 
 def _why_not(arguments: ModelArguments) -> list[str]:
-    """Fused, with experts one by one, it clamps before it adds biases (`weighted_bias_quick_geglu_impl`)."""
+    """Return a reason if Megatron clamps before adding biases (`weighted_bias_quick_geglu_impl`, not grouped)."""
     fused = arguments.bias_gelu_fusion and not arguments.get("moe_grouped_gemm", True)
     return ["bias_gelu_fusion with experts one by one, which clamps before biases are added"] if fused else []
 
 
 class GptOss(Family):
-    """Experts in every layer, stacked and transposed; a sink for each head; biases; a window in every second layer.
+    """Stacked, transposed experts in every layer; an attention sink per head; biases; a window in every other layer.
 
-    Gate and up projection are clamped, and the gate is `x * sigmoid(1.702 * x)` (`quick_gelu` in Megatron); their rows
-    take turns. Sources: transformers/models/gpt_oss/modeling_gpt_oss.py (5.23); `SequentialMLP` and
+    Gate and up projection are clamped, their rows alternate, and the gate is `x * sigmoid(1.702 * x)` (`quick_gelu` in
+    Megatron). Sources: transformers/models/gpt_oss/modeling_gpt_oss.py (5.23); `SequentialMLP` and
     `DotProductAttention` of core_v0.16.1 to 0.19.2; gpt_oss/gpt_oss_bridge.py of Megatron-Bridge (commit 067f987d).
     """
 
@@ -55,7 +55,7 @@ class GptOss(Family):
         Rule(f"{_EXPERTS}.down_proj_bias", f"{_EXPERT}.linear_fc2.bias"),
         parts.ATTENTION_NORM, parts.MLP_NORM[1], *parts.OUTPUT,
     )  # fmt: skip
-    # Said once more, or of the code that OpenAI released.
+    # Keys that repeat others, or that only OpenAI's released code reads.
     without_effect = ("experts_per_token", "initial_context_length")
     settings = (
         *SIZES, query_groups(8), head_size(always=True, default=64), rope(150000.0, scaling=_YARN),

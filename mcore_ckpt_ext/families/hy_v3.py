@@ -20,7 +20,7 @@ _RULES = (
 
 
 class HyV3(WithMtp):
-    """DeepSeek-V3's experts, chosen without groups, with grouped queries and norms of queries and keys.
+    """DeepSeek-V3's experts without groups, with grouped queries and norms of queries and keys.
 
     Sources: transformers/models/hy_v3 (5.23), and conversion_mapping.py for the names of released tensors;
     hy_v3/hy_v3_bridge.py of Megatron-Bridge (067f987d).
@@ -38,7 +38,7 @@ class HyV3(WithMtp):
         Rule(f"{_THEIRS}.gate.weight", f"{_OURS}.router.weight", where=with_experts),
         Rule(f"{_THEIRS}.e_score_correction_bias", f"{_OURS}.router.expert_bias", where=with_experts, keeps_dtype=True),
     )  # fmt: skip
-    without_effect = ("enable_moe_fp32_combine",)  # in which precision outputs are added
+    without_effect = ("enable_moe_fp32_combine",)  # the precision in which outputs are added
     settings = (
         *SIZES, query_groups(8), head_size(always=True, default=128), rope(11158840.0), tied(by_default=False),
         *TRAINING, Mapped("initializer_range", "init_method_std", 0.006), SILU, RMS_NORM,

@@ -1,6 +1,7 @@
-"""How what sees images in a model is described: where its tensors lie, and what its configuration says.
+"""Describes vision towers: the names of their tensors, and their configuration.
 
-Megatron-Bridge holds it beside the model's text, on the first pipeline stage. The models: `images_known.py`.
+Megatron-Bridge places the vision tower on the first pipeline stage, next to the language model. The supported models
+are in `images_known.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from mcore_ckpt_ext.model_space.anatomy import LANGUAGE_MODEL
 from mcore_ckpt_ext.model_space.slices import Region
 
 PREFIX = f"{LANGUAGE_MODEL}."
-"""What stands before the names of the text there."""
+"""The prefix of the language model's names in Megatron-Bridge."""
 _ROPE = ("rope_parameters", "rope_scaling")
 _SECTIONS = "mrope_section"
-_THETA = 10000.0  # of what sees: no class of Megatron-Bridge asks for another
+_THETA = 10000.0  # RoPE base of vision towers: no class of Megatron-Bridge has another
 _NUMBER = "*"
 _OF_TEXT = "model."
 _PARTS = 3  # queries, keys, values
@@ -33,11 +34,11 @@ class VisionMapping:
     """A tensor in Hugging Face's folders and in Megatron-Bridge; `*` stands for the number of a block or merger.
 
     Attributes:
-        theirs: its name there, as it is written.
-        ours: its name in Megatron.
-        by_heads: there all queries, then keys, then values; in Megatron those of one head after the other
-            (`ConcatenatedQKVMapping` of Megatron-Bridge; as many heads of keys as of queries).
-        transposed: there the matrix is transposed.
+        theirs: name in Hugging Face's folders, as it is written.
+        ours: name in Megatron.
+        by_heads: Hugging Face stores all queries, then all keys, then all values; Megatron stores them head by head
+            (`ConcatenatedQKVMapping` of Megatron-Bridge; queries and keys have equally many heads).
+        transposed: the matrix is transposed in Hugging Face's folders.
     """
 
     theirs: str
@@ -48,24 +49,25 @@ class VisionMapping:
 
 @dataclass(frozen=True)
 class Images:
-    """How a kind of models is held.
+    """The vision tower of a model type.
 
     Attributes:
-        rules: for all tensors of what sees.
-        spellings: patterns of what names begin with in folders in the wild, and how they are written.
-        text: what the names of the text begin with in a folder, where those of a model of its own begin with `model.`.
-        provider: the class of the whole, below `megatron.bridge.models`.
-        config_class: of transformers, of the part that sees.
-        fields: keys of `config.json`, and what the provider calls them.
-        sizes: keys of `vision_config`, and what shows them: how many names a pattern matches (None), or the size of
-            such a tensor along an axis. A list shows its length.
-        heads: the key of `vision_config` that counts heads, where rows lie by heads.
-        fixed: keys of `vision_config` that say what the provider has without asking.
-        axes: positions have three of them.
-        experts: the text has experts.
-        states: patterns of modules with an extra state, and whether it is Transformer Engine's.
-        further: makes more fields of the provider of the `config.json`.
-        unlike: what else a `config.json`, given with shapes in Megatron, says otherwise than tensors do.
+        rules: rules for all tensors of the vision tower.
+        spellings: patterns of prefixes in published folders, and the prefixes that are written.
+        text: prefix of the language model's names in a folder; as a model of its own it has `model.`.
+        provider: class of the whole model, below `megatron.bridge.models`.
+        config_class: configuration class of the vision tower in transformers.
+        fields: fields of the provider by the keys of `config.json`.
+        sizes: for each key of `vision_config`, a pattern of names and an axis. The value is the size of a matching
+            tensor along the axis, or the number of matching names if the axis is None. For a list, its length is
+            compared.
+        heads: key of `vision_config` with the number of heads, if rows are stored head by head.
+        fixed: keys of `vision_config` whose value is fixed in the provider.
+        axes: positions have three axes.
+        experts: the language model has experts.
+        states: patterns of modules with an extra state, and whether the state is Transformer Engine's.
+        further: returns further fields of the provider, given the `config.json`.
+        unlike: yields further contradictions between a `config.json` and shapes in Megatron.
     """
 
     rules: Sequence[VisionMapping]
@@ -84,26 +86,26 @@ class Images:
     unlike: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Iterator[str]] | None = None
 
     def ours(self, name: str) -> str | None:
-        """The name in Megatron of a tensor of a Hugging Face folder; None where it has no place."""
+        """Return the name in Megatron of a tensor of a Hugging Face folder; None if Megatron does not have it."""
         name = self.spelled(name)
         return next((found for rule in self.rules if (found := _translated(name, rule.theirs, rule.ours))), None)
 
     def spelled(self, name: str) -> str:
-        """A name of a folder in the wild as it is written."""
+        """Return the name that is written for a name in a published folder."""
         for pattern, written in self.spellings:
             name = re.sub(pattern, written, name)
         return name
 
     def tensor(self, ours: str, shape: tuple[int, ...], vision: Mapping[str, Any]) -> HuggingFaceTensor:
-        """What a tensor of Megatron's is in a folder that is written.
+        """Return the tensor of a written folder for a Megatron tensor.
 
         Args:
-            ours: its name, one of the rules'.
-            shape: of the whole tensor, in Megatron.
-            vision: `vision_config`.
+            ours: name in Megatron, which a rule maps.
+            shape: shape of the whole tensor in Megatron.
+            vision: the `vision_config`.
 
         Raises:
-            UnsupportedCheckpointError: its rows are no multiple of the heads.
+            UnsupportedCheckpointError: the number of rows is not a multiple of the number of heads.
         """
         named = ((rule, _translated(ours, rule.ours, rule.theirs)) for rule in self.rules)
         rule, theirs = next((rule, name) for rule, name in named if name)
@@ -113,23 +115,23 @@ class Images:
         return HuggingFaceTensor(theirs, shape[::-1] if rule.transposed else shape, regions, rule.transposed)
 
     def in_megatron(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape in Megatron of a tensor that a folder has with this one."""
+        """Return the shape in Megatron of a tensor with a shape in a folder."""
         rule = next(rule for rule in self.rules if _translated(ours, rule.ours, rule.ours))
         return shape[::-1] if rule.transposed else shape
 
     def in_folder(self, name: str) -> str:
-        """The name of a tensor of the text, as a model of its own has it, in a folder of the whole."""
+        """Return the name of a language model's tensor in a folder of the whole model."""
         return self.text + name.removeprefix(_OF_TEXT) if name.startswith(_OF_TEXT) else name
 
     def holds(self, names: Collection[str]) -> bool:
-        """Whether these are names, in Megatron, of what sees."""
+        """Return whether all names are those of this vision tower in Megatron."""
         return all(any(_translated(name, rule.ours, rule.ours) for rule in self.rules) for name in names)
 
     def provider_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What the section `model` of `run_config.yaml` says of the whole.
+        """Return the fields in section `model` of `run_config.yaml` for the whole model.
 
         Raises:
-            UnsupportedCheckpointError: the `config.json` lacks something, or gives a value of a kind that none has.
+            UnsupportedCheckpointError: the `config.json` lacks a key, or has an unsupported value.
         """
         vision = config.get("vision_config")
         section = sections_of(config) if self.axes else None
@@ -164,23 +166,23 @@ class Images:
             )  # fmt: skip
 
     def mismatches(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Why a `config.json` does not describe what sees, by the shapes of its tensors in Megatron."""
+        """Return contradictions between a `config.json` and the shapes of the vision tower in Megatron."""
         vision = config.get("vision_config") or {}
         found = [f"no {name}" for name in self._wanted(shapes) if name not in shapes]
         for key, (pattern, axis) in self.sizes.items():
             matches = {match[0]: shape for name, shape in shapes.items() if (match := re.match(pattern, name))}
             sizes = (shape[axis] for shape in matches.values() if axis is not None and axis < len(shape))
             size = len(matches) if axis is None else next(sizes, None)
-            said = vision.get(key)
-            if (len(said) if isinstance(said, (list, tuple)) else said) != size:
-                found.append(f"{key} is {said} in vision_config, and {size} by the tensors")
+            value = vision.get(key)
+            if (len(value) if isinstance(value, (list, tuple)) else value) != size:
+                found.append(f"{key} is {value} in vision_config, and {size} by the tensors")
         section, head = sections_of(config), _head_size(config)
         if self.axes and head is not None and 2 * sum(section or ()) != head:
             found.append(f"{_SECTIONS} is {section}, and heads have {head} elements")
         return found if found or self.unlike is None else [*self.unlike(vision, shapes)]
 
     def _wanted(self, names: Collection[str]) -> Iterator[str]:
-        """All names of what sees, with as many blocks and mergers as there are names of."""
+        """Yield all names of the vision tower, with as many blocks and mergers as the given names have."""
         numbers: dict[str, set[str]] = {}
         for rule in self.rules:
             pattern = _pattern(rule.ours)
@@ -192,13 +194,13 @@ class Images:
             yield from (rule.ours.replace(_NUMBER, str(at)) for at in range(count))
 
     def states_of(self, names: Collection[str]) -> dict[str, bool]:
-        """Modules of what sees that have an extra state, and whether it is Transformer Engine's."""
+        """Return the modules with an extra state, and whether the state is Transformer Engine's."""
         modules = {name.rpartition(".")[0] for name in names}
         return {one: engine for one in sorted(modules) for pattern, engine in self.states if re.fullmatch(pattern, one)}
 
 
 def sections_of(config: Mapping[str, Any]) -> Any:
-    """How many of a head's frequencies belong to each axis of a position; None where nothing says so."""
+    """Return the number of frequencies for each axis of a position; None if `config.json` has none."""
     inside = config.get("text_config")
     for part in (inside if isinstance(inside, Mapping) else {}, config):
         for key in _ROPE:
@@ -208,7 +210,7 @@ def sections_of(config: Mapping[str, Any]) -> Any:
 
 
 def _head_size(config: Mapping[str, Any]) -> int | None:
-    """Elements of a head of the text; None where no numbers say it."""
+    """Return the head size of the language model; None if it is unknown."""
     text = text_config(config) or {}
     head, hidden, heads = (text.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
     if type(head) is int:
@@ -222,13 +224,13 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def _translated(name: str, one: str, other: str) -> str | None:
-    """A name under the other template of a rule; None where the first is not its own."""
+    """Translate a name from one template of a rule to the other; None if it does not match."""
     match = _pattern(one).fullmatch(name)
     return match and other.replace(_NUMBER, match[1] if _NUMBER in one else "")
 
 
 def _by_heads(name: str, shape: tuple[int, ...], heads: Any) -> Iterator[Region]:
-    """The rows of all queries, then of all keys, then of all values, in a parameter that has them head by head."""
+    """Yield the rows of all queries, all keys and all values of a parameter that stores them head by head."""
     if type(heads) is not int or heads < 1 or shape[0] % (_PARTS * heads):
         raise UnsupportedCheckpointError(
             "the rows of a parameter do not match the number of heads", found=f"{shape[0]} rows, {heads} heads",

@@ -1,9 +1,9 @@
-"""The vision towers of the models that Megatron-Bridge builds.
+"""The vision towers of models that Megatron-Bridge builds.
 
 Sources, Megatron-Bridge 0.6.2: models/qwen_vl/qwen25_vl_bridge.py, qwen25_vl_provider.py and modeling_qwen25_vl.py (the
-class of transformers, whole on every tensor-parallel rank); qwen3_vl_bridge.py, qwen3_vl_provider.py and
+transformers class, replicated on every tensor-parallel rank); qwen3_vl_bridge.py, qwen3_vl_provider.py and
 modelling_qwen3_vl (layers of Megatron Core, and mergers); models/gemma_vl/gemma3_vl_bridge.py, gemma3_vl_provider.py
-and modeling_gemma3_vl.py (the class of transformers, and a projector).
+and modeling_gemma3_vl.py (the transformers class, and a projector).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def _leaves(*modules: str) -> tuple[str, ...]:
 
 
 def _both(theirs: str, ours: str, by_heads: bool = False) -> tuple[VisionMapping, ...]:
-    """The weight and the bias; `ours` ends in what stands before `weight`."""
+    """Return the rules for a weight and its bias; `ours` is the prefix of the names in Megatron."""
     return tuple(VisionMapping(f"{theirs}.{leaf}", f"{ours}{leaf}", by_heads) for leaf in ("weight", "bias"))
 
 
-_IN_NETS = ".in_proj."  # of gated delta nets: Qwen3.5, which sees as Qwen3-VL does
+_IN_NETS = ".in_proj."  # gated delta nets: Qwen3.5, which has Qwen3-VL's vision tower
 _QWEN_FIELDS = {key: key for key in (
     "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
 )}  # fmt: skip
@@ -57,7 +57,7 @@ _QWEN2_5 = Images(
 
 
 def _deepstack(vision: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Mergers take what leaves certain blocks."""
+    """Check the blocks whose output goes to mergers."""
     depth, after = vision["depth"], vision["deepstack_visual_indexes"]
     if any(type(at) is not int or not 0 <= at < depth for at in after):
         yield f"deepstack_visual_indexes is {after}, and there are {depth} blocks"
@@ -103,7 +103,7 @@ _TOWER = (*_leaves("embeddings.patch_embedding"), "embeddings.position_embedding
 
 
 def _projector(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Between what sees and the text: sizes, for which Bridge itself has those of released models (SigLIP's of 896)."""
+    """Return the fields of the projector to the language model; Bridge's defaults are those of SigLIP 896."""
     vision, text = config["vision_config"], config.get("text_config") or {}
     fields = {
         "input_size": vision.get("hidden_size"), "hidden_size": text.get("hidden_size", 2304),
@@ -117,7 +117,7 @@ def _projector(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _places(vision: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Each patch has a place; what pools for a classifier (`SiglipVisionModel`, by default there) has no tensors."""
+    """Check that each patch has a position, and that there is no pooling head (a default of `SiglipVisionModel`)."""
     side, patch = vision.get("image_size", 224), vision["patch_size"]
     rows = shapes["vision_tower.embeddings.position_embedding.weight"][0]
     if type(side) is not int or (side // patch) ** 2 != rows:
@@ -159,11 +159,11 @@ IMAGES: Mapping[str, Images] = {
     ),
     "gemma3": _GEMMA3,
 }  # fmt: skip
-"""By the `model_type` of the whole."""
+"""Vision towers by the `model_type` of the whole model."""
 
 
 def kind_of(names: Collection[str]) -> str | None:
-    """The `model_type` of a checkpoint of Megatron-Bridge with these names; None where it is no such whole."""
+    """Return the `model_type` of a Megatron-Bridge checkpoint with these names; None if it has no vision tower."""
     of_images = [name for name in names if not name.startswith(PREFIX)]
     if not of_images or len(of_images) == len(names) or any(_IN_NETS in name for name in names):
         return None

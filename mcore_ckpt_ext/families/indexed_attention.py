@@ -38,7 +38,7 @@ _NORMS = {
 }
 _INDEXED = "indexed_attention"
 
-# The norms of compressed queries, keys and values are modules of their own here (`get_dsa_module_spec_for_backend`).
+# The norms of compressed queries, keys and values are separate modules here (`get_dsa_module_spec_for_backend`).
 _ATTENTION = tuple(
     Rule(rule.hugging_face, _NORMS.get(rule.megatron, rule.megatron), rule.rows, rule.where)
     for rule in LATENT_ATTENTION
@@ -47,7 +47,7 @@ _ATTENTION = tuple(
 
 
 def _rules(with_indexer: Condition = always) -> tuple[Rule, ...]:
-    """Rules of a decoder layer, which may have an indexer of its own."""
+    """Return the rules of a decoder layer, which may have its own indexer."""
     return (
         *_ATTENTION,
         *(Rule(f"{_THEIRS}.indexer.{name}.weight", f"{_INDEXER}.linear_{name}.weight", where=with_indexer)
@@ -60,7 +60,7 @@ def _rules(with_indexer: Condition = always) -> tuple[Rule, ...]:
 
 
 def _computes_indices(arguments: ModelArguments, layer: int) -> bool:
-    """Whether a decoder layer has an indexer, and does not reuse the tokens that the one before it chose.
+    """Return whether a decoder layer has its own indexer, instead of reusing tokens of an earlier layer.
 
     Source: `is_dsa_skip_topk_layer`, experimental_attention_variant/dsa.py (core_v0.19.0 to 0.19.2), which counts
     layers from 1.
@@ -73,7 +73,7 @@ _LAYERS = listed_dense_first(3)
 
 
 def _every_layer(key: str, kind: str) -> Setting:
-    """A list by layers that says the same of each; never written."""
+    """Return the setting of a list with the same value for every layer; it is never written."""
 
     def to_arguments(config: Config) -> dict[str, Any]:
         if others := {*(config.get(key) or ())} - {kind}:
@@ -89,7 +89,7 @@ _FULL, _SHARED = "full", "shared"
 
 
 def _indexers_of(config: Config) -> list[str]:
-    """The kind of each layer's indexer, as `GlmMoeDsaConfig.__post_init__` (transformers 5.23) derives it."""
+    """Return the kind of each layer's indexer as in `GlmMoeDsaConfig.__post_init__` (transformers 5.23)."""
     layers = config["num_hidden_layers"]
     key = _KINDS_OF_INDEXERS if config.get(_KINDS_OF_INDEXERS) is not None else _OLDER_KINDS
     if (listed := config.get(key)) is not None:
@@ -102,7 +102,7 @@ def _indexers_of(config: Config) -> list[str]:
 
 
 def _spacing(kinds: list[str]) -> tuple[int, int]:
-    """Megatron's frequency and offset: full layers at the beginning, then one in so many."""
+    """Return Megatron's frequency and offset: the first layers are full, then one of every `frequency` layers."""
     if _SHARED not in kinds:
         return 1, 0
     offset = kinds.index(_SHARED)
@@ -111,7 +111,7 @@ def _spacing(kinds: list[str]) -> tuple[int, int]:
 
 
 def _shared_indexers() -> Setting:
-    """Layers that reuse the tokens which the indexer of an earlier layer chose."""
+    """Return the setting of layers that reuse the tokens of an earlier layer's indexer."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         frequency, layers = arguments.dsa_indexer_topk_freq, range(arguments.num_layers)
@@ -134,7 +134,7 @@ def _shared_indexers() -> Setting:
         return {"dsa_indexer_topk_freq": frequency, "dsa_indexer_skip_topk_offset": offset}
 
     def why_not(arguments: ModelArguments) -> list[str]:
-        # MTP layers are numbered from 1, too, and the first `offset` have indexers.
+        # MTP layers are also numbered from 1, and the first `offset` have indexers.
         further = range(arguments.mtp_num_layers or 0)
         shares = not all(_computes_indices(arguments, layer) for layer in further)
         return ["an MTP layer without its own indexer"] if shares else []
@@ -154,7 +154,7 @@ def _indexer(heads: int, interleaved: bool) -> tuple[Setting, ...]:
             "experimental_attention_variant": "dsa", "dsa_indexer_rope_interleaved": interleaved,
             "dsa_indexer_k_norm_epsilon": 1e-6, "dsa_indexer_scoring_relu": True,
         }),
-        # A rotation that leaves products what they are, for the sake of fp8; transformers has none.
+        # A rotation for fp8 that does not change the products; transformers does not have it.
         Implies({"dsa_indexer_rotate_activation": False, "dsa_indexer_k_norm_fp32": False}),
     )  # fmt: skip
 
@@ -190,7 +190,7 @@ class DeepSeekV32(WithMtp):
 
 
 class GlmMoEDsa(DeepSeekV32):
-    """The same with other defaults, and an indexer that rotates neighbours together and that layers may share."""
+    """DeepSeek-V3.2 with other defaults, and an indexer that uses interleaved RoPE and that layers may share."""
 
     model_type = "glm_moe_dsa"
     architecture = "GlmMoeDsaForCausalLM"

@@ -23,10 +23,10 @@ _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
 class InternLM2(Family):
-    """Llama with queries, keys and values in one matrix, group by group as Megatron has them, under other names.
+    """Llama with other names, and queries, keys and values in one matrix, group by group as in Megatron.
 
-    Its folders bring their own code (`modeling_internlm2.py`): `wqkv` is taken apart into groups of queries, a key and
-    a value, and RoPE of the type `dynamic` is plain up to `max_position_embeddings`.
+    Its folders contain their own code (`modeling_internlm2.py`): it splits `wqkv` into groups of queries, a key and a
+    value, and RoPE of type `dynamic` is not scaled up to `max_position_embeddings`.
     """
 
     model_type = "internlm2"

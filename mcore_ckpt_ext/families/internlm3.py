@@ -12,7 +12,7 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 class InternLM3(Family):
-    """Llama under another name; transformers makes and saves it as one."""
+    """Llama with another name; transformers builds and saves it as Llama."""
 
     model_type = "internlm3"
     architecture, alternative_architecture = "InternLM3ForCausalLM", "LlamaForCausalLM"

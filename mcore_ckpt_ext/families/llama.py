@@ -9,7 +9,7 @@ from mcore_ckpt_ext.families.settings import Constant
 
 
 class Llama(Family):
-    """RMS norms, rotary positions (scaled or not), grouped queries, SwiGLU, no biases; tied or untied."""
+    """RMS norms, RoPE (scaled or not), grouped queries, SwiGLU, no biases; tied or untied embeddings."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"

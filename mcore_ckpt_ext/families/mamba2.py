@@ -46,7 +46,7 @@ def _layers() -> Setting:
 
 
 def _expand() -> Setting:
-    """How much wider a mixer is than the model; heads say so, too."""
+    """Return the setting of a mixer's expansion factor, which must agree with the heads."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         return {"expand": rows_of_mixer(arguments)["z"] // arguments.hidden_size}
@@ -67,7 +67,7 @@ def _expand() -> Setting:
 
 
 def _no_limit() -> Setting:
-    """Time steps are not bounded; transformers 5 writes infinity as `{"__float__": "Infinity"}`."""
+    """Return the setting of unlimited time steps; transformers 5 writes `{"__float__": "Infinity"}`."""
     key = "time_step_limit"
 
     def to_arguments(config: Config) -> dict[str, Any]:
@@ -80,9 +80,9 @@ def _no_limit() -> Setting:
 
 
 class Mamba2(NemotronH):
-    """Nemotron-H's mixers alone.
+    """A model of Nemotron-H's Mamba mixers only.
 
-    Source: transformers/models/mamba2 (5.23), whose norms behind a mixer are, since 5, of each group as Megatron's.
+    Source: transformers/models/mamba2 (5.23), whose norms after a mixer are per group since 5, as in Megatron.
     """
 
     model_type = "mamba2"
@@ -101,7 +101,7 @@ class Mamba2(NemotronH):
         Constant("use_conv_bias", True, {}), Constant("hidden_act", "silu", {}),
         Constant("use_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
         _no_limit(), Requires({"position_embedding_type": "none"}),
-        # What Megatron's parser needs, and no layer of the model has.
+        # Arguments that Megatron's parser requires but no layer of the model uses.
         Implies({
             "is_hybrid_model": True, "num_attention_heads": 1, "num_query_groups": 1, "ffn_hidden_size": _POSITIONS,
             "kv_channels": 1, "max_position_embeddings": _POSITIONS, "attention_dropout": 0.0, "hidden_dropout": 0.0,

@@ -37,7 +37,7 @@ def _width(arguments: ModelArguments) -> dict[str, Any]:
 
 
 def _experts(config: Config) -> dict[str, Any]:
-    if config.get("num_experts_per_tok", 8) < 2:  # Megatron does not divide the weight of a single one by itself
+    if config.get("num_experts_per_tok", 8) < 2:  # Megatron does not normalize the weight of a single expert
         raise unrepresentable("num_experts_per_tok", 1, "2 or more")
     return {"moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]}
 
@@ -48,9 +48,9 @@ def _everywhere(arguments: ModelArguments) -> list[str]:
 
 
 class MiniMaxM2(FullWidthQKNorm):
-    """Experts by sigmoids in every layer, grouped queries, part of a head rotated, norms over all heads together.
+    """Experts by sigmoid in every layer, grouped queries, RoPE on a part of each head, norms across all heads.
 
-    Megatron Core norms head by head; the names and shapes are those of Megatron-Bridge's own layer spec
+    Megatron Core normalizes per head; names and shapes are those of Megatron-Bridge's own layer spec
     (`FullDimQNorm`, minimax_m2/minimax_m2_provider.py, commit 067f987d).
     """
 
@@ -62,7 +62,7 @@ class MiniMaxM2(FullWidthQKNorm):
         Rule("model.layers.{layer}.block_sparse_moe.e_score_correction_bias",
              "decoder.layers.{layer}.mlp.router.expert_bias", where=with_experts, keeps_dtype=True),
     )  # fmt: skip
-    # Of the layers of its predecessor, and of MTP layers, whose weights no folder holds.
+    # Keys about layers of its predecessor, and about MTP layers, whose weights are not published.
     without_effect = (
         "attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta",
         "max_model_len", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp",

@@ -23,11 +23,11 @@ from mcore_ckpt_ext.families.settings import Config, Custom, Mapped, Requires, S
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _BETA, _NESTED = "llama_4_scaling_beta", "rope_parameters"
-_LENGTH = "max_position_embeddings"  # repeated among those of RoPE, where the class does not read it
+_LENGTH = "max_position_embeddings"  # repeated among the keys of RoPE, where the class does not read it
 
 
 def _positions() -> Setting:
-    """YaRN, and among its keys the factor by which queries grow with their position, which Megatron Core lacks.
+    """Return the setting of YaRN; its keys include a scaling of queries by position, which Megatron Core lacks.
 
     A query is multiplied by 1 + beta log(1 + floor(position / original_max_position_embeddings)), which is 1 for the
     first of these positions (`get_llama_4_attn_scale` of transformers/models/ministral3, 5.23).
@@ -51,7 +51,7 @@ def _positions() -> Setting:
 
 
 class Ministral3(Family):
-    """Mistral with YaRN, and in Ministral 3 queries that grow with their position."""
+    """Mistral with YaRN; Ministral 3 also scales queries by their position."""
 
     model_type = "ministral3"
     architecture = "Ministral3ForCausalLM"

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 class Mistral(Family):
-    """RMS norms, rotary positions, grouped queries, SwiGLU, no biases, and a window over the tokens before."""
+    """RMS norms, RoPE, grouped queries, SwiGLU, no biases, and a sliding window."""
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"

@@ -11,7 +11,7 @@ _ROUTER = Rule("model.layers.{layer}.mlp.gate.weight", "decoder.layers.{layer}.m
 
 
 class Mixtral(Family):
-    """Like Mistral, with experts in every layer; the chosen experts' logits are normalised among themselves."""
+    """Like Mistral, with experts in every layer; softmax is over the logits of the chosen experts."""
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
@@ -19,7 +19,7 @@ class Mixtral(Family):
     without_effect = ("router_jitter_noise",)
     read_rules = (_ROUTER, *parts.STACKED_EXPERTS)
     settings = (
-        # The class has none by itself, and scaled positions need one (modeling_rope_utils.py of transformers 5.23).
+        # The class has no default head size, which scaled positions need (modeling_rope_utils.py of transformers 5.23).
         *llama_like(1000000.0, 1e-5, groups=8, head_dim=True),
         experts_in_every_layer(8), Mapped("num_experts_per_tok", "moe_router_topk", 2),
         Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),

@@ -1,4 +1,4 @@
-"""The refusal of a model whose family is not known: what it has that decides it, and which families are nearest."""
+"""The error for a model of an unknown family, with its unsupported traits and the nearest families."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _OF_HEADS = re.compile(r"(q|k|query|key|q_a|kv_a|value|v)_?(layer)?_?norm|inner_
 
 @dataclass(frozen=True)
 class Nearest:
-    """A family, and what keeps a model from being of it: keys of `config.json`, and tensors (`#`: any number)."""
+    """A family, and the keys of `config.json` and tensors that it does not map (`#` is any number)."""
 
     family: Family
     keys: Sequence[str]
     tensors: Sequence[str]
 
     def __str__(self) -> str:
-        """For messages."""
+        """Describe the family for messages."""
         unmapped = [
             f"{_some(names)} ({kind})" for names, kind in ((self.keys, "keys"), (self.tensors, "tensors")) if names
         ]
@@ -47,29 +47,29 @@ class Nearest:
 def unknown_family(
     config: Mapping[str, Any], names: Collection[str], families: Iterable[Family], where: str
 ) -> UnsupportedCheckpointError:
-    """The refusal of a model of a type that no family has.
+    """Return the error for a `model_type` without a family.
 
     Args:
-        config: the model's `config.json`; of one that has other parts than its text, that of the text decides.
-        names: of its tensors; empty where they cannot be read.
-        families: those that are known.
-        where: the file, for the message.
+        config: the `config.json` of the model; if it has a `text_config`, that one is compared.
+        names: names of its tensors; empty if they cannot be read.
+        families: the known families.
+        where: path of the file, for the message.
     """
     inside = config.get("text_config")
     text = inside if isinstance(inside, Mapping) else config
     names = [name for name in text_names(names).values() if name is not None]
     nearest = nearest_families(text, names, families)
     traits = deciding_traits(text, names)
-    told = f"; what Megatron Core cannot build: {'; '.join(traits)}" if traits else ""
+    unsupported = f"; what Megatron Core cannot build: {'; '.join(traits)}" if traits else ""
     return UnsupportedCheckpointError(
         "unknown model family",
-        found=f"model_type {config.get('model_type')}; nearest: {'; '.join(map(str, nearest))}{told}",
+        found=f"model_type {config.get('model_type')}; nearest: {'; '.join(map(str, nearest))}{unsupported}",
         expected="one of mcore-ckpt convert --list-families", where=where, hint=_hint(nearest[0], bool(traits)),
     )  # fmt: skip
 
 
 def _hint(nearest: Nearest, cannot_be_built: bool) -> str:
-    """The flags to continue with: the nearest family, unless it has no place for some tensors."""
+    """Return the flags to continue with: the nearest family, unless it lacks some tensors."""
     write = "--family path.py:Name (docs/how-to/own-format.md)"
     if cannot_be_built or nearest.tensors:
         return f"map it to layers of your own with a family: {write}"
@@ -79,12 +79,12 @@ def _hint(nearest: Nearest, cannot_be_built: bool) -> str:
 
 
 def nearest_families(config: Mapping[str, Any], names: Collection[str], families: Iterable[Family]) -> list[Nearest]:
-    """The families that explain most keys of a `config.json` and most kinds of tensors, the nearest first."""
-    stated = {key for key, value in config.items() if value is not None} - WITHOUT_EFFECT
+    """Return the families that map most keys of a `config.json` and most tensors, the nearest first."""
+    present = {key for key, value in config.items() if value is not None} - WITHOUT_EFFECT
     kinds = _kinds(names)
     found = []
     for family in families:
-        keys, tensors = sorted(stated - family.mapped_keys), sorted(_unexplained(kinds, family))
+        keys, tensors = sorted(present - family.mapped_keys), sorted(_unexplained(kinds, family))
         absent = {key for setting in family.settings for key in setting.keys} - config.keys()
         without = _kinds_of(family.rules) - kinds if kinds else set()
         found.append((len(keys) + len(tensors) + len(without), len(absent), Nearest(family, keys, tensors)))
@@ -93,7 +93,7 @@ def nearest_families(config: Mapping[str, Any], names: Collection[str], families
 
 
 def _kinds(names: Collection[str]) -> set[str]:
-    """Names with `#` for every number."""
+    """Return names with every number replaced by `#`."""
     return {re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name) for name in names}
 
 
@@ -107,7 +107,7 @@ def _unexplained(kinds: Collection[str], family: Family) -> set[str]:
 
 
 def deciding_traits(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """What a model has that Megatron Core cannot build, whatever its type is called."""
+    """Return the traits of a model that Megatron Core cannot build, independently of its `model_type`."""
     kinds = _kinds(names)
     return [reason for reason, is_shown in _TRAITS if is_shown(config, kinds)]
 
@@ -121,7 +121,7 @@ def _of_layer(kinds: Collection[str], mark: str) -> set[str]:
 
 
 def _has_parallel_blocks(config: Mapping[str, Any], kinds: set[str]) -> bool:
-    """Stated, or a layer of attention and MLP with one norm for both."""
+    """Return whether a key says so, or attention and MLP of a layer share one norm."""
     if _has_true("parallel_attn", "use_parallel_residual", "parallel_residual", "parallel_attention")(config, kinds):
         return True
     norms = {kind for kind in _of_layer(kinds, r"(norm|ln_?\w*)\.weight$") if not _OF_HEADS.search(kind)}
@@ -136,7 +136,7 @@ def _has_alibi(config: Mapping[str, Any], kinds: set[str]) -> bool:
 
 
 def _norms_behind(config: Mapping[str, Any], kinds: set[str]) -> bool:
-    """A norm after the MLP and none before it."""
+    """Return whether there is a norm after the MLP and none before it."""
     before = _of_layer(kinds, r"(pre_feedforward|pre_mlp|input)_layernorm|(ln_1|attention_norm)\.")
     return bool(_of_layer(kinds, "post_feedforward_layernorm")) and not before
 

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.families.settings import Constant, Implies, Mapped, Requires
 
 
 class Nemotron(Family):
-    """Layer norms that multiply by one more than their weight, half of each head rotated, a squared ReLU and no gate.
+    """Layer norms that multiply by 1 + weight, RoPE on half of each head, squared ReLU without a gate.
 
     Sources: transformers/models/nemotron (5.23), `NemotronLayerNorm1P`; nemotron/nemotron_bridge.py of Megatron-Bridge
     (067f987d).

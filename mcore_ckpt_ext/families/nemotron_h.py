@@ -1,9 +1,10 @@
 """Nemotron-H and Nemotron 3.
 
-A mixer of Mamba, attention, an MLP or experts: one of them in each layer, as a pattern says.
+Each layer is a Mamba mixer, attention, an MLP or experts; a pattern gives the kind of each.
 
-Sources: megatron/core/ssm/mamba_mixer.py and models/hybrid/ (core_v0.12.1 to 0.19.2), which stores rows of `in_proj`
-and `conv1d` in parts under keys of their own; transformers/models/nemotron_h (5.23); nemotronh/nemotron_h_bridge.py of
+Sources: megatron/core/ssm/mamba_mixer.py and models/hybrid/ (core_v0.12.1 to 0.19.2), which stores the rows of
+`in_proj` and `conv1d` in parts with separate keys; transformers/models/nemotron_h (5.23);
+nemotronh/nemotron_h_bridge.py of
 Megatron-Bridge (commit 067f987d).
 """
 
@@ -36,17 +37,17 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_mixer
 
 MIXER, ATTENTION, DENSE, EXPERTS = "M", "*", "-", "E"
-# `layers_block_type`, as transformers writes it and as it once did.
+# Values of `layers_block_type`, in current and former releases of transformers.
 _KINDS = {"linear_attention": MIXER, "mamba": MIXER, "full_attention": ATTENTION, "attention": ATTENTION,
           "mlp": DENSE, "moe": EXPERTS}  # fmt: skip
 _OURS, _THEIRS = "decoder.layers.{layer}", "backbone.layers.{layer}"
 _LEAST_STEP = 0.001
 _HEAD = 128
-_EPSILON = 1e-5  # of the norms in Megatron's mixers, whatever the model's is
+_EPSILON = 1e-5  # fixed in the norms of Megatron's mixers
 
 
 def pattern_of(arguments: ModelArguments) -> str:
-    """A letter for each layer; Megatron also marks pipeline stages in it, and MTP layers behind."""
+    """Return a letter for each layer, without Megatron's marks for pipeline stages and MTP layers."""
     found = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern") or ""
     return str(found).partition("/")[0].replace("|", "")
 
@@ -98,12 +99,12 @@ RULES = (
 
 
 def _pattern_in(config: Config) -> str:
-    """The pattern, as transformers finds it: a list counts before it."""
-    kinds, said = config.get("layers_block_type") or config.get("layer_types"), config.get("hybrid_override_pattern")
-    found = said if kinds is None else "".join(_KINDS.get(kind, "?") for kind in kinds)
-    if not found or {*found} - {*_KINDS.values()} or (said and said != found):
-        told = f"{said}, and {found} in layers_block_type" if said and kinds else kinds or said
-        raise unrepresentable("hybrid_override_pattern", told, "M, *, - or E for each layer")
+    """Return the pattern as transformers does: a list has precedence over it."""
+    kinds, pattern = config.get("layers_block_type") or config.get("layer_types"), config.get("hybrid_override_pattern")
+    found = pattern if kinds is None else "".join(_KINDS.get(kind, "?") for kind in kinds)
+    if not found or {*found} - {*_KINDS.values()} or (pattern and pattern != found):
+        both = f"{pattern}, and {found} in layers_block_type" if pattern and kinds else kinds or pattern
+        raise unrepresentable("hybrid_override_pattern", both, "M, *, - or E for each layer")
     return str(found)
 
 
@@ -128,7 +129,7 @@ def _layers() -> Setting:
 
 
 def mixer_heads(key: str, default: int) -> Setting:
-    """The number of heads of a mixer; `default` is that of the class."""
+    """Return the setting of a mixer's number of heads; `default` is that of the class."""
     return Custom(
         (key,),
         lambda arguments: {key: rows_of_mixer(arguments)["dt"]},
@@ -163,7 +164,7 @@ def _latents() -> Setting:
 
 
 def _older_head_size() -> Setting:
-    """The size of a head as Nemotron-H of 56 billion parameters spells it; transformers reads `head_dim` alone."""
+    """Return the setting of `attention_head_dim` of Nemotron-H 56B; transformers only reads `head_dim`."""
     key = "attention_head_dim"
 
     def to_arguments(config: Config) -> dict[str, Any]:
@@ -175,7 +176,7 @@ def _older_head_size() -> Setting:
 
 
 class WithExperts(Setting):
-    """Settings that count only where the pattern has experts."""
+    """Settings that only apply if the pattern has experts."""
 
     def __init__(self, *settings: Setting) -> None:
         self._settings = settings
@@ -208,7 +209,7 @@ class WithExperts(Setting):
 
 
 class NemotronH(Family):
-    """No positions; the MLP's activation is the square of ReLU; a sigmoid and a bias choose experts."""
+    """No positions; squared ReLU in the MLP; experts are chosen by a sigmoid and a bias."""
 
     model_type = "nemotron_h"
     architecture = "NemotronHForCausalLM"
@@ -221,8 +222,8 @@ class NemotronH(Family):
         for theirs, ours in (("up_proj", "linear_fc1"), ("down_proj", "linear_fc2"))
     )
     left_out = (r"^mtp\.",)
-    # How weights begin, how fast it is computed, and what neither transformers nor the released code looks at: its
-    # attention has no positions, whatever the keys of RoPE are.
+    # Keys about initialization and speed, and keys that neither transformers nor the released code reads; attention has
+    # no positions even if there are keys for RoPE.
     without_effect: ClassVar[Sequence[str]] = (
         "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "expand", "chunk_size", "time_step_floor",
         "time_step_limit", "time_step_max", "time_step_min", "time_step_rank", "moe_shared_expert_overlap",
@@ -275,7 +276,7 @@ class NemotronH(Family):
         if "_latent_proj." in name:
             return (latent, hidden) if "fc1_" in name else (hidden, latent)
         shape = super().shape(name, arguments)
-        if latent and ".experts.experts." in name:  # between the latents, not the hidden size
+        if latent and ".experts.experts." in name:  # experts work on latents instead of hidden states
             other = prod(shape) // hidden
             return (other, latent) if "linear_fc1" in name else (latent, other)
         return shape
@@ -286,8 +287,8 @@ class NemotronH(Family):
         found = [f"{script}megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"]
         if MIXER in pattern_of(arguments):
             found.append(
-                f"transformers keeps the time steps of mixers above time_step_min ({_LEAST_STEP} unless it is said), "
-                "Megatron keeps them as they are: where they are smaller, the two compute differently"
+                f"transformers limits the time steps of mixers to time_step_min ({_LEAST_STEP} by default) or more, "
+                "Megatron does not: for smaller time steps the two compute differently"
             )
         return found
 

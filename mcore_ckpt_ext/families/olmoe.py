@@ -27,9 +27,9 @@ def _everywhere(arguments: ModelArguments) -> list[str]:
 
 
 class OLMoE(FullWidthQKNorm):
-    """Experts by softmax in every layer, norms of queries and keys over all heads together.
+    """Experts by softmax in every layer, norms of queries and keys across all heads.
 
-    The names and shapes are those of Megatron-Bridge's own attention (olmoe/olmoe_provider.py, commit 067f987d).
+    Names and shapes are those of Megatron-Bridge's own attention (olmoe/olmoe_provider.py, commit 067f987d).
     """
 
     model_type = "olmoe"

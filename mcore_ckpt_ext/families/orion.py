@@ -13,9 +13,9 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 class Orion(Family):
-    """Llama with layer norms, whose epsilon it calls `rms_norm_eps`.
+    """Llama with layer norms, whose epsilon is called `rms_norm_eps`.
 
-    Its folders bring their own code (`modeling_orion.py`), which does not read `max_sequence_length`.
+    Its folders contain their own code (`modeling_orion.py`), which does not read `max_sequence_length`.
     """
 
     model_type = "orion"

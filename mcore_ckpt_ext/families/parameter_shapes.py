@@ -1,4 +1,4 @@
-"""The sizes of parameters that follow from the arguments of a model, and their names under its layer spec."""
+"""Shapes of parameters from the arguments of a model, and their names under its layer spec."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from mcore_ckpt_ext.model_space.names import LayerSpec, module_and_leaf, of_expe
 
 
 def parameter_shape(name: str, arguments: ModelArguments) -> tuple[int, ...]:
-    """The shape of a parameter of `GPTModel`, the vocabulary not padded.
+    """Return the shape of a parameter of `GPTModel`, without vocabulary padding.
 
     Sources, core_v0.12 to 0.19.2: attention.py, multi_latent_attention.py, mlp.py, moe/ of megatron/core/transformer.
 
     Args:
-        name: model-space name.
-        arguments: from `complete`, with `vocab_size`.
+        name: model-space name of the parameter.
+        arguments: arguments of the model, with `vocab_size`.
 
     Raises:
-        UnsupportedCheckpointError: no rule says so.
+        UnsupportedCheckpointError: the parameter is unknown.
     """
     module, leaf = module_and_leaf(name)
     if leaf in ("expert_bias", "gate_weight"):
@@ -33,7 +33,7 @@ def parameter_shape(name: str, arguments: ModelArguments) -> tuple[int, ...]:
 
 
 def _linear(name: str, module: str, arguments: ModelArguments) -> tuple[int, int] | None:
-    """(output features, input features)."""
+    """Return (output features, input features) of a linear layer; None if it is unknown."""
 
     def size(argument: str) -> int:
         return int(arguments.value(argument) or 0)
@@ -79,7 +79,7 @@ def _norm(module: str, leaf: str, arguments: ModelArguments) -> tuple[int, ...] 
 
 
 def spec_name(name: str, arguments: ModelArguments) -> str:
-    """A model-space name of Transformer Engine's layer spec, under the spec that the arguments choose."""
+    """Convert a name of Transformer Engine's layer spec to the spec of the arguments."""
     if arguments.transformer_impl != "local":
         return name
     return under_spec(name, LayerSpec.LOCAL_LATENT if arguments.multi_latent_attention else LayerSpec.LOCAL)

@@ -19,7 +19,7 @@ OUTPUT = (
 
 
 def attention(leaf: str = "weight", where: Condition = always) -> tuple[Rule, ...]:
-    """Queries, keys and values: their weights or their biases."""
+    """Return the rules for weights or biases of queries, keys and values."""
     qkv = f"{_OURS}.self_attention.linear_qkv.{leaf}"
     return (
         Rule(f"{_THEIRS}.self_attn.q_proj.{leaf}", qkv, QUERY, where),
@@ -32,7 +32,7 @@ ATTENTION_OUTPUT = Rule(f"{_THEIRS}.self_attn.o_proj.weight", f"{_OURS}.self_att
 
 
 def query_key_norms(where: Condition = always) -> tuple[Rule, ...]:
-    """Norms of each head's queries and keys."""
+    """Return the rules for norms of queries and keys per head."""
     return (
         Rule(f"{_THEIRS}.self_attn.q_norm.weight", f"{_OURS}.self_attention.q_layernorm.weight", where=where),
         Rule(f"{_THEIRS}.self_attn.k_norm.weight", f"{_OURS}.self_attention.k_layernorm.weight", where=where),
@@ -49,7 +49,7 @@ MLP_NORM = (
 
 
 def layer_norms() -> tuple[Rule, ...]:
-    """Weights and biases of the norms of dense layers, and of the last one, where they are layer norms."""
+    """Return the rules for layer norms of dense layers, and for the final one: weights and biases."""
     return tuple(
         rule
         for leaf in ("weight", "bias")
@@ -67,22 +67,22 @@ MLP = (
     Rule(f"{_THEIRS}.mlp.down_proj.weight", f"{_OURS}.mlp.linear_fc2.weight", where=dense),
 )
 GATE_AND_UP = Rule(f"{_THEIRS}.mlp.gate_up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight")
-"""Both in one matrix."""
+"""Gate and up projection in one matrix."""
 DECODER = (
     EMBEDDING, *attention(), ATTENTION_OUTPUT, *MLP, ATTENTION_NORM, *MLP_NORM, *OUTPUT,
 )  # fmt: skip
-"""A decoder as Llama's; where a layer has experts, their rules are still to be added."""
+"""Rules of a decoder like Llama's, without experts."""
 
 
 def mtp_layers(rules: Sequence[Rule], final_norm: str = "shared_head.norm") -> tuple[Rule, ...]:
-    """An MTP layer: norms and a projection before it, a norm after it, and a decoder's layer.
+    """Return the rules of an MTP layer: two norms and a projection, a decoder layer, and a final norm.
 
-    Megatron stores it as `transformer_layer`, whatever the module is called (`sharded_state_dict`,
+    Megatron always stores the decoder layer as `transformer_layer` (`sharded_state_dict`,
     megatron/core/transformer/multi_token_prediction.py, core_v0.12 to 0.19.2).
 
     Args:
-        rules: of the decoder's layers.
-        final_norm: what Hugging Face calls the norm after it.
+        rules: rules of the decoder's layers.
+        final_norm: name of the final norm in Hugging Face.
     """
     ours, theirs = "mtp.layers.{step}", "model.layers.{next}"
     of_layer = [
@@ -105,14 +105,14 @@ REPEATED_FOR_MTP = (
     Rule("model.layers.{next}.embed_tokens.weight", "embedding.word_embeddings.weight"),
     Rule("model.layers.{next}.shared_head.head.weight", "output_layer.weight", where=untied),
 )
-"""Megatron has one embedding and one output layer; released folders repeat them in each such layer."""
+"""Embedding and output layer, which Megatron has once and published folders repeat in each MTP layer."""
 
 
 def one_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The same where folders have one such layer at most, beside the model's (`mtp.layers.0`): the Qwen families.
+    """Return the rules of an MTP layer for the Qwen families, which have at most one (`mtp.layers.0`).
 
     Args:
-        rules: of a decoder's layer as the last one is.
+        rules: rules of a decoder layer like the last one.
     """
     ours = "mtp.layers.{step}"
     named = {
@@ -129,7 +129,7 @@ def one_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def of_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Rules of a decoder's layer as those of such a layer."""
+    """Return the rules of a decoder layer for use in such an MTP layer."""
     return tuple(
         replace(
             rule,
@@ -141,7 +141,7 @@ def of_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def several_mtp_layers(arguments: ModelArguments) -> list[str]:
-    """Why such a folder cannot hold a model; empty where it can."""
+    """Return a reason if a model has more than one MTP layer."""
     return ["mtp_num_layers is more than 1"] if (arguments.mtp_num_layers or 0) > 1 else []
 
 
@@ -151,7 +151,7 @@ _EXPERT = f"{_OURS}.mlp.experts.experts.{{expert}}"
 def experts(
     module: str = "mlp", router: str = "gate", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Rule, ...]:
-    """Router and experts under Hugging Face's names."""
+    """Return the rules for the router and the experts, with Hugging Face's names."""
     theirs = f"{_THEIRS}.{module}"
     each = f"{theirs}.experts.{{expert}}"
     return (
@@ -162,7 +162,7 @@ def experts(
     )
 
 
-# As models of transformers 5 hold them, and as `save_pretrained(save_original_format=False)` writes them.
+# The form in models of transformers 5, which `save_pretrained(save_original_format=False)` writes.
 STACKED_EXPERTS = (
     Rule(f"{_THEIRS}.mlp.experts.gate_up_proj", f"{_EXPERT}.linear_fc1.weight", where=with_experts),
     Rule(f"{_THEIRS}.mlp.experts.down_proj", f"{_EXPERT}.linear_fc2.weight", where=with_experts),
@@ -176,7 +176,7 @@ EXPERT_BIAS = Rule(
 
 
 def shared_experts(module: str) -> tuple[Rule, ...]:
-    """The shared expert under Hugging Face's name."""
+    """Return the rules for the shared expert, with Hugging Face's name."""
     ours, theirs = f"{_OURS}.mlp.shared_experts", f"{_THEIRS}.mlp.{module}"
     return (
         Rule(f"{theirs}.gate_proj.weight", f"{ours}.linear_fc1.weight", GATE, with_experts),

@@ -25,9 +25,9 @@ _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
 class Phi3(Family):
-    """Like Llama, with queries, keys and values in one matrix, gate and up projection in another, and a window.
+    """Like Llama, with queries, keys and values in one matrix, gate and up projection in another, and a sliding window.
 
-    `Phi3Config` takes a scaling of the type `yarn` for `longrope`, and refuses every other one
+    `Phi3Config` treats scaling of type `yarn` as `longrope`, and refuses every other type
     (`convert_rope_params_to_dict`, `validate_rope`, transformers 4.43 to 5.23).
     """
 
@@ -40,13 +40,13 @@ class Phi3(Family):
         parts.GATE_AND_UP, parts.MLP[-1],
         parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
     )  # fmt: skip
-    # Of `longrope`, which is refused; the dropout of embeddings is Megatron's `hidden_dropout`, too.
+    # A key of `longrope`, which is refused, and the dropout of embeddings, which is also Megatron's `hidden_dropout`.
     without_effect = ("original_max_position_embeddings", "embd_pdrop")
     settings = (
         *SIZES, query_groups(), head_size(), unscaled_rope(partial=1.0), tied(by_default=False), *TRAINING, SILU,
         RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Mapped("resid_pdrop", "hidden_dropout", 0.0),
         sliding_window(None), Forbidden("attention_bias", "lm_head_bias", "mlp_bias"),
-        Neutral({"full_attn_mod": 1, "interpolate_factor": 1}),  # of Phi-4-mini, whose own code reads neither
+        Neutral({"full_attn_mod": 1, "interpolate_factor": 1}),  # keys of Phi-4-mini, whose own code reads neither
         Requires({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
 

@@ -29,7 +29,7 @@ _HEAD, _WIDTH, _LENGTH, _MOST = "kv_channels", "intermediate_size", "seq_length"
 
 
 def _width() -> Setting:
-    """The width of the gate and up projections together."""
+    """Return the setting of the total width of gate and up projection."""
     return Custom(
         (_WIDTH,),
         lambda arguments: {_WIDTH: 2 * arguments.ffn_hidden_size},
@@ -54,7 +54,7 @@ def _heads() -> Setting:
 
 
 def _length() -> Setting:
-    """The number of positions up to which frequencies do not change and queries are not scaled."""
+    """Return the setting of the length up to which frequencies and queries are not scaled."""
     return Custom(
         (_LENGTH, _MOST),
         lambda arguments: {_LENGTH: arguments.required(_MOST), _MOST: arguments.required(_MOST)},
@@ -63,10 +63,10 @@ def _length() -> Setting:
 
 
 class Qwen(Family):
-    """Llama with biases of queries, keys and values in one matrix, under other names.
+    """Llama with other names, and queries, keys and values with biases in one matrix.
 
-    Its folders bring their own code (`modeling_qwen.py`): `w2` is the gate, and `use_dynamic_ntk` and `use_logn_attn`
-    count for texts longer than `seq_length`.
+    Its folders contain their own code (`modeling_qwen.py`): `w2` is the gate, and `use_dynamic_ntk` and `use_logn_attn`
+    have an effect on texts longer than `seq_length`.
     """
 
     model_type = "qwen"
@@ -84,7 +84,7 @@ class Qwen(Family):
         Rule("transformer.ln_f.weight", "decoder.final_layernorm.weight"),
         Rule("lm_head.weight", "output_layer.weight"),
     )
-    # By which kernel and in which precision it is computed; beyond `seq_length`.
+    # Keys about kernels, precision, and texts longer than `seq_length`.
     without_effect = (
         "bf16", "fp16", "fp32", "use_flash_attn", "use_cache_quantization", "use_cache_kernel", "softmax_in_fp32",
         "use_dynamic_ntk", "use_logn_attn", "emb_dropout_prob",

@@ -19,7 +19,7 @@ _SAID = "num_nextn_predict_layers"
 
 
 class Qwen2(Family):
-    """Like Llama, with biases of queries, keys and values; tied in the small models."""
+    """Like Llama, with biases of queries, keys and values; tied embeddings in small models."""
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
@@ -40,7 +40,7 @@ _OF_MTP = re.compile(r"model\.mtp_layers\.(\d+)\.")
 
 
 def _mtp_layers() -> tuple[Rule, ...]:
-    """Its multi-token prediction (MTP) layers, which project the hidden state before the embedding, Megatron after it.
+    """Return the rules of MTP layers, whose projection has hidden state and embedding in the opposite order.
 
     Source: models/mimo/mimo_bridge.py of Megatron-Bridge (commit 067f987d).
     """
@@ -56,7 +56,7 @@ def _mtp_layers() -> tuple[Rule, ...]:
 
 
 class MiMo(Qwen2):
-    """The code of Qwen2, which its folders bring along under this name; transformers has no such class."""
+    """Qwen2's code, which MiMo's folders contain under this name; transformers has no such class."""
 
     model_type = "mimo"
     architecture, alternative_architecture = "MiMoForCausalLM", "Qwen2ForCausalLM"

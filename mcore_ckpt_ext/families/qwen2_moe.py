@@ -10,7 +10,7 @@ from mcore_ckpt_ext.families.settings import Constant, Requires, Size
 
 
 class Qwen2MoE(Family):
-    """Like Qwen2, with experts and a shared expert behind a gate of its own."""
+    """Like Qwen2, with experts and a gated shared expert."""
 
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"

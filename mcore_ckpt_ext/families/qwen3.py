@@ -9,7 +9,7 @@ from mcore_ckpt_ext.families.settings import Constant, Requires
 
 
 class Qwen3(Family):
-    """Like Llama, with norms of each head's queries and keys, and its own head size."""
+    """Like Llama, with norms of queries and keys per head, and an explicit head size."""
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"

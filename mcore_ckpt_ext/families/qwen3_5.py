@@ -29,7 +29,7 @@ def _further() -> Setting:
     return Custom(
         (key,),
         lambda arguments: {key: arguments.mtp_num_layers or 0},
-        lambda config: {"mtp_num_layers": 1},  # what the folder holds counts
+        lambda config: {"mtp_num_layers": 1},  # the layers in the folder count
         parts.several_mtp_layers,
     )
 
@@ -45,7 +45,7 @@ def _common(groups: int) -> tuple[Setting, ...]:
 
 
 class Qwen35(WithOneFurtherToken):
-    """Gated delta nets in three layers of four, gated attention in the fourth."""
+    """Gated delta nets in three of every four layers, and gated attention in the fourth."""
 
     model_type = "qwen3_5_text"
     architecture = "Qwen3_5ForCausalLM"
@@ -66,7 +66,7 @@ def _why_not(arguments: ModelArguments) -> list[str]:
 
 
 class Qwen35MoE(WithOneFurtherToken):
-    """The same with experts, one of them shared."""
+    """Qwen3.5 with experts, one of them shared."""
 
     model_type = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"

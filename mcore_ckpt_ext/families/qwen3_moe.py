@@ -10,7 +10,7 @@ from mcore_ckpt_ext.families.settings import Constant, Requires
 
 
 class Qwen3MoE(Family):
-    """Like Qwen3, with experts and no shared one."""
+    """Like Qwen3, with experts and no shared expert."""
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"

@@ -18,7 +18,7 @@ EXPERTS = (*parts.experts(), *parts.shared_experts("shared_expert"), SHARED_EXPE
 
 
 class WithOneFurtherToken(WithGatedDeltaNets):
-    """A family whose folders have one MTP layer at most, beside the model."""
+    """A family whose folders have at most one MTP layer."""
 
     megatron_left_out = (r"\.local_tokens_per_expert$",)
 
@@ -33,7 +33,7 @@ class WithOneFurtherToken(WithGatedDeltaNets):
 
 
 class Qwen3Next(WithOneFurtherToken):
-    """Gated delta nets in three layers of four, gated attention in the fourth; experts, one of them shared."""
+    """Gated delta nets in three of every four layers, gated attention in the fourth; experts, one of them shared."""
 
     model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"

@@ -15,7 +15,7 @@ SHARED_EXPERT_GATE = Rule(
 
 
 def expert_layers() -> Setting:
-    """Which layers have experts: every `decoder_sparse_step`-th but not `mlp_only_layers`; to Megatron, a list."""
+    """Return the setting of layers with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         layers = range(arguments.num_layers)
@@ -40,7 +40,7 @@ def expert_layers() -> Setting:
 
 
 def expert_count(default: int) -> Setting:
-    """The number of experts; transformers 5 writes it for some classes as `num_local_experts`."""
+    """Return the setting of the number of experts; for some classes transformers 5 writes `num_local_experts`."""
     return Custom(
         ("num_experts", "num_local_experts"),
         lambda arguments: {"num_experts": arguments.num_experts},
@@ -54,7 +54,7 @@ def _count(config: Config, default: int) -> Any:
 
 
 def normalised_choice(by_default: bool = False) -> Setting:
-    """Whether the chosen experts' probabilities are normalised among themselves: softmax after the choice."""
+    """Return the setting of normalized probabilities of the chosen experts (softmax after the choice)."""
     return Custom(
         ("norm_topk_prob",),
         lambda arguments: {"norm_topk_prob": not arguments.moe_router_pre_softmax},
@@ -64,13 +64,13 @@ def normalised_choice(by_default: bool = False) -> Setting:
 
 
 def expert_settings(count: int, chosen: int, width: int, *, normalised: bool = False) -> tuple[Setting, ...]:
-    """All of them; the numbers are the defaults of Hugging Face's class.
+    """Return all settings of experts; the numbers are the defaults of Hugging Face's class.
 
     Args:
-        count: experts.
-        chosen: experts that a token goes to.
-        width: the width of an expert.
-        normalised: the chosen experts' probabilities are normalised among themselves.
+        count: number of experts.
+        chosen: number of experts per token.
+        width: width of an expert.
+        normalised: the probabilities of the chosen experts are normalized.
     """
     return (
         expert_count(count), expert_layers(), normalised_choice(normalised),

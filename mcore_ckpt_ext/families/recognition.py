@@ -1,4 +1,4 @@
-"""Which family a checkpoint belongs to: from its arguments and names, from `config.json`, or from the user."""
+"""Recognizes the family of a checkpoint by its arguments and names, by `config.json`, or as the user says."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Fit:
-    """A family, and the reasons why a checkpoint does not belong to it; none where it does.
+    """A family, and the reasons why a checkpoint does not belong to it; empty if it does.
 
-    `by_names`: the arguments would fit.
+    `by_names`: the arguments match, only names may differ.
     """
 
     family: Family
@@ -84,17 +84,17 @@ class Fit:
     by_names: bool = True
 
     @property
-    def told(self) -> list[str]:
-        """The first of the reasons, and how many there are beside them."""
+    def summary(self) -> list[str]:
+        """The first reasons, and the number of others."""
         more = len(self.reasons) - _SHOWN
         return [*self.reasons[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
 
 def family_named(name: str) -> Family:
-    """The family that the user names: by name or `model_type`, or as `path.py:Class`.
+    """Return a family by name, by `model_type`, or as `path.py:Class`.
 
     Raises:
-        UnsupportedCheckpointError: unknown model family.
+        UnsupportedCheckpointError: there is no such family.
     """
     if ".py:" in name:
         return _from_file(*name.rsplit(":", 1))
@@ -111,7 +111,7 @@ def family_named(name: str) -> Family:
 
 
 def registered_here() -> tuple[RegisteredFamily, ...]:
-    """Families of other installed distributions, none of which is loaded by this."""
+    """Return the families of other installed distributions, without loading them."""
     return registered_families(frozenset(family.model_type for family in FAMILIES))
 
 
@@ -120,7 +120,7 @@ def _names() -> list[str]:
 
 
 def _from_file(path: str, name: str) -> Family:
-    """The user's own code, which they ask to run."""
+    """Load a family from the user's own file."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise UnsupportedCheckpointError(
@@ -141,20 +141,20 @@ def _from_file(path: str, name: str) -> Family:
 
 
 def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], Collection[str]] = tuple) -> Family:
-    """The family that `config.json` names.
+    """Return the family that `config.json` names.
 
     Args:
-        config: the model's `config.json`.
-        where: the file, for messages.
-        names: returns those of the model's tensors; called where no family is known.
+        config: the `config.json` of the model.
+        where: path of the file, for messages.
+        names: returns the names of the model's tensors; called if the family is unknown.
 
     Raises:
-        UnsupportedCheckpointError: none here; or its class is that of another family.
+        UnsupportedCheckpointError: the family is unknown, or the class is that of another family.
     """
     for family in FAMILIES:
         if config.get("model_type") == family.model_type:
             _check_class(family, config.get("architectures"), where)
-            registered_here()  # a distribution that registers this model_type, too, is named
+            registered_here()  # warns if a distribution also registers this model_type
             return family
     for registered in registered_here():
         if config.get("model_type") == registered.model_type:
@@ -171,9 +171,9 @@ def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], 
 
 
 def _check_class(family: Family, classes: object, where: str) -> None:
-    """Some readers go by `model_type`, others by `architectures`: the two must not name different families.
+    """Check that `model_type` and `architectures` name the same family, as readers use either of them.
 
-    A class that no family here has may be a head, or a class of the folder's own code.
+    A class of no known family may be a head, or a class of the folder's own code.
     """
     own = (family.architecture, family.alternative_architecture)
     others = {one.architecture: one.name for one in FAMILIES if one.architecture not in own}
@@ -193,19 +193,19 @@ def family_of_megatron(
     once: str | None = None,
     where: str | None = None,
 ) -> Fit:
-    """The one family that a Megatron checkpoint fits, with the arguments under which it does.
+    """Return the only family that matches a Megatron checkpoint, with the arguments for which it does.
 
-    Families of other distributions are tried where none of this package fits, or where the model came from one.
+    Families of other distributions are tried if none of this package matches, or if the model came from one.
 
     Args:
-        arguments: completed, with the true `vocab_size`.
-        names: of its weights, in model space; None where it has adapters alone.
-        wanted: the family that the user names.
-        once: the `model_type` that it had in a Hugging Face folder, if it came from one.
-        where: the checkpoint, for messages.
+        arguments: arguments of the model, with `vocab_size` without padding.
+        names: model-space names of its weights; None if it only has adapters.
+        wanted: family that the user has chosen.
+        once: `model_type` of the Hugging Face folder from which the model came, if any.
+        where: path of the checkpoint, for messages.
 
     Raises:
-        UnsupportedCheckpointError: none fits, or several do.
+        UnsupportedCheckpointError: no family matches, or several do.
     """
     fits = [fit(family, arguments, names) for family in ((wanted,) if wanted else FAMILIES)]
     if not wanted:
@@ -229,7 +229,7 @@ def family_of_megatron(
         f"the checkpoint does not match the model family {wanted.name}",
         found="; ".join(
             f"{found.family.name} does not match: "
-            f"{', '.join(found.told)}" for found in fits[: 1 if fits[0].by_names else 3]
+            f"{', '.join(found.summary)}" for found in fits[: 1 if fits[0].by_names else 3]
         ),
         expected=f"one of {', '.join(_names())}", where=where,
         hint="pass --family NAME, or write its family (docs/how-to/own-format.md): --family path.py:Name",
@@ -237,7 +237,7 @@ def family_of_megatron(
 
 
 def fit(family: Family, arguments: ModelArguments, names: Collection[str] | None) -> Fit:
-    """How a Megatron checkpoint fits a family, under the layer spec that its names follow."""
+    """Compare a Megatron checkpoint with a family, under the layer spec that its names follow."""
     try:
         return _fit(family, arguments, names)
     except UnsupportedCheckpointError as error:

@@ -1,7 +1,7 @@
-"""Rotary positions, as `config.json` and Megatron's arguments say them.
+"""Rotary position embeddings (RoPE) in `config.json` and in Megatron's arguments.
 
 Sources: transformers/modeling_rope_utils.py (5.23); megatron/core/models/common/embeddings/rotary_pos_embedding.py and
-yarn_rotary_pos_embedding.py (core_v0.12.1 to 0.19.2). Non-latent attention knows YaRN since 0.19
+yarn_rotary_pos_embedding.py (core_v0.12.1 to 0.19.2). Non-latent attention supports YaRN since 0.19
 (`--position-embedding-type yarn`).
 """
 
@@ -20,8 +20,8 @@ _NESTED = ("rope_scaling", "rope_parameters")
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _PART = "partial_rotary_factor"
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Keys that only count where a text holds images."""
-# Keys that each kind of scaling may have, beside the ones that all have.
+"""Keys that only have an effect on texts with images."""
+# Keys that each kind of scaling may have, in addition to those of all kinds.
 _ALWAYS = {"rope_theta", "rope_type", "partial_rotary_factor"}
 _OF_KIND = {
     "default": {"factor"},
@@ -38,21 +38,22 @@ _OF_KIND = {
 def rope_parameters(
     config: Config, theta: float = 10000.0, ignored: Collection[str] = (), *, dynamic: bool = False
 ) -> dict[str, Any]:
-    """RoPE as `config.json` says it, with `rope_theta` and `rope_type`; keys without a value are left out.
+    """Return the keys of RoPE in `config.json`, with `rope_theta` and `rope_type`, without null keys.
 
-    Until transformers 4 in `rope_theta` and `rope_scaling` (there `type` before 4.43), since 5 in `rope_parameters`. Of
-    both, transformers takes one without a word (`convert_rope_params_to_dict`): here they have to say the same. Some
-    keys may be `ignored`. If `dynamic`, that kind is read as `default`, which it is up to `max_position_embeddings`.
+    Up to transformers 4 they are in `rope_theta` and `rope_scaling` (with `type` before 4.43), since 5 in
+    `rope_parameters`. If both exist, transformers silently uses one of them (`convert_rope_params_to_dict`); here they
+    must agree. Keys in `ignored` are left out. If `dynamic`, that kind is read as `default`, to which it is equal up to
+    `max_position_embeddings`.
 
     Raises:
-        UnsupportedCheckpointError: a kind of scaling, or a key of it, that Megatron has no arguments for; a
-            contradiction.
+        UnsupportedCheckpointError: Megatron has no arguments for a kind of scaling or one of its keys, or keys
+            contradict each other.
     """
     given = {key: config[key] for key in _NESTED if config.get(key)} or {"rope_parameters": {}}
-    said = [_said(key, value, config, theta, ignored) for key, value in given.items()]
-    if said[0] != said[-1]:
-        raise contradictory("rope_scaling", said[0], f"{said[-1]} in rope_parameters")
-    found = said[0]
+    parameters = [_parameters(key, value, config, theta, ignored) for key, value in given.items()]
+    if parameters[0] != parameters[-1]:
+        raise contradictory("rope_scaling", parameters[0], f"{parameters[-1]} in rope_parameters")
+    found = parameters[0]
     kind = str(found["rope_type"])
     if kind not in _OF_KIND or (kind == "dynamic" and not dynamic):
         expected = ", ".join(kind for kind in _OF_KIND if kind != "dynamic" or dynamic)
@@ -63,10 +64,10 @@ def rope_parameters(
 
 
 def _why_not(found: Mapping[str, Any]) -> str:
-    """A kind of scaling that Megatron does not have, with the reason where it has none at all.
+    """Describe a kind of scaling that Megatron does not have, with the reason for LongRoPE.
 
-    Source: `_compute_longrope_parameters` of modeling_rope_utils.py. `YarnRotaryEmbedding` is the only one of Megatron
-    that multiplies cosine and sine; up to the development head of August 2026 it takes no notice of `rotary_percent`.
+    Source: `_compute_longrope_parameters` of modeling_rope_utils.py. Only Megatron's `YarnRotaryEmbedding` multiplies
+    cosine and sine; up to the development head of August 2026 it ignores `rotary_percent`.
     """
     kind = str(found["rope_type"])
     if kind not in ("longrope", "su"):
@@ -83,8 +84,8 @@ def _why_not(found: Mapping[str, Any]) -> str:
     return f"{kind}, whose frequencies change with the length of the text"
 
 
-def _said(key: str, given: Any, config: Config, theta: float, ignored: Collection[str]) -> dict[str, Any]:
-    """What one of both keys says, with what stands beside it in `config.json`."""
+def _parameters(key: str, given: Any, config: Config, theta: float, ignored: Collection[str]) -> dict[str, Any]:
+    """Return the parameters in one of the two keys, completed by other keys of `config.json`."""
     if not isinstance(given, Mapping):
         raise unrepresentable(key, shorten(repr(given)), "keys with values, or null")
     found = {name: value for name, value in given.items() if value is not None and name not in ignored}
@@ -97,7 +98,7 @@ def _said(key: str, given: Any, config: Config, theta: float, ignored: Collectio
 
 
 def base_of(found: Mapping[str, Any]) -> float:
-    """The base, as a whole number where it is one: `--rotary-base` takes no other."""
+    """Return the base, as an integer if possible: `--rotary-base` accepts no other number."""
     base = found["rope_theta"]
     return int(base) if base == int(base) else base
 
@@ -106,18 +107,18 @@ def rope(
     theta: float = 10000.0, *, partial: float | None = None, interleaved: bool = False, width: str = "",
     scaling: Mapping[str, Any] | None = None, ignored: Collection[str] = (), dynamic: bool = False,
 ) -> Setting:  # fmt: skip
-    """Rotary positions: plain, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
+    """Return the setting of RoPE: unscaled, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
 
     Args:
-        theta: the default of `rope_theta` in Hugging Face's class.
-        partial: the part of a head that is rotated, by default; None: the family always rotates all of it.
-        width: the key, if any, of old folders that says how much of a head is rotated.
-        interleaved: neighbours are rotated together, not halves.
-        ignored: keys that may stand among the others, and that do not count here.
-        scaling: what the class has where no key says any.
-        dynamic: frequencies may change where a text is longer than `max_position_embeddings`; never written.
+        theta: default of `rope_theta` in Hugging Face's class.
+        partial: default for the part of a head that is rotated; None if the family always rotates whole heads.
+        width: key in old folders for the size of the rotated part, if any.
+        interleaved: adjacent elements are rotated together, instead of halves.
+        ignored: further keys that have no effect.
+        scaling: default scaling of the class.
+        dynamic: also accept frequencies that change for texts longer than `max_position_embeddings`; never written.
     """
-    unscaled = scaling is not None  # has to be said, then
+    unscaled = scaling is not None  # must be written explicitly then
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         scaling: dict[str, Any] | None = None
@@ -133,9 +134,9 @@ def rope(
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling, **part}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        unsaid = scaling is not None and not any(config.get(key) for key in _NESTED)
-        said = {**config, "rope_scaling": scaling} if unsaid else config
-        found = rope_parameters(said, theta, ignored, dynamic=dynamic)
+        by_default = scaling is not None and not any(config.get(key) for key in _NESTED)
+        explicit = {**config, "rope_scaling": scaling} if by_default else config
+        found = rope_parameters(explicit, theta, ignored, dynamic=dynamic)
         if width in config:
             found.setdefault("partial_rotary_factor", config[width] / config["head_dim"])
         kind, part = found["rope_type"], found.get("partial_rotary_factor", partial or 1.0)
@@ -178,7 +179,7 @@ def rope(
 
 
 def unscaled_rope(theta: float = 10000.0, *, partial: float | None = None) -> Setting:
-    """Rotary positions of a class that knows no scaling that Megatron has.
+    """Return the setting of RoPE for a class that supports none of Megatron's scalings.
 
     Args:
         theta: as in `rope`.
@@ -201,7 +202,7 @@ def unscaled_rope(theta: float = 10000.0, *, partial: float | None = None) -> Se
     return Custom(any_kind.keys, any_kind.config, to_arguments, why_not, [*any_kind.expresses])
 
 
-# YaRN: Hugging Face's key and Megatron's argument outside latent attention.
+# YaRN without latent attention: Megatron's arguments by Hugging Face's keys.
 _YARN = {
     "factor": "rotary_scaling_factor", "original_max_position_embeddings": "yarn_original_max_position_embeddings",
     "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "truncate": "yarn_correction_range_round_to_int",
@@ -235,14 +236,14 @@ def _yarn_to_arguments(found: Mapping[str, Any], config: Config) -> dict[str, An
 
 
 def yarn_lengths(found: Mapping[str, Any], config: Config) -> tuple[float, int]:
-    """The factor of YaRN, and the number of positions that it multiplies: each follows from the other if need be."""
+    """Return YaRN's factor and original number of positions; each may follow from the other."""
     positions = config["max_position_embeddings"]
     original = int(found.get("original_max_position_embeddings", positions))
     return float(found.get("factor", positions / original)), original
 
 
 def concentration(factor: float, mscale: float, mscale_all_dim: float) -> float:
-    """By what Megatron multiplies cosine and sine (`_yarn_get_concentration_factor`)."""
+    """Return Megatron's factor on cosine and sine (`_yarn_get_concentration_factor`)."""
     return _scale(factor, mscale) / _scale(factor, mscale_all_dim)
 
 
@@ -251,13 +252,13 @@ def _scale(factor: float, mscale: float) -> float:
 
 
 def mscales(found: Mapping[str, Any], factor: float, *, latent: bool = False) -> tuple[float, float]:
-    """Megatron's `mscale` and `mscale_all_dim` for what Hugging Face multiplies cosine and sine by.
+    """Return Megatron's `mscale` and `mscale_all_dim` for Hugging Face's factor on cosine and sine.
 
-    That is `attention_factor`, or follows from both, or, where one of them is missing, from the factor alone. With
-    `latent` attention, `mscale_all_dim` also scales the logits, as it stands.
+    Hugging Face's factor is `attention_factor`, or follows from `mscale` and `mscale_all_dim`, or, if one of them is
+    missing, from YaRN's factor alone. With `latent` attention, `mscale_all_dim` also scales the logits, unchanged.
 
     Raises:
-        UnsupportedCheckpointError: no arguments give it.
+        UnsupportedCheckpointError: no values of the arguments result in this factor.
     """
     mscale, all_dim, wanted = found.get("mscale"), found.get("mscale_all_dim"), found.get("attention_factor")
     if wanted is None and mscale and all_dim:
@@ -272,11 +273,11 @@ def mscales(found: Mapping[str, Any], factor: float, *, latent: bool = False) ->
 
 
 def exact_up_to(arguments: ModelArguments, what: str) -> str:
-    """The note on a model whose own code computes longer texts otherwise than Megatron does.
+    """Return the notice for a model whose own code differs from Megatron for longer texts.
 
     Args:
-        arguments: of the job.
-        what: its own code does with them.
+        arguments: arguments of the model.
+        what: what the code does for longer texts.
     """
     return (
         f"its own code {what} for texts of more than {arguments.max_position_embeddings} tokens, and Megatron does "

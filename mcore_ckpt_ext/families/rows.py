@@ -1,4 +1,4 @@
-"""Which rows of one of Megatron's parameters make up a Hugging Face tensor, and in which order."""
+"""Selects the rows of a Megatron parameter that form a Hugging Face tensor, and their order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rows:
-    """Spans of rows, one after the other.
+    """A sequence of spans of rows.
 
     Attributes:
-        spans: called with the number of rows and the job's arguments.
+        spans: returns the spans, given the number of rows and the arguments of the model.
         transposed: Hugging Face stores the matrix transposed.
-        shift: added to Megatron's values in Hugging Face's tensor.
+        shift: number added to Megatron's values in Hugging Face's tensor.
         interleaved: number of equally sized parts of the only span whose rows alternate in Hugging Face's tensor.
     """
 
@@ -33,7 +33,7 @@ def _whole(rows: int, arguments: ModelArguments) -> Sequence[Span]:
 
 
 def _of_groups(which: str) -> Callable[[int, ModelArguments], Sequence[Span]]:
-    """`linear_qkv` holds, one query group after the other, its queries, gates if any, key and value (attention.py)."""
+    """Return rows of `linear_qkv`, which has queries, gates, key and value for each query group (attention.py)."""
 
     def spans(rows: int, arguments: ModelArguments) -> Iterator[Span]:
         head = arguments.kv_channels
@@ -41,7 +41,7 @@ def _of_groups(which: str) -> Callable[[int, ModelArguments], Sequence[Span]]:
         queries = arguments.num_attention_heads // groups
         gates = queries if arguments.attention_output_gate else 0
         places = {
-            # Hugging Face has each head's gate behind its queries, Megatron all of a group's gates behind all queries.
+            # In Hugging Face a head's gate follows its queries; in Megatron a group's gates follow all of its queries.
             "query": [(at, 1) for query in range(queries) for at in range(query, queries + gates, queries)]
             if gates else [(0, queries)],
             "key": [(queries + gates, 1)], "value": [(queries + gates + 1, 1)],
@@ -54,7 +54,7 @@ def _of_groups(which: str) -> Callable[[int, ModelArguments], Sequence[Span]]:
 
 
 def _half(which: int) -> Callable[[int, ModelArguments], Sequence[Span]]:
-    """A gated `linear_fc1` holds the gate, then the up projection (mlp.py)."""
+    """Return one half of the rows of a gated `linear_fc1`: the gate, or the up projection (mlp.py)."""
     return lambda rows, arguments: [(which * (rows // 2), rows // 2)]
 
 
@@ -62,19 +62,19 @@ WHOLE = Rows(_whole)
 QUERY, KEY, VALUE = (Rows(_of_groups(which)) for which in ("query", "key", "value"))
 GATE, UP = Rows(_half(0)), Rows(_half(1))
 GATE_AND_UP_BY_TURNS = Rows(_whole, interleaved=2)
-"""A row of the gate, then one of the up projection (gpt-oss)."""
+"""Alternating rows of gate and up projection (gpt-oss)."""
 
 
 def joined(*parts: Rows) -> Rows:
-    """Concatenate the rows."""
+    """Concatenate several selections of rows."""
     return Rows(lambda rows, arguments: [span for part in parts for span in part.spans(rows, arguments)])
 
 
 def transposed(rows: Rows) -> Rows:
-    """The same, where Hugging Face stores the matrix transposed (GPT-2's Conv1D, the experts of gpt-oss)."""
+    """Return the rows of a matrix that Hugging Face stores transposed (GPT-2's Conv1D, gpt-oss's experts)."""
     return replace(rows, transposed=True)
 
 
 def shifted(by: float) -> Rows:
-    """All rows, with `shift` added in Hugging Face's tensor; rounded once."""
+    """Return all rows, with a number added in Hugging Face's tensor; rounded once."""
     return Rows(_whole, shift=by)

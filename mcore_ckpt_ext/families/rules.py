@@ -1,4 +1,4 @@
-"""Rules of model families: of which rows of Megatron's parameters each Hugging Face tensor consists."""
+"""Rules of model families, which map rows of Megatron's parameters to Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -13,57 +13,57 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
 from mcore_ckpt_ext.model_space.slices import Region
 
 Places = Mapping[str, int]
-"""What stands for the fields of a rule's names."""
+"""Values for the fields in a rule's names."""
 
 Condition = Callable[[ModelArguments, int], bool]
-"""Says, for a job's arguments and a decoder layer (0 outside the layers), whether a rule holds there."""
+"""Returns whether a rule applies, given the arguments and a decoder layer (0 outside of layers)."""
 
 ShapeOf = Callable[[str, ModelArguments], tuple[int, ...]]
-"""The shape of one of Megatron's parameters, for a job's arguments."""
+"""Returns the shape of a Megatron parameter, given the arguments."""
 
 Piece = tuple[str, int, int]
-"""Of a parameter that is stored in several: the end of its name, the first row, and the number of rows."""
+"""A piece of a parameter that is stored in several: suffix of its name, first row, number of rows."""
 
 
 def always(arguments: ModelArguments, layer: int) -> bool:
-    """In every model and layer."""
+    """Return True: the rule applies to every model and layer."""
     return True
 
 
 def dense(arguments: ModelArguments, layer: int) -> bool:
-    """In layers without experts."""
+    """Return whether a layer has no experts."""
     return not has_experts(arguments, layer)
 
 
 def with_experts(arguments: ModelArguments, layer: int) -> bool:
-    """In layers with experts."""
+    """Return whether a layer has experts."""
     return has_experts(arguments, layer)
 
 
 def untied(arguments: ModelArguments, layer: int) -> bool:
-    """In models whose output layer is not the word embedding."""
+    """Return whether the output layer has its own weight."""
     return bool(arguments.untie_embeddings_and_output_weights)
 
 
 def set_in(argument: str) -> Condition:
-    """In models with this argument."""
+    """Return a condition for models in which an argument is set."""
     return lambda arguments, layer: bool(arguments.value(argument))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Where a Hugging Face tensor comes from.
+    """The mapping from rows of a Megatron parameter to a Hugging Face tensor.
 
     Attributes:
-        hugging_face: its name; `{layer}` and `{expert}` stand for every layer and expert. Of an MTP layer,
-            `{next}` is its number after the decoder's layers, and Megatron's `{step}` counts them.
-        megatron: the parameter's name in model space, as the Transformer Engine spec stores it. With `{expert}` only
-            here, the tensor is a stack of all experts.
-        rows: which of the parameter's rows; by default all.
-        where: in which models and layers.
-        keeps_dtype: `--dtype` leaves it as it is.
-        pieces: where the parameter is stored in several, what the tensor consists of; `rows` does not count then.
-        swapped: each row begins with the second half of Megatron's.
+        hugging_face: name of the tensor; `{layer}` and `{expert}` stand for every layer and expert. For an MTP layer,
+            `{next}` is its number after the decoder's layers, and `{step}` its number in Megatron.
+        megatron: model-space name of the parameter in the Transformer Engine spec. If only this name has `{expert}`,
+            the tensor is a stack of all experts.
+        rows: the rows of the parameter; by default all.
+        where: condition for models and layers.
+        keeps_dtype: `--dtype` does not change the dtype.
+        pieces: for a parameter that is stored in several, the pieces of the tensor; `rows` is then ignored.
+        swapped: the two halves of each row are exchanged.
     """
 
     hugging_face: str
@@ -77,11 +77,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class HuggingFaceTensor:
-    """A Hugging Face tensor: its name, its shape, and the regions that it consists of, one after the other.
+    """A Hugging Face tensor: its name, its shape, and the consecutive regions of which it consists.
 
-    `transposed`: the regions of each parameter are rows of one matrix, and the tensor holds the transpose of that
-    matrix. `interleaved`: its rows come by turns from so many parts of the parameter, of equal height. `shift`: what
-    its numbers are more.
+    Attributes:
+        name: name of the tensor.
+        shape: shape of the tensor.
+        regions: regions of Megatron's parameters.
+        transposed: the regions form a matrix whose transpose is the tensor.
+        interleaved: number of equally sized parts of the parameter whose rows alternate in the tensor.
+        shift: number added to Megatron's values.
+        keeps_dtype: `--dtype` does not change the dtype.
     """
 
     name: str
@@ -94,7 +99,7 @@ class HuggingFaceTensor:
 
 
 def rule_places(rule: Rule, arguments: ModelArguments) -> Iterator[tuple[int, Places]]:
-    """Each layer that a rule is about: as its condition knows it, and what its names are filled with."""
+    """Yield the layers to which a rule applies: the number for its condition, and the values for its names."""
     if (
         "{next}" in rule.hugging_face or "{step}" in rule.megatron
     ):  # such a layer is built as the decoder's last one (`get_gpt_mtp_block_spec`)
@@ -108,7 +113,7 @@ def rule_places(rule: Rule, arguments: ModelArguments) -> Iterator[tuple[int, Pl
 
 
 def rule_tensors(rule: Rule, places: Places, arguments: ModelArguments, shape: ShapeOf) -> Iterator[HuggingFaceTensor]:
-    """The tensors that a rule makes in one layer: one, one for each expert, or a stack of all experts."""
+    """Yield the tensors of a rule in one layer: one, one for each expert, or a stack of all experts."""
     experts = range(arguments.num_experts or 0) if "{expert}" in rule.megatron else range(1)
     parts = [rule_tensor(rule, places, arguments, shape, expert) for expert in experts]
     if "{expert}" in rule.hugging_face or "{expert}" not in rule.megatron:
@@ -121,7 +126,7 @@ def rule_tensors(rule: Rule, places: Places, arguments: ModelArguments, shape: S
 def rule_tensor(
     rule: Rule, places: Places, arguments: ModelArguments, shape: ShapeOf, expert: int = 0
 ) -> HuggingFaceTensor:
-    """The tensor that a rule makes in one layer, of one expert."""
+    """Return the tensor of a rule for one layer and one expert."""
     generic = rule.megatron.format(expert=expert, **places)
     if rule.pieces is not None:
         pieces = rule.pieces(arguments)
@@ -142,26 +147,26 @@ def rule_tensor(
 
 
 def _halves_swapped(region: Region) -> Iterator[Region]:
-    """The second half of each row of a matrix, then the first half."""
+    """Return the regions of a matrix with the halves of each row exchanged."""
     rows, half = range(region.offsets[0], region.offsets[0] + region.sizes[0]), region.sizes[1] // 2
     return (Region(region.name, (row, start), (1, half)) for row in rows for start in (half, 0))
 
 
 def name_pattern(template: str) -> re.Pattern[str]:
-    """What matches the names that a rule's name stands for."""
+    """Return a pattern that matches all names of a rule."""
     return re.compile(re.sub(r"\\\{(layer|expert|next|step)\\\}", r"\\d+", re.escape(template)))
 
 
 def matching(names: Collection[str], patterns: Sequence[str]) -> list[str]:
-    """The names that contain one of the patterns."""
+    """Return the names that match one of the patterns."""
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 
 def parameter_shapes(tensors: Sequence[HuggingFaceTensor]) -> Mapping[str, tuple[int, ...]]:
-    """Megatron's parameters that the tensors consist of, and their shapes.
+    """Return the shapes of all Megatron parameters of which the tensors consist.
 
     Raises:
-        UnsupportedCheckpointError: rows of a parameter are left out, or taken twice.
+        UnsupportedCheckpointError: rows of a parameter are missing, or used twice.
     """
     spans: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
     inner: dict[str, tuple[int, ...]] = {}

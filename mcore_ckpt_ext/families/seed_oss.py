@@ -12,7 +12,7 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 class SeedOss(Family):
-    """Qwen2 under another name, with heads of a size of their own and dropout while it is trained."""
+    """Qwen2 with another name, an explicit head size, and dropout in training."""
 
     model_type = "seed_oss"
     architecture = "SeedOssForCausalLM"

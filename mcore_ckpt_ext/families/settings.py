@@ -1,4 +1,4 @@
-"""How `config.json` follows from Megatron's arguments, and back: one object for each thing that both of them say."""
+"""Settings that convert between `config.json` and Megatron's arguments, in both directions."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from mcore_ckpt_ext.former_names import renamed
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 Config = Mapping[str, Any]
-# More than any model has, and little enough to count through.
+# More than any model has, and small enough to iterate over.
 MOST_COUNTED = 1 << 16
 
 
 class Setting:
-    """One thing that a model is configured with."""
+    """A setting of a model in both configurations."""
 
     @property
     def keys(self) -> Sequence[str]:
-        """The keys of `config.json` that it explains."""
+        """The keys of `config.json` that the setting maps."""
         return ()
 
     @property
     def expresses(self) -> Collection[str]:
-        """The arguments that it speaks of: a value that a model of the family cannot have is told by `mismatches`."""
+        """The arguments that the setting maps; `mismatches` reports values that the family does not support."""
         return ()
 
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
-        """The keys for a job's arguments."""
+        """Return the keys for a model's arguments."""
         return {}
 
     def arguments(self, config: Config) -> dict[str, Any]:
-        """The arguments for a `config.json`.
+        """Return the arguments for a `config.json`.
 
         Raises:
-            UnsupportedCheckpointError: Megatron has no arguments for it.
+            UnsupportedCheckpointError: Megatron has no arguments for a value.
         """
         return {}
 
     def mismatches(self, arguments: ModelArguments) -> list[str]:
-        """Why a job with these arguments has no such model; empty where it has."""
+        """Return the reasons why arguments do not match the setting; empty if they do."""
         return []
 
 
 @dataclass(frozen=True)
 class Mapped(Setting):
-    """A value that both sides have; `default` is what Hugging Face's class takes where the key is missing."""
+    """A value that both configurations have; `default` is that of Hugging Face's class for a missing key."""
 
     key: str
     argument: str
@@ -79,7 +79,7 @@ class Mapped(Setting):
         value = config.get(self.key, self.default)
         if value is None and self.default is None and self.key not in config:
             raise UnsupportedCheckpointError("config.json lacks a key", expected=self.key)
-        if value is None and self.default is not None:  # transformers takes it for a value: Megatron's would be another
+        if value is None and self.default is not None:  # transformers keeps null, so Megatron's value would differ
             raise UnsupportedCheckpointError(
                 "config.json has a key without a value", found=f"{self.key}: null",
                 expected=f"a value, or no such key, which means {self.default}", where="config.json",
@@ -90,7 +90,7 @@ class Mapped(Setting):
 
 @dataclass(frozen=True)
 class Coefficient(Mapped):
-    """The coefficient of the expert-balancing loss; transformers has only the first of several."""
+    """The coefficient of the load-balancing loss; transformers only has the first of several."""
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class Coefficient(Mapped):
 
 @dataclass(frozen=True)
 class Size(Mapped):
-    """Like `Mapped`, for a whole number of elements; `counted`: of layers, heads or experts."""
+    """An integer that both configurations have; `counted` for numbers of layers, heads or experts."""
 
     counted: bool = False
 
@@ -117,9 +117,9 @@ class Size(Mapped):
 
 @dataclass(frozen=True)
 class Constant(Setting):
-    """A key that has one value in all models of a family, and the arguments, `needed`, that stand for that value.
+    """A key with the same value in all models of a family, and the arguments for it (`needed`).
 
-    A missing key means the value, and so does a key without one, but for what is true.
+    A missing or null key counts as `value`, unless `value` is True.
     """
 
     key: str
@@ -153,7 +153,7 @@ class Constant(Setting):
 
 
 class Forbidden(Setting):
-    """Keys that have to be false, or missing: what they ask for, no model of the family has here. Never written."""
+    """Keys that must be false or missing, because their feature is not supported; never written."""
 
     def __init__(self, *keys: str) -> None:
         self._keys = keys
@@ -173,7 +173,7 @@ class Forbidden(Setting):
 
 @dataclass(frozen=True)
 class Neutral(Setting):
-    """Keys that released folders have without an effect: each has this value, or is missing. Never written."""
+    """Keys of published folders that must be missing or have a neutral value; never written."""
 
     values: Mapping[str, Any]
 
@@ -192,7 +192,7 @@ class Neutral(Setting):
 
 @dataclass(frozen=True)
 class Implies(Setting):
-    """Arguments that the family's models are trained with, but that do not tell it apart from others."""
+    """Arguments with which models of the family are trained, but that other values do not contradict."""
 
     values: Mapping[str, Any]
 
@@ -208,7 +208,7 @@ class Implies(Setting):
 
 @dataclass(frozen=True)
 class Requires(Implies):
-    """Arguments that have one value in all models of a family, and no key in `config.json`."""
+    """Arguments with the same value in all models of a family, without a key in `config.json`."""
 
     @override
     def mismatches(self, arguments: ModelArguments) -> list[str]:
@@ -217,9 +217,9 @@ class Requires(Implies):
 
 @dataclass(frozen=True)
 class Custom(Setting):
-    """Anything else: the keys, two functions, and optionally a third that says why arguments do not fit.
+    """A setting by functions: keys, two conversions, and optionally reasons why arguments do not match.
 
-    `expressed`: the arguments that the functions look at, but for sizes.
+    `expressed`: the arguments that the functions use, except sizes.
     """
 
     explained: Sequence[str]
@@ -252,10 +252,10 @@ class Custom(Setting):
 
 
 def checked_size(key: str, value: Any, limit: int = MOST_COUNTED) -> int:
-    """A size that `config.json` gives.
+    """Check a size in `config.json`, and return it.
 
     Raises:
-        UnsupportedCheckpointError: it cannot be one.
+        UnsupportedCheckpointError: the value is not a valid size.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
         raise UnsupportedCheckpointError(
@@ -266,7 +266,7 @@ def checked_size(key: str, value: Any, limit: int = MOST_COUNTED) -> int:
 
 
 def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpointError:
-    """The refusal of a `config.json` that asks for something Megatron has no arguments for."""
+    """Return the error for a `config.json` with a value for which Megatron has no arguments."""
     return UnsupportedCheckpointError(
         f"config.json requires something that Megatron's model of this family does not support: {key}",
         found=found, expected=expected, where="config.json",
@@ -275,7 +275,7 @@ def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpoin
 
 
 def contradictory(key: str, one: Any, other: Any) -> UnsupportedCheckpointError:
-    """The refusal of a `config.json` that says one thing in two ways, and not equally."""
+    """Return the error for a `config.json` whose keys contradict each other."""
     return UnsupportedCheckpointError(
         f"config.json contradicts itself: {key}", found=f"{one}, and {other}", expected="one value",
         where="config.json", hint="keep the value used in training",
@@ -283,7 +283,7 @@ def contradictory(key: str, one: Any, other: Any) -> UnsupportedCheckpointError:
 
 
 def mismatches(needed: Mapping[str, Any], arguments: ModelArguments) -> list[str]:
-    """The arguments that have another value than they need to have, in words."""
+    """Return descriptions of arguments that differ from their required value."""
     return [
         f"{name} is {arguments.value(name)!r}, not {value!r}"
         for name, value in needed.items()
@@ -298,7 +298,7 @@ _FORMER = {
 
 
 def __getattr__(name: str) -> object:
-    """Return a class by its former name, which families of users may import, with a warning that names the new one."""
+    """Return a class by its former name, with a warning, for families that users have written."""
     if name not in _FORMER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return renamed(__name__, name, _FORMER[name])

@@ -21,7 +21,7 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 def _rotated(arguments: ModelArguments) -> dict[str, Any]:
-    """1 for each layer that rotates its queries and keys; in Megatron's pattern 1 is one that does not."""
+    """Return 1 for each layer with RoPE; in Megatron's pattern, 1 is a layer without."""
     pattern, layers = arguments.no_rope_freq or [0], range(arguments.num_layers)
     if isinstance(pattern, int):
         pattern = [*([0] * (pattern - 1)), 1]
@@ -33,12 +33,12 @@ def _skipping(config: Config) -> dict[str, Any]:
     rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in layers]
     if len(rotated) < len(layers):
         raise unrepresentable("no_rope_layers", rotated, f"an entry for each of {len(layers)} layers")
-    rotated = rotated[: len(layers)]  # what follows is of no layer
+    rotated = rotated[: len(layers)]  # further entries have no layer
     return {"no_rope_freq": [1 - int(bool(one)) for one in rotated]}
 
 
 class SmolLM3(Family):
-    """Like Llama, but some layers, by default each fourth, know no positions; tied."""
+    """Like Llama, but some layers, by default every fourth, have no positions; tied embeddings."""
 
     model_type = "smollm3"
     architecture = "SmolLM3ForCausalLM"

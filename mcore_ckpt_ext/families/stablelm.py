@@ -1,4 +1,4 @@
-"""StableLM 3B and StableLM 2, but for those with norms of queries and keys."""
+"""StableLM 3B and StableLM 2, except those with norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mcore_ckpt_ext.families.settings import Forbidden, Mapped, Requires
 
 
 class StableLM(Family):
-    """Like Llama, with layer norms, a quarter of each head rotated, and biases of queries, keys and values if any.
+    """Like Llama, with layer norms, RoPE on a quarter of each head, and optional biases of queries, keys and values.
 
-    Source: transformers/models/stablelm (5.23). StableLM 2 12B has parallel blocks, and a norm of its own for each
-    head, which Megatron has not.
+    Source: transformers/models/stablelm (5.23). StableLM 2 12B has parallel blocks and a separate norm for each head,
+    which Megatron does not have.
     """
 
     model_type = "stablelm"

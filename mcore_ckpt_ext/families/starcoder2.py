@@ -21,7 +21,7 @@ def _rules(leaf: str) -> tuple[Rule, ...]:
 
 
 class StarCoder2(Family):
-    """Layer norms, rotary positions, grouped queries, GELU, biases everywhere, a window; tied."""
+    """Layer norms, RoPE, grouped queries, GELU, biases everywhere, a sliding window; tied embeddings."""
 
     model_type = "starcoder2"
     architecture = "Starcoder2ForCausalLM"

@@ -1,6 +1,6 @@
-"""The text of models that also see images: what their folders say of it, and what its tensors are called there.
+"""The language model of vision-language models: its configuration and the names of its tensors.
 
-Of positions in a text without images, the three axes of such a model are one, and so are its rotations (`mrope`).
+In a text without images, the three axes of positions are equal, so `mrope` equals RoPE.
 Sources: the classes for conditional generation of transformers 4.49 to 5.23.
 """
 
@@ -14,15 +14,15 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
 
-# The model's type, and the family of its text.
+# The family of the language model by the type of the whole model.
 TEXT_OF: Mapping[str, str] = {
     "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text", "kimi_vl": "deepseek_v3",
     "kimi_k25": "deepseek_v3", "mistral3": "mistral",
 }  # fmt: skip
-# Types whose texts are of several families, which the text names itself.
+# Types with language models of several families, which `text_config` names.
 _NAMED_INSIDE: Mapping[str, Collection[str]] = {"mistral3": ("mistral", "ministral3")}
-# What a class does, whatever its folders say of it.
+# Values that a class uses regardless of its `config.json`.
 _ALWAYS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
 _OF_IMAGES = (
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
@@ -40,9 +40,9 @@ _IMAGES = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector|mm_
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What `config.json` says of a model's text, as the family of that text says it; None where it is a text's own."""
+    """Return the `config.json` of the language model in its family's form; None if it is no part of a larger one."""
     whole_kind, inside = str(config.get("model_type")), config.get("text_config")
-    if whole_kind == "ministral3" and isinstance(inside, Mapping):  # as Ministral 3 was first released
+    if whole_kind == "ministral3" and isinstance(inside, Mapping):  # the first release of Ministral 3
         whole_kind = "mistral3"
     kind = TEXT_OF.get(whole_kind)
     if kind is None:
@@ -50,7 +50,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if isinstance(inside, Mapping) and inside.get("model_type") in _NAMED_INSIDE.get(whole_kind, ()):
         kind = str(inside["model_type"])
     whole = {key: config[key] for key in _OF_THE_WHOLE if key in config}
-    found = {**(inside if isinstance(inside, Mapping) else config), **whole}  # the whole is what ties its embeddings
+    found = {**(inside if isinstance(inside, Mapping) else config), **whole}  # the whole model ties embeddings
     for key in (*_OF_IMAGES, "text_config"):
         found.pop(key, None)
     for key in _ROPE:
@@ -61,16 +61,16 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _of_one_axis(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The same without the axes of images; None where nothing but their kind was stated."""
+    """Return a scaling without its keys for images; None if it only had these."""
     found = {key: value for key, value in scaling.items() if key not in _AXES}
     found = {key: "default" if value == "mrope" else value for key, value in found.items()}
     return None if found.keys() <= {"type", "rope_type"} and {*found.values()} == {"default"} else found
 
 
 def turned_experts(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of a stack of experts whose matrices a folder holds transposed (Qwen3-VL); None where it does not.
+    """Return the shape of a stack of experts if a folder stores it transposed (Qwen3-VL); otherwise None.
 
-    As in transformers (`Transpose` with `check_dims`, conversion_mapping.py, 5.23): what fits as it is stays so.
+    As in transformers (`Transpose` with `check_dims`, conversion_mapping.py, 5.23), a matching shape is not changed.
     """
     hidden, width = config.get("hidden_size"), config.get("moe_intermediate_size")
     gate_and_up, down = (name.endswith(f".mlp.experts.{one}_proj") for one in ("gate_up", "down"))
@@ -81,10 +81,10 @@ def turned_experts(name: str, shape: tuple[int, ...], config: Mapping[str, Any])
 
 
 def turned_stack(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
-    """A stack of experts with its matrices transposed, as such folders were released; any other tensor as it is.
+    """Return a stack of experts with transposed matrices, as in published folders; other tensors unchanged.
 
     Raises:
-        UnsupportedCheckpointError: a matrix is as wide as it is high, so that no reader could tell.
+        UnsupportedCheckpointError: a matrix is square, so that its orientation cannot be recognized.
     """
     count, rows, columns = tensor.shape if len(tensor.shape) == 3 else (0, 0, 1)
     if not count:
@@ -99,7 +99,7 @@ def turned_stack(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
 
 
 def text_names(names: Iterable[str]) -> dict[str, str | None]:
-    """What the tensors of such a folder are called in one of its text alone; None for those of images."""
+    """Return the names of tensors in a folder of the language model only; None for those of the vision tower."""
     found: dict[str, str | None] = {}
     for name in names:
         text = name

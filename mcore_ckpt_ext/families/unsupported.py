@@ -1,4 +1,4 @@
-"""Families that Megatron Core builds no model of, with the reason; the documentation's table is made of this one.
+"""Model types that Megatron Core does not support, with the reason; the documentation has the same table.
 
 Sources: the classes of transformers 5.23, and the released code of types without one; `TransformerConfig` and its
 checks, the choices of `--position-embedding-type`, and the layers below megatron/core/transformer, of core_v0.19.2 and
@@ -61,11 +61,11 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
     "phimoe": "its routers draw experts one after the other (sparsemixer), and its output layer may have a bias",
     "ernie4_5_moe": "a bias chooses its experts by softmax, and Megatron's routers have one for sigmoids only",
 }  # fmt: skip
-"""By `model_type`: neither a release of Megatron Core up to 0.19.2 nor the development head has such a model."""
+"""By `model_type`: models that no release of Megatron Core up to 0.19.2, nor the development head, has."""
 NOT_CONVERTED: Mapping[str, str] = {
     "nemotron-nas": "its layers differ in size (Llama-Nemotron); Megatron builds them by "
     "--heterogeneous-layers-config-path, and no family here reads such a configuration",
     "sarvam_moe": "no code of its class was found to compare with; names and shapes are close to those of BailingMoeV2",
     "sarvam_mla": "queries of its latent attention are not compressed, which Megatron since 0.19 does not build",
 }  # fmt: skip
-"""By `model_type`: models that Megatron Core, or a release of it, may build, and that no family here converts."""
+"""By `model_type`: models that some release of Megatron Core may build, but no family here converts."""

@@ -1,8 +1,8 @@
 """Validates the values of an untrusted `config.json` before they become arguments of a job.
 
-Arguments go on into `run_config.yaml`, where Megatron-Bridge calls what an object's `_target_` names, and where text
-may refer to the environment. So each is a number, a plain word (a pattern of layers is one), or a list of numbers.
-That each is of its own type, `JobArguments` checks.
+Arguments are copied to `run_config.yaml`. There Megatron-Bridge calls the object that a `_target_` names, and strings
+may refer to environment variables. So each value must be a number, a plain word (such as a pattern of layers), or a
+list of numbers. `JobArguments` checks the type of each.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _SHOWN = 80
 
 
 def check_plain(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments, made from a `config.json`, that are neither numbers, plain words nor lists of numbers.
+    """Refuse arguments from a `config.json` that are not numbers, plain words or lists of numbers.
 
     Raises:
-        UnsupportedCheckpointError: one of them is something else.
+        UnsupportedCheckpointError: a value is something else.
     """
     for name, value in arguments.items():
         if value is not None and not _is_plain(value):

@@ -127,7 +127,7 @@ def test_no_code_runs_before_a_family_is_looked_for(
         ("from mcore_ckpt_ext.families.llama import Llama as Parrot", "under another model_type than its own"),
         (
             "from mcore_ckpt_ext.families.family import Family\nclass Parrot(Family):\n    model_type = 'parrot'",
-            "lacks attributes that every family states; found: architecture, rules, settings",
+            "lacks attributes that every family must have; found: architecture, rules, settings",
         ),
     ],
 )

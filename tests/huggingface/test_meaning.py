@@ -18,7 +18,7 @@ from mcore_ckpt_ext.families.config_keys import OF_THE_FILE, accepting, neutral_
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
-from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, ONLY_WITH, SIZES, TOLD, unknown
+from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, NOTED, ONLY_WITH, SIZES, unknown
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_named, family_of_config
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
@@ -50,7 +50,7 @@ def arguments_of(name: str, **changes: Any) -> ModelArguments:
 
 def test_every_argument_has_one_class() -> None:
     dependent = [name for names in ONLY_WITH.values() for name in names]
-    classes = [*SIZES, *ALIASES, *NEUTRAL, *TOLD, *set(dependent)]
+    classes = [*SIZES, *ALIASES, *NEUTRAL, *NOTED, *set(dependent)]
     assert len(classes) == len(set(classes))
     assert not without_effect(classes)
     assert {name for name, _ in ONLY_WITH} <= {*classes}

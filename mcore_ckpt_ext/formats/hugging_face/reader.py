@@ -22,7 +22,7 @@ from mcore_ckpt_ext.errors import (
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
-from mcore_ckpt_ext.families.flags import training_flags, unsaid
+from mcore_ckpt_ext.families.flags import training_flags, without_flag
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.images_known import IMAGES
 from mcore_ckpt_ext.families.recognition import Fit
@@ -281,7 +281,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         if self.family.bridge_only_reason:
             lacks = f"pretrain_gpt.py cannot train this model: {self.family.bridge_only_reason}"
             found.append(f"{lacks}. Megatron-Bridge can; it reads run_config.yaml")
-        elif lacking := unsaid(self.model, since_0_19=True):
+        elif lacking := without_flag(self.model, since_0_19=True):
             values = ", ".join(f"{name} = {value}" for name, value in lacking.items())
             found.append(
                 f"pretrain_gpt.py cannot train this model: it has no flag for {values}, or does not pass the flag on. "
@@ -304,7 +304,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @property
     @override
     def starts_jobs(self) -> str:
-        if self.family.bridge_only_reason or unsaid(self.model, since_0_19=True):
+        if self.family.bridge_only_reason or without_flag(self.model, since_0_19=True):
             return ""
         return "starts from its weights: --load FOLDER; tested with 0.19.2"
 

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
 from mcore_ckpt_ext.families.flags import ignored
-from mcore_ckpt_ext.families.forward_pass import classified, told, unknown
+from mcore_ckpt_ext.families.forward_pass import classified, notes_on, unknown
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.auxiliary_files import (
@@ -253,7 +253,7 @@ class HuggingFaceTarget:
         family = self.fit.family
         yield f"model family: {family.described}"
         yield from family.notices(self.fit.arguments)
-        yield from told(self.fit.arguments)
+        yield from notes_on(self.fit.arguments)
         yield from unknown(self.fit.arguments)
         shapes = parameter_shapes(self._tensors)
         yield from self._checkpoint.contradictions

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UsageErro
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.flags import training_flags
-from mcore_ckpt_ext.families.forward_pass import told
+from mcore_ckpt_ext.families.forward_pass import notes_on
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, is_model
 from mcore_ckpt_ext.formats.hugging_face.model import LOCAL, TRANSFORMER_ENGINE, described_model
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
@@ -162,7 +162,7 @@ def start_from(
     left = f"; left out: {'; '.join(left_out)}" if left_out else ""
     of_family = "".join(registered)
     announce(f"training starts from the weights of the Hugging Face folder {folder}{of_family}{left}{grown}")
-    for line in told(complete(JobArguments.of(vars(arguments)))):
+    for line in notes_on(complete(JobArguments.of(vars(arguments)))):
         announce(f"unlike in the Hugging Face model, {line}")
     return result
 
