@@ -54,7 +54,7 @@ def without_optimizer(view: CheckpointView) -> CheckpointView:
 
 
 def is_before_first_step(view: CheckpointView) -> bool:
-    """Return whether its optimizer was saved before its first step, without moments (see `optimizers.first_step`)."""
+    """Return whether the optimizer was saved before its first step, without moments (see `optimizers.first_step`)."""
     if view.optimizer_format is None or not counts_no_step(scheduler_in(view.common)):
         return False
     return lack_first_moments(view.param_groups()) and set(view.optimizer.kinds) == {FP32_PARAM}

@@ -20,8 +20,8 @@ _MOST_OF_A_MODEL = 1 << 14
 class ParallelLayout:
     """Sizes of the parallel dimensions of a job; `virtual_pipeline` is the number of model chunks per pipeline rank.
 
-    `unknown`: names of dimensions whose size is unknown. They count as 1 if a size has to be tried, which the master
-    check then verifies; they are never displayed as 1.
+    `unknown`: names of dimensions whose size is unknown. Where a size is required, 1 is tried, and verified by the
+    master check. It is never displayed.
     """
 
     tensor: int
@@ -100,7 +100,7 @@ _LABELS = {
 
 
 def _unknown(arguments: JobArguments) -> frozenset[str]:
-    """Return the dimensions that arguments leave open: none for Megatron's own, in which a missing size means 1."""
+    """Return the dimensions whose size is unknown; none for arguments of Megatron, where a missing size means 1."""
     if arguments.is_complete:
         return frozenset()
     known = {
@@ -162,9 +162,8 @@ def layers_by_chunk(arguments: JobArguments, layout: ParallelLayout) -> list[lis
 def _hybrid_segments(arguments: JobArguments) -> list[int]:
     """Return the layers of each pipeline segment in a hybrid model's pattern, for example `M*M-|M*M-`.
 
-    Source: megatron/core/models/hybrid/hybrid_layer_allocation.py (core_v0.17.0 to 0.19.2); the part after a slash
-        belongs
-    to multi-token prediction.
+    Source: megatron/core/models/hybrid/hybrid_layer_allocation.py (core_v0.17.0 to 0.19.2). The part after a
+    slash belongs to multi-token prediction.
 
     Returns:
         Empty if the pattern has no segments.
@@ -219,7 +218,7 @@ _PLACING_ARGUMENTS = (
     "moe_use_legacy_grouped_gemm", "spec",
 )  # fmt: skip
 SWITCHES = ("mla_down_proj_fusion", "moe_single_grouped_weight", "moe_single_grouped_bias")
-"""Model settings with the same effect; off if a version, or a source, does not have them."""
+"""Model settings that also affect these positions; off if a version, or the source of the arguments, lacks them."""
 
 
 def placement_changes(written: JobArguments, running: JobArguments) -> list[str]:

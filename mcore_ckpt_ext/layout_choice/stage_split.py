@@ -1,4 +1,4 @@
-"""The division of a model's layers among pipeline stages, and the flags with which Megatron divides them so."""
+"""The division of a model's layers among pipeline stages, and the flags for Megatron that produce it."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ class BufferMap:
 class Inspection:
     """Everything that `inspect` reports; sizes in bytes.
 
-    `iteration` is None for a model to start from. `layout` is that of the job that saved the checkpoint, or the one
-    that it was converted from; a dimension is None if its size is unknown, and `layout_text` is empty without any job.
+    `iteration` is None for a model to start from. `layout` belongs to the job that saved the checkpoint, or the source
+    of its conversion. A dimension is None if its size is unknown; `layout_text` is empty if no job saved either.
     `described_by` names the file that describes the job of a checkpoint without Megatron's arguments; `unbelieved`
     lists wrong statements of such a file.
     """
@@ -208,7 +208,7 @@ def _files(checkpoint: CheckpointView, grid: RankGrid | None) -> list[StoredFile
 
 
 def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid | None) -> StoredFile:
-    """Return a file with its place in the layout; `grid`: of the ranks that wrote files, if any."""
+    """Return a file with its place in the layout; `grid`: the places of the ranks that wrote files, if known."""
     try:
         size: int | None = (checkpoint.folder / name).stat().st_size
     except OSError:
@@ -230,7 +230,7 @@ def _other_bytes(folder: Path, files: list[StoredFile]) -> int:
 
 
 def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
-    """Return the model in numbers; unknown arguments, and arguments of a job if no job saved it, are left out."""
+    """Return the model in numbers; it lacks unknown arguments, and those of a job if no job saved the checkpoint."""
     names = {
         "layers": "num_layers", "hidden size": "hidden_size", "feed-forward size": "ffn_hidden_size",
         "attention heads": "num_attention_heads", "query groups": "num_query_groups", "experts": "num_experts",

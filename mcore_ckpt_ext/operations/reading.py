@@ -15,7 +15,7 @@ from mcore_ckpt_ext.planning.array_location import TransposeCodec
 from mcore_ckpt_ext.planning.plan import Source, StoredSlice, slices_in
 from mcore_ckpt_ext.planning.source_view import SourceView
 
-# A block of each kind, in each of two threads, fits into a processor's last-level cache until it has been checked.
+# With two threads, the blocks of all kinds that are compared fit together into a processor's last-level cache.
 BLOCK_ELEMENTS = 1 << 20
 
 
@@ -71,7 +71,7 @@ class Rooms:
 
 @contextmanager
 def threads(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads with one thread of torch each: more of them would spin while they wait for each other."""
+    """Yield a pool of threads in which torch uses one thread each: more would spin while they wait for each other."""
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(max(1, workers), "mcore_ckpt_ext", torch.set_num_threads, (1,)) as pool:

@@ -1,4 +1,4 @@
-"""Refuses optimizer state that no weight can verify, or whose parameters cannot be located, before any is read."""
+"""Refuses optimizer state that cannot be compared with weights, or whose parameters cannot be located."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODEL_SPACE_MASTER = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.(?:fp32_
 
 
 def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[str]) -> None:
-    """Refuse optimizer state that no weight can verify.
+    """Refuse optimizer state that cannot be verified by comparison with weights.
 
     Args:
         holder: the checkpoint.

@@ -41,7 +41,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class ArchivePlan:
-    """A planned archive of `length` bytes; offsets are relative to its begin."""
+    """A planned archive of `length` bytes; offsets are relative to its start."""
 
     length: int
     literals: tuple[tuple[int, bytes], ...]

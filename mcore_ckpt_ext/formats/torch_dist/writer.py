@@ -3,8 +3,8 @@
 Sources: `save_checkpoint` (megatron/training/checkpointing.py) and `_save` of megatron/core/dist_checkpointing
 (serialization.py, strategies/torch.py), core_v0.8.0 to 0.19.2.
 Since 0.15 the optimizer is `fully_reshardable`; before, `fully_sharded_model_space`, whose arrays are stored as
-[shards along each axis, elements of a shard] (strategies/resharding.py). Here a shard is one index of the stacked
-axes, and extends over all other axes.
+[shards along each axis, elements of a shard] (strategies/resharding.py). This package writes one shard for each index
+on the stacked axes.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class TorchDistTarget:
             yield f"{' and '.join(missing)} of the job, which stock Megatron requires, is unknown"
 
     def _config(self) -> bytes:
-        """Return `CheckpointingConfig` (core/dist_checkpointing/core.py); since 0.19 without common backend."""
+        """Return `CheckpointingConfig` (core/dist_checkpointing/core.py); since 0.19 it has no common backend."""
         config: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         if not STORES_COMMON_STATE_AS_OBJECT.is_of(self._version):
             config |= {"common_backend": "torch", "common_backend_version": 1}
@@ -206,8 +206,8 @@ class TorchDistTarget:
     def _of_last_norms(self) -> dict[str, Any]:
         """Return empty extra states of the final norms for a release checkpoint in the local layer spec.
 
-        With Transformer Engine installed, the final norms are its own, and request them (`LayerNormImpl`,
-        transformer_block.py, core_v0.12.1 to 0.19.2). Otherwise they are not requested.
+        If Transformer Engine is installed, the final norms are modules of it, and request these states
+        (`LayerNormImpl`, transformer_block.py, core_v0.12.1 to 0.19.2). Otherwise no module requests them.
         """
         if not (self._checkpoint.is_release and self._checkpoint.arguments.transformer_impl == "local"):
             return {}
@@ -257,7 +257,7 @@ class TorchDistTarget:
         return common
 
     def _distributed(self, encoding: str) -> list[dict[str, Any]]:
-        """Return the entry of each distributed optimizer: the dense parameters', then the experts'."""
+        """Return an entry for each distributed optimizer: that of the dense parameters, then that of the experts."""
         children = []
         for groups in distinct_groups(self._checkpoint.param_groups(), self._has_expert_optimizer):
             child: dict[str, Any] = {"optimizer": {"param_groups": groups}, SHARDING_MARK: encoding}

@@ -144,7 +144,7 @@ def live_mismatches(
     Args:
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
-        weaker: the comparison of the checkpoint from which the optimizer was filled, if it permits no stronger one.
+        weaker: the comparison that the loaded checkpoint permits, if rounding is too strict for it.
         every: compare one of this many stretches of `STRETCH` elements of this rank's part of a parameter, and the
             last one. A misplaced or unset parameter is found in any case, damage within a single stretch may not be.
 
@@ -183,7 +183,7 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
     proof = shard.adapter.proof(shard)
     if proof is None:
         return None
-    # No matter who loaded them, live weights of few bits may have been quantized again.
+    # Quantized live weights may have been quantized again, whatever loaded them.
     proof, weight = weaker_of(proof, weaker or quantization_check(shard.live.parameter)), shard.weight
     master = shard.adapter.master(shard)
     if master.data_ptr() == weight.data_ptr():

@@ -157,7 +157,7 @@ class ShardedLoad:
         return self._plan.bytes_read
 
     def wanted_bytes(self) -> Spans:
-        """Return the byte ranges that this rank needs, for `share` on all ranks; errors as `wanted_bytes`."""
+        """Return the byte ranges that this rank needs, which `share` takes from all ranks."""
         return wanted_bytes(self._plan, self._transfer)
 
     def share(self, wants: Sequence[Spans]) -> None:
