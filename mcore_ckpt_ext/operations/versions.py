@@ -180,7 +180,7 @@ def _of_another_loop(checkpoint: CheckpointView) -> Iterator[Resumption]:
     )
     yield Resumption("Megatron with mcore_ckpt_ext", "", "any", "tested with 0.19.2")
     if described:
-        yield Resumption("Megatron-Bridge with mcore_ckpt_ext", "", "any", "tested with 0.3.1")
+        yield Resumption("Megatron-Bridge with mcore_ckpt_ext", "", "any", "tested with 0.6.2 and 0.3.1")
 
 
 def _stock(checkpoint: CheckpointView, placement_changed: bool, version: Version) -> bool:

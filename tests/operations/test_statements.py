@@ -92,6 +92,10 @@ def test_of_a_conversion(kind: str, tmp_path: Path) -> None:
     assert (found.writer.converted, found.writer.version) == (True, f"mcore-ckpt convert, {whom}")
     assert {file.rank for file in found.files} == {None}, "no rank wrote these files"
     assert (found.silent_ranks, found.why_silent) == ((), "")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "loops.md").read_text()
+    for resumption in found.resumptions:
+        if resumption.who == "Megatron-Bridge with mcore_ckpt_ext":
+            assert f"megatron-bridge {resumption.note.removeprefix('tested with ')} on Core" in page
 
 
 def check_no_job(found: Inspection) -> None:
