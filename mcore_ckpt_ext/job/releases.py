@@ -79,6 +79,11 @@ class Capability:
         return arguments.absent_in_version(self.shown_by) == (self.since is None)
 
 
+def splits_layer_wise(version: tuple[int, int]) -> bool:
+    """Whether Megatron's own scripts have a DistributedOptimizer beside a layer-wise optimizer by default."""
+    return MAY_SPLIT_LAYER_WISE.is_of(version) and not KEEPS_LAYER_WISE_WHOLE.is_of(version)
+
+
 def releases_between(first: Version, last: Version = NEWEST) -> list[Version]:
     """Return the known releases from `first` to `last`, both included; empty if `last` precedes `first`."""
     return [version for version in KNOWN if first <= version <= last]
@@ -270,13 +275,19 @@ TAKES_STEPS_OF_PRECISION_AWARE = Capability(
     since=Version(0, 17),
 )
 MAY_SPLIT_LAYER_WISE = Capability(
-    "may have a DistributedOptimizer beside a layer-wise one, where the model is built by a function (0.19.1)",
-    "megatron/core/optimizer/__init__.py, `_get_megatron_emerging_optimizer`; megatron/training/training.py",
-    since=Version(0, 19),
+    "may have a DistributedOptimizer beside a layer-wise one, unless --no-use-layer-wise-param-layout is given",
+    "megatron/core/optimizer/__init__.py, `_get_megatron_emerging_optimizer`; megatron/training/training.py (0.18.2)",
+    since=Version(0, 18),
 )
-SPLITS_LAYER_WISE = Capability(
-    "has a DistributedOptimizer beside a layer-wise one, unless --no-use-layer-wise-param-layout is given",
-    "megatron/core/optimizer/__init__.py, `_get_megatron_emerging_optimizer`, the head of August 2026",
+KEEPS_LAYER_WISE_WHOLE = Capability(
+    "has a layer-wise optimizer alone where the model is built from a configuration, as by its own scripts",
+    "megatron/training/training.py, `get_model` (0.19.1, 0.19.2)",
+    since=Version(0, 19),
+    until=Version(0, 20),
+)
+PACKS_LAYER_WISE_BY_COMPUTATION = Capability(
+    "shares the matrices of a layer-wise optimizer out by the time that their steps take",
+    "megatron/core/optimizer/layer_wise_optimizer.py, `_compute_per_buffer_param_layout`, the head of August 2026",
     since=Version(0, 20),
 )
 SHARES_QUERY_GROUPS = Capability(

@@ -28,7 +28,7 @@ class LayerWise(Enum):
     """How a layer-wise optimizer distributes parameters.
 
     `DEALT`: all parameters, the smallest first, to the ranks in turn, alternately forward and backward.
-    `PACKED_BY_SIZE`: only matrices, the largest first, each to the shard with the fewest elements (core_v0.19.1 and
+    `PACKED_BY_SIZE`: only matrices, the largest first, each to the shard with the fewest elements (0.18.2 to
     0.19.2). `PACKED_BY_COMPUTATION`: only matrices, the most expensive first, each to the shard with the least
     computation so far, unless that shard gets too large (development head of August 2026).
     """

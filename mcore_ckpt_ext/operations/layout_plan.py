@@ -14,7 +14,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.arguments.kinds import MOST_RANKS
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, SPLITS_LAYER_WISE
+from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, PACKS_LAYER_WISE_BY_COMPUTATION, splits_layer_wise
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
@@ -234,10 +234,11 @@ def _layer_wise(job: JobArguments, table: ModelTable, version: Version) -> Layer
     has_plain_experts = all(len(one.shape) == 2 for one in table.parameters if one.expert is not None)
     if job.raw.get("use_layer_wise_param_layout") is False or not has_plain_experts:
         return LayerWise.DEALT
-    if SPLITS_LAYER_WISE.is_of(version):
-        return LayerWise.PACKED_BY_COMPUTATION
     was_split = any(one.is_distributed for one in table.parameters)
-    return LayerWise.PACKED_BY_SIZE if was_split and MAY_SPLIT_LAYER_WISE.is_of(version) else LayerWise.DEALT
+    if not splits_layer_wise(version) and not (was_split and MAY_SPLIT_LAYER_WISE.is_of(version)):
+        return LayerWise.DEALT
+    by_computation = PACKS_LAYER_WISE_BY_COMPUTATION.is_of(version)
+    return LayerWise.PACKED_BY_COMPUTATION if by_computation else LayerWise.PACKED_BY_SIZE
 
 
 def _recomputation(job: JobArguments, wanted: str | None) -> Recomputation:

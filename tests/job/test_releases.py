@@ -47,6 +47,10 @@ def test_what_an_argument_shows_is_so(name: str, fixture: str) -> None:
     assert SHOWN[name].is_shown_by(arguments) == SHOWN[name].is_of(WRITTEN[fixture])
 
 
+def test_who_splits_a_layer_wise_optimizer() -> None:
+    assert [version.minor for version in (*KNOWN, HEAD) if releases.splits_layer_wise(version)] == [18, 20]
+
+
 def test_what_no_argument_shows() -> None:
     with pytest.raises(ValueError, match="no argument shows whether Megatron loads"):
         releases.LOADS_DP_RESHARDABLE.is_shown_by(open_checkpoint(fixture_named("p01").run).arguments)

@@ -128,7 +128,7 @@ def is_by_stock(load: Loaded, of_checkout: bool) -> bool:
     """Whether stock alone loads it, and right.
 
     On the development head a distributed optimizer steps what Muon does not, and asks for keys that p44, whose
-    layer-wise one stepped everything, does not have (`SPLITS_LAYER_WISE`).
+    layer-wise one stepped everything, does not have (`splits_layer_wise`).
     """
     is_split = load.fixture == "p44" and of_checkout and version() == "0.20"
     return load.by_stock and not is_split

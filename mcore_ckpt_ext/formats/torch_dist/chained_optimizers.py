@@ -21,7 +21,7 @@ from mcore_ckpt_ext.formats.portable_state import (
     undistributed,
 )
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, SPLITS_LAYER_WISE
+from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, splits_layer_wise
 from mcore_ckpt_ext.optimizers.description import MOMENTUM
 from mcore_ckpt_ext.optimizers.groups import MOMENTUM as BY_MOMENTUM
 from mcore_ckpt_ext.optimizers.groups import rule_of
@@ -74,7 +74,7 @@ class ChainedOptimizers:
             )
         elif self._was_split and not MAY_SPLIT_LAYER_WISE.is_of(self._version):
             yield "all of the optimizer is written as a layer-wise one has it: that version has no other beside it"
-        elif self._was_split and not SPLITS_LAYER_WISE.is_of(self._version):
+        elif self._was_split and not splits_layer_wise(self._version):
             yield (
                 "a part of the optimizer is written for a DistributedOptimizer of its own, as it was: core_v0.19.1 and "
                 "later have one beside a layer-wise optimizer, where the model is built by a function; other jobs "
@@ -92,7 +92,7 @@ class ChainedOptimizers:
         arguments = self._checkpoint.arguments
         others = [child for child in self._source if not _is_muons(child)]
         return (
-            SPLITS_LAYER_WISE.is_of(self._version)
+            splits_layer_wise(self._version)
             and is_layer_wise(arguments)
             and arguments.raw.get("use_layer_wise_param_layout") is not False
             and 0 < len(others) < len(self._source)
