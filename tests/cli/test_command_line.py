@@ -14,7 +14,7 @@ import pytest
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import COMMANDS, main
-from mcore_ckpt_ext.cli.output import escaped, line
+from mcore_ckpt_ext.cli.output import escape, line
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.settings import SETTINGS
 from tests.harness.checkpoints import Fixture, fixture_named
@@ -261,7 +261,7 @@ def test_a_defect_of_ours_does_not_pass_for_a_verdict(
 
 def test_untrusted_names_do_not_control_the_terminal() -> None:
     hostile = "\x1b[2Jname\r\x07‮evil\ud800"
-    assert escaped(hostile) == r"\x1b[2Jname\r\x07\u202eevil\ud800"
+    assert escape(hostile) == r"\x1b[2Jname\r\x07\u202eevil\ud800"
 
 
 def test_results_are_readable_on_an_ascii_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
