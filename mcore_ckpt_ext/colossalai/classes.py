@@ -1,4 +1,4 @@
-"""ColossalAI's classes, found where this version has them, and subclasses of them with the strict methods."""
+"""ColossalAI's classes, at the location of the installed version, and subclasses with strict methods."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from mcore_ckpt_ext.errors import CheckpointError
 
 
 class Target(NamedTuple):
-    """One class that gets strict methods.
+    """A class that gets strict methods.
 
     Args:
-        locations: where versions have it.
-        methods: what it gets.
-        own: methods that it must have itself, so that ours fit beside them; a class without them is left alone.
-        required: the first version that has it, where nothing works without it.
+        locations: the class's locations in different versions.
+        methods: the class with the strict methods.
+        own: methods that the class itself must define, so that the strict methods fit; a class without them is left
+            alone.
+        required: the first version that has the class, if it is indispensable; else None.
     """
 
     locations: tuple[str, ...]
@@ -38,7 +39,7 @@ class Target(NamedTuple):
     required: str | None = None
 
 
-# ZeroDDP stands before GeminiDDP: where both exist (up to 0.3.1), the latter inherits from the former.
+# ZeroDDP comes before GeminiDDP: if both exist (up to 0.3.1), the latter inherits from the former.
 WRAPPER = Target(
     (
         "colossalai.zero.gemini.gemini_ddp:ZeroDDP",
@@ -46,11 +47,11 @@ WRAPPER = Target(
         "colossalai.zero.gemini.gemini_ddp:GeminiDDP",
     ),
     WrapperMethods,
-    # 0.1.x, whose chunks are others, has no method of the third name.
+    # 0.1.x, whose chunks differ, has no method of the third name.
     own=("state_dict", "load_state_dict", "_get_param_to_save_data"),
     required="0.2.0",
 )
-# Their state can be saved since 0.3.2; 0.3.0 has classes of these names that cannot.
+# Their state can be saved since 0.3.2; the classes of these names in 0.3.0 do not support it.
 OPTIMIZER = Target(
     ("colossalai.zero.gemini.gemini_optimizer:GeminiOptimizer",),
     OptimizerMethods,
@@ -86,7 +87,7 @@ HYBRID_CHECKPOINT_IO = Target(
     required="0.5.0",
 )
 STATIC_MODEL = "get_static_torch_model"
-# Where ColossalAI's own function of that name is found: 0.3.0 and later, 0.2.1 to 0.2.8.
+# Modules with ColossalAI's own function of that name: 0.3.0 and later, and 0.2.1 to 0.2.8.
 STATIC_MODEL_MODULES = (
     "colossalai.zero",
     "colossalai.zero.gemini",
@@ -101,17 +102,17 @@ PLUGINS = {
 
 
 def find(target: Target) -> type | None:
-    """The class in the installed version.
+    """Return the class in the installed version; None if it is absent and not required.
 
     Raises:
-        CheckpointError: there is no ColossalAI, it cannot be imported, or it has no such class where one is needed.
+        CheckpointError: ColossalAI is not installed, cannot be imported, or lacks a required class.
     """
     problems = []
     for location in target.locations:
         module, _, name = location.partition(":")
         try:
             found = getattr(import_module(module), name, None)
-        except Exception as error:  # noqa: BLE001 - whatever makes a framework's import fail is what the user has to know
+        except Exception as error:  # noqa: BLE001 - the user needs the cause, whatever makes a framework's import fail
             problems.append(f"{module}: {error}")
             continue
         if isinstance(found, type) and all(method in vars(found) for method in target.own):
@@ -129,10 +130,10 @@ def find(target: Target) -> type | None:
 
 
 def strict_subclass(target: Target, name: str) -> Any:
-    """A subclass with the strict methods, for users who do not patch."""
+    """Make a subclass with the strict methods, for users who do not patch."""
     base = find(target)
     if base is None:
         raise CheckpointError(f"this version of ColossalAI has no {target.locations[0].partition(':')[2]}")
-    # Where GeminiDDP exists, it is the one that users construct.
+    # If GeminiDDP exists, users construct it and not ZeroDDP.
     newest = getattr(import_module(base.__module__), "GeminiDDP", base) if target is WRAPPER else base
     return type(name, (newest,), {**namespace(target.methods, newest), "__doc__": target.methods.__doc__})

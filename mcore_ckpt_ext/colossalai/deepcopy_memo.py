@@ -1,4 +1,4 @@
-"""Objects in a module that ``copy.deepcopy`` cannot copy: process groups, locks, generators, computed tensors."""
+"""Replacements for objects that ``copy.deepcopy`` cannot copy: process groups, locks, computed tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, types.Functi
 
 
 def memo_of_uncopied(module: nn.Module) -> dict[int, Any]:
-    """A memo for `copy.deepcopy`: what stands for everything in a module that it could not copy, by its id.
+    """Return a memo for `copy.deepcopy`: replacements for objects in a module that it cannot copy, by id.
 
-    Process groups are shared. Locks become open ones. Generators continue from the same state. A tensor with a history,
-    as the older ``torch.nn.utils.weight_norm`` leaves one in the place of the weight, becomes a copy of its value; the
-    module computes it anew in the next forward.
+    Process groups are shared. Locks are replaced by open ones. Generators continue from the same state. A tensor with a
+    history, such as the weight of the older ``torch.nn.utils.weight_norm``, is replaced by a copy of its value; the
+    module computes it again in the next forward pass.
     """
     return {id(held): stand_in for held in _everything_in(module) if (stand_in := _stand_in(held)) is not None}
 
@@ -38,7 +38,7 @@ def _stand_in(held: Any) -> Any:
 
 
 def _everything_in(root: object) -> Iterator[Any]:
-    """Every object that can be reached through attributes and containers, once."""
+    """Yield every object that can be reached through attributes and containers, once."""
     seen: dict[int, object] = {}
     waiting = [root]
     while waiting:

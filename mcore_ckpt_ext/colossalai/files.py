@@ -1,8 +1,8 @@
-"""ColossalAI's files, written whole: under scratch names until all are there, the index last; and read whole.
+"""Writes ColossalAI's files atomically, with temporary names and the index last, and reads them.
 
 Names and indexes are ColossalAI's own (0.5.0, checkpoint_io/utils.py: ``get_model_base_filenames``,
-``get_optimizer_base_filenames``, ``get_shard_filename``; index_file.py). A save that breaks off leaves either what was
-there before, or a folder without an index, which is no checkpoint for any reader; never files of two saves.
+``get_optimizer_base_filenames``, ``get_shard_filename``; index_file.py). An interrupted save leaves either the former
+files, or a folder without an index, which no reader accepts; it never leaves files of two saves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.storage.atomic_files import flush
 
 _SCALAR: Any = np.float64(0).__reduce__()[0]
-# What the pickle of a scalar of numpy names; the function's module has two names, of numpy 1 and 2.
+# Classes and functions in the pickle of a numpy scalar; the function's module differs between numpy 1 and 2.
 _NUMPY: list[Any] = [
     (_SCALAR, "numpy._core.multiarray.scalar"),
     (_SCALAR, "numpy.core.multiarray.scalar"),
@@ -34,12 +34,12 @@ _NUMPY: list[Any] = [
 
 
 class Files:
-    """Files of one folder on the rank that writes them, and nothing on the others; published together, or not at all.
+    """Files of one folder, which are published together; only one rank writes them.
 
     Args:
-        folder: where they go; it is made if it does not exist.
-        name: the name of the last one, which makes the others count.
-        is_writer: whether this rank writes them.
+        folder: the folder; it is made if it does not exist.
+        name: the name of the last file, without which the others do not count.
+        is_writer: True if this rank writes them; on other ranks all methods do nothing.
     """
 
     def __init__(self, folder: Path, name: str, is_writer: bool) -> None:
@@ -57,7 +57,7 @@ class Files:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     def add(self, name: str, write: Callable[[Path], object]) -> None:
-        """Write a file under its scratch name."""
+        """Write a file under a temporary name."""
         if not self.is_writer:
             return
         self._scratch.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ class Files:
         self._names.append(name)
 
     def add_folder(self, write: Callable[[Path], object]) -> None:
-        """Add what `write` puts into a folder."""
+        """Add all files that `write` puts into a folder."""
         if not self.is_writer:
             return
         folder = self._scratch / "more"
@@ -78,9 +78,9 @@ class Files:
             self._names.append(file.name)
 
     def publish(self) -> None:
-        """Give every file its name; where there are several, the old version of the last one is removed first.
+        """Rename all files to their final names; of several, remove the old version of the last one first.
 
-        So old and new never mix; and one file alone is at any time the old one or the new one.
+        So old and new files never mix, and a single file is always either the old or the new one.
         """
         if not self.is_writer:
             return
@@ -94,17 +94,18 @@ class Files:
 def write_shards(
     files: Files, shards: Generator[tuple[Any, int]], name_of: Callable[[int], str]
 ) -> tuple[dict[str, str], int]:
-    """Take all shards, on every rank, and write them where they arrive.
+    """Receive all shards on every rank, and write them on the writing rank.
 
     Args:
-        files: where they go.
-        shards: what fails here is thrown into them, so that the other ranks hear of it.
-        name_of: a shard's file, by its place.
+        files: receives the shards.
+        shards: the shards; an error of writing is thrown into the generator, which reports it to the other ranks.
+        name_of: returns the file name of a shard, by its number.
 
     Returns:
-        Which entry is in which file, and the total size in bytes.
+        The file of each entry, and the total size in bytes.
 
     Raises:
+        ResumeRefusedError: on all ranks.
         ResumeRefusedError: on all ranks.
     """
     entries: dict[str, str] = {}
@@ -119,23 +120,23 @@ def write_shards(
 
 
 def write_index(metadata: Mapping[str, Any], entries: Mapping[str, str]) -> Callable[[Path], object]:
-    """What writes an index, as Hugging Face and ColossalAI lay it out."""
+    """Return a function that writes an index, in the format of Hugging Face and ColossalAI."""
     return lambda path: path.write_text(json.dumps({"metadata": metadata, "weight_map": entries}, indent=2) + "\n")
 
 
 def write_tensors(state: Mapping[Any, Any], path: Path) -> None:
-    """Write a file of the kind that its name shows."""
+    """Write tensors in the file format that the name's suffix implies."""
     if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        # The format has no strides, and the library refuses tensors that have some.
+        # The format has no strides, and the library refuses non-contiguous tensors.
         save_file({name: value.contiguous() for name, value in state.items()}, path, metadata={"format": "pt"})
     else:
         torch.save(state, path)
 
 
 def read_by_all(ranks: Ranks, files: Callable[[], Iterable[Path]]) -> dict[Any, Any]:
-    """All entries of some files, which are mapped, not read, until a value is needed.
+    """Return all entries of some files; they are memory-mapped, and read when a value is needed.
 
     Raises:
         ResumeRefusedError: on all ranks, if one cannot read them.
@@ -151,16 +152,16 @@ def read_by_all(ranks: Ranks, files: Callable[[], Iterable[Path]]) -> dict[Any, 
 
 
 def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict[Any, Any]:
-    """All entries of the files that an index names, if they are what it says.
+    """Return all entries of the files that an index names, if they match the index.
 
     Args:
-        ranks: who reads.
+        ranks: the ranks that read.
         index: the index.
-        exactly: refuse files with more entries than the index says of them. Pipeline stages write a tied parameter's
-            state each, and the index of all names one of them (0.5.0, hybrid_parallel_checkpoint_io.py).
+        exactly: refuse files with more entries than the index lists. Pipeline stages each write a tied parameter's
+            state, and the index lists only one of them (0.5.0, hybrid_parallel_checkpoint_io.py).
 
     Raises:
-        ResumeRefusedError: on all ranks: a file is missing, or has other entries than the index says.
+        ResumeRefusedError: on all ranks: a file is missing, or has other entries than the index lists.
     """
     entries: dict[Any, Any] = {}
 
@@ -179,15 +180,15 @@ def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict
 
 
 def param_groups_beside(index: Path) -> list[Any]:
-    """The param groups in the file that an optimizer's index names."""
+    """Return the param groups in the file that an optimizer's index names."""
     return list(load(beside(index, json.loads(index.read_text())["metadata"]["param_groups"])))
 
 
 def beside(index: Path, name: str) -> Path:
-    """A file that an index names.
+    """Return the path of a file that an index names.
 
     Raises:
-        UnreadableCheckpointError: it is not there, or is named outside of the index's folder.
+        UnreadableCheckpointError: it does not exist, or lies outside of the index's folder.
     """
     file = index.parent / name
     if Path(name).name != name or not file.is_file():
@@ -196,13 +197,13 @@ def beside(index: Path, name: str) -> Path:
 
 
 def load(file: Path) -> Any:
-    """What a file holds: tensors, plain values and numpy scalars, and nothing that runs."""
+    """Read a file of tensors, plain values and numpy scalars; it cannot execute code."""
     if file.suffix == ".safetensors":
         from safetensors.torch import load_file
 
         return load_file(file)
     with torch.serialization.safe_globals(_NUMPY):
-        # Files older than torch 1.6, and those written for such, are no archives, and cannot be mapped.
+        # Files in the format before torch 1.6 are no archives, and cannot be memory-mapped.
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
@@ -221,6 +222,6 @@ def _refuse_other_entries(found: set[str], expected: set[str], file: Path) -> No
 def _failure_of(work: Callable[[], object]) -> Exception | None:
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks have to hear of it
+    except Exception as error:  # noqa: BLE001 - any error has to be reported to the other ranks
         return error
     return None

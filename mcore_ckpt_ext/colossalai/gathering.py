@@ -16,8 +16,8 @@ from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped
 from mcore_ckpt_ext.devices import empty_on_host
 
-# Elements that one rank sends at a time. Gloo copies what a gather receives, and NCCL stages it on the device; in
-# pieces that takes a few MiB instead of a second chunk.
+# Elements that one rank sends at a time. Gloo copies what a gather receives, and NCCL stages it on the device: with
+# pieces this takes a few MiB instead of a second chunk.
 _PIECE_BYTES = 4 << 20
 _NOTHING = torch.empty(0)
 
@@ -31,15 +31,16 @@ def whole_values(
 
     Args:
         zero: the wrapper.
-        places: where each parameter lies, in an order that is the same on all ranks.
-        held: what of a chunk this rank holds: its payload, or optimizer state laid out like it.
+        places: the place of each parameter, in an order that is the same on all ranks.
+        held: returns this rank's part of a chunk: its payload, or optimizer state with the same layout.
         dtype: the dtype in which values are sent and returned.
-        device: where the values go.
-        everywhere: whether every rank receives them, or rank 0 of the group alone; the others get None.
+        device: the device of the returned values.
+        everywhere: True if every rank receives them, else only rank 0 of the group; the others get None.
         fate: stops all ranks if one fails, before the next chunk or at the end.
-        padding: on receiving ranks, filled with the padding rows of each parameter that has some.
+        padding: on receiving ranks, receives the padding rows of each parameter that has some.
 
     Raises:
+        ResumeRefusedError: on all ranks.
         ResumeRefusedError: on all ranks.
     """
     receives = everywhere or zero.is_first
@@ -71,9 +72,9 @@ def whole_values(
 
 
 def own_copy(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The value in memory that nobody else uses, with its strides where it fills its memory; a plain tensor.
+    """Copy a value into new memory, with its strides if it is dense; the result is a plain tensor.
 
-    ColossalAI's subclasses of tensors make theirs of whatever an operation returns (tensor/colo_tensor.py).
+    Operations on ColossalAI's tensor subclasses would return instances of the subclasses (tensor/colo_tensor.py).
     """
     with torch._C.DisableTorchFunction():
         copied = torch.empty_like(value, dtype=dtype, device=device, requires_grad=False)
@@ -98,8 +99,8 @@ class _Room(NamedTuple):
 
     Args:
         values: flat memory for each parameter, in order.
-        windows: two buffers for the pieces of all ranks, so that one is received while the other is read.
-        cut: for each parameter, where its slices of tensor parallelism are joined.
+        windows: two buffers for the pieces of all ranks: one is received while the other is read.
+        cut: for each parameter, the buffers to join its tensor-parallel slices.
     """
 
     values: list[torch.Tensor]
@@ -108,7 +109,7 @@ class _Room(NamedTuple):
 
 
 def _is_scattered(chunk: Any) -> bool:
-    """Whether each rank holds a part; otherwise every rank holds all of it."""
+    """Return True if each rank holds a part of the chunk, and not all of it."""
     return not chunk.is_gathered and chunk.pg_size > 1
 
 
@@ -116,7 +117,7 @@ def _room(
     chunk: Any, held: torch.Tensor | None, members: list[tuple[nn.Parameter, Place]], dtype: torch.dtype,
     device: torch.device,
 ) -> _Room:  # fmt: skip
-    """Memory for the whole values; for slices of tensor parallelism, where the groups' backends can reach it."""
+    """Allocate memory for the whole values; tensor-parallel slices go where the groups' backends can reach them."""
     reached = chunk.cuda_global_chunk.device
     given = dtype if _is_scattered(chunk) or held is None else held.dtype
     cut = [tensor_parallel.room_for(parameter, given, reached) for parameter, _ in members]
@@ -164,7 +165,7 @@ def _take(
     chunk: Any, begun: tuple[Any, int, list[torch.Tensor]], members: list[tuple[nn.Parameter, Place]],
     room: _Room | None,
 ) -> None:  # fmt: skip
-    """Wait for what has been sent, and copy it into the parameters that it is part of."""
+    """Wait for a piece, and copy it into the parameters to which it belongs."""
     work, start, windows = begun
     work.wait()
     for rank, window in enumerate(windows):
@@ -176,5 +177,5 @@ def _take(
 
 
 def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    # As bytes, because a backend may not support the dtype.
+    # View as bytes, because a backend may not support the dtype.
     return flat.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What a stage of a HybridParallelPlugin has: whole, joined from the ranks that share it, and cut for them again."""
+"""The entries of a HybridParallelPlugin stage: gathered from the ranks that share it, and sliced again."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mcore_ckpt_ext.colossalai.optimizer import MASTER
 from mcore_ckpt_ext.errors import ModelMismatchError
 
 PADDING = "_padding"
-"""What the padding rows of a state are called: ``exp_avg_padding``. Asynchronous files allow no dot there."""
+"""Suffix of the padding rows of a state: ``exp_avg_padding``. Asynchronous files allow no dot there."""
 
 State = dict[str, Any]
 
 
 def entries(module: nn.Module, share_ties: bool) -> Iterator[tuple[str, Any]]:
-    """Parameters under all their names, persistent buffers, extra state; all ranks of a stage iterate.
+    """Yield parameters under all their names, persistent buffers, extra state; all ranks of a stage iterate.
 
     Args:
-        module: this stage's.
-        share_ties: names of one parameter come with one tensor; else each with its own, as safetensors need it.
+        module: this stage's module.
+        share_ties: all names of a parameter get one tensor; else each gets its own, as safetensors require.
     """
     seen: dict[nn.Parameter, torch.Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -33,7 +33,7 @@ def entries(module: nn.Module, share_ties: bool) -> Iterator[tuple[str, Any]]:
             continue
         room = tensor_parallel.room_for(parameter, parameter.dtype, parameter.device)
         value = tensor_parallel.whole(parameter, parameter.detach().contiguous(), room)
-        # A file keeps all of a storage, and safetensors know none with two names.
+        # A file stores a tensor's whole storage, and safetensors cannot store one under two names.
         is_part = value.numel() * value.element_size() < value.untyped_storage().nbytes()
         value = value.clone() if parameter in seen or is_part else value
         yield name, value
@@ -45,7 +45,7 @@ def entries(module: nn.Module, share_ties: bool) -> Iterator[tuple[str, Any]]:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that a state dict has, by name."""
+    """Yield the buffers that a state dict has, by name."""
     for prefix, owner in module.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
             if name not in owner._non_persistent_buffers_set:
@@ -53,12 +53,12 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def joined(name: str, value: torch.Tensor, parameter: Any, zero_group: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The whole of one state of a parameter, and the rows of its padding.
+    """Return the whole value of a parameter's state, and its padding rows.
 
     Args:
-        name: of the state.
+        name: the name of the state.
         value: this rank's part.
-        parameter: the one that computes.
+        parameter: the working parameter.
         zero_group: the ranks that share this slice of it, flat, in equal parts; None without ZeRO.
     """
     from colossalai.utils import get_current_device
@@ -75,7 +75,7 @@ def joined(name: str, value: torch.Tensor, parameter: Any, zero_group: Any) -> t
 
 
 def refuse_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
-    """Raises: ModelMismatchError, where a state is not of its parameter's shape."""
+    """Raise ModelMismatchError if a state does not have its parameter's shape."""
     if found != expected:
         raise ModelMismatchError(
             "an optimizer state has another shape than its parameter",
@@ -87,13 +87,13 @@ def refuse_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
 
 
 def working(optimizer: Any, stepped: torch.Tensor) -> Any:
-    """The parameter that computes, of what the optimizer steps."""
+    """Return the working parameter of a tensor that the optimizer steps."""
     of_master = optimizer.get_master_to_working_map()
     return stepped if of_master is None else of_master[id(stepped)]
 
 
 def local_state(checkpoint_io: Any, optimizer: Any, stepped: torch.Tensor, state: State) -> State:
-    """This rank's part of one parameter's state; of the master, the rows of padding also go into the weight."""
+    """Return this rank's part of a parameter's state; write the master's padding rows into the weight, too."""
     parameter = working(optimizer, stepped)
     local: State = {}
     rows = padding.fitting(parameter, MASTER, state.get(f"{MASTER}{PADDING}"))
@@ -109,14 +109,15 @@ def local_state(checkpoint_io: Any, optimizer: Any, stepped: torch.Tensor, state
         cut = tensor_parallel.slice_of(parameter, value, rows)
         if checkpoint_io.use_zero:
             cut = _part(cut, checkpoint_io.global_dp_size, checkpoint_io.dp_rank)
-        # As ColossalAI: moments are kept in the dtype of what is stepped.
+        # Moments are kept in the dtype of the stepped tensor, as in ColossalAI.
         local[name] = torch.empty(cut.shape, dtype=stepped.dtype, device=stepped.device).copy_(cut)
     return local
 
 
 def _part(value: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-    """This rank's part under ZeRO: flat, filled up with zeros, in equal parts (0.5.0,
-    zero/low_level/low_level_optim.py: ``_create_master_param_current_rank``).
+    """Return this rank's part under ZeRO: flat, padded with zeros, in equal parts.
+
+    Source: ``_create_master_param_current_rank``, zero/low_level/low_level_optim.py, 0.5.0.
     """
     flat = value.reshape(-1)
     flat = nn.functional.pad(flat, [0, -len(flat) % size])
@@ -124,7 +125,7 @@ def _part(value: torch.Tensor, size: int, rank: int) -> torch.Tensor:
 
 
 def _write_padding(parameter: Any, rows: torch.Tensor) -> None:
-    """Into the weight, the rows of padding, which are in no model's file."""
+    """Write the padding rows, which no model file contains, into the weight."""
     whole = torch.zeros(tensor_parallel.whole_shape(parameter), dtype=parameter.dtype)
     given = tensor_parallel.slice_of(parameter, whole, rows).to(parameter.device)
     is_padding = tensor_parallel.is_padding(parameter)

@@ -1,4 +1,4 @@
-"""Loads a whole state under HybridParallelPlugin, after all ranks have found that it fits."""
+"""Loads a whole state into a job with HybridParallelPlugin, after all ranks have checked that it fits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN = 4
 def load_optimizer(
     checkpoint_io: Any, ranks: Ranks, optimizer: Any, groups: list[dict[str, Any]], states: Mapping[Any, State]
 ) -> None:
-    """Take an optimizer's whole state, of any layout, after all ranks have found that it is one and fits."""
+    """Load an optimizer's whole state, saved under any layout, after all ranks have checked it."""
     live = optimizer.optim.param_groups
     ids = optimizer.param_info["param2id"]
     id_map = {ids[id(working(optimizer, stepped))]: stepped for group in live for stepped in group["params"]}
@@ -66,7 +66,7 @@ def load_optimizer(
 
 
 def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) -> None:
-    """Take a whole state dict, after all ranks have found that it fits the stages together.
+    """Load a whole state dict, after all ranks have checked that it fits all stages together.
 
     Raises:
         StateDictMismatchError: on all ranks; nothing is written.
@@ -109,13 +109,13 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
     paddings = [(p, p.detach().clone(), tensor_parallel.is_padding(p)) for p in _padded(module)]
     module.load_state_dict({name: _own(value) for name, value in offered.items()}, strict=False)
     for parameter, before, is_padding in paddings:
-        # ColossalAI would make them zero; a model's file says nothing about them.
+        # ColossalAI sets padding rows to zero, as model files do not contain them.
         parameter.data.copy_(torch.where(is_padding.to(before.device), before, parameter.data))  # type: ignore[union-attr]
     model.update_master_params()
 
 
 def _own(value: Any) -> Any:
-    """A view: ColossalAI pads what it is given in place (0.5.0, tensor/padded_tensor/api.py: ``to_padded_tensor``)."""
+    """Return a view, since ColossalAI pads its argument in place (``to_padded_tensor``, 0.5.0)."""
     return value.view_as(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -124,14 +124,14 @@ def _padded(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _expected(module: nn.Module) -> dict[str, torch.Size]:
-    """The names that this stage's module has, and the whole shapes."""
+    """Return the names in this stage's module, with their whole shapes."""
     named = module.named_parameters(remove_duplicate=False)
     shapes = {name: tensor_parallel.whole_shape(parameter) for name, parameter in named}
     return shapes | {name: buffer.shape for name, buffer in persistent_buffers(module)}
 
 
 def _aliases(ranks: Ranks, model: Any) -> list[set[str]]:
-    """Sets of names that mean one parameter: on one stage, and of different stages (``shared_params``)."""
+    """Return sets of names of one parameter: on one stage, and across stages (``shared_params``)."""
     names: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.unwrap().named_parameters(remove_duplicate=False):
         names.setdefault(parameter, set()).add(name)

@@ -1,17 +1,15 @@
-"""HybridParallelPlugin: exact resumes, and state that is cut and joined as its parameter is, under TP, PP and ZeRO.
+"""HybridParallelPlugin: exact resumes under TP, PP and ZeRO, with state sliced like its parameter.
 
-ColossalAI (0.5.0, checkpoint_io/hybrid_parallel_checkpoint_io.py) writes these files stage by stage, and does so here,
-too; what it hands to the files, and takes from them, is put right:
-
-* Moments are cut and joined by shapes alone there: those of GPT-2's fused QKV end up in another order than its weight
-  (``gather_from_sharded_optimizer_state``, ``load_states_into_optimizer``), and a padded vocabulary ends in an
-  assertion; without tensor parallelism one cannot even be saved in one file (``save_unsharded_model``).
-* Masters and loss scale are not saved.
-* A tied parameter is in the sharded model under its first name only (``_model_sharder``); a last pipeline stage, which
-  knows it by the other, then keeps what it was made with.
-* Whatever does not fit is passed over: ``strict`` is set to False.
-
-Stock loads the files that are written here.
+ColossalAI (0.5.0, checkpoint_io/hybrid_parallel_checkpoint_io.py) writes these files stage by stage. This module keeps
+the files, and corrects their content:
+* ColossalAI slices and gathers moments by their shapes only: moments of GPT-2's fused QKV end up in another order than
+  the weight (``gather_from_sharded_optimizer_state``, ``load_states_into_optimizer``), and a padded vocabulary fails
+  with an assertion. Without tensor parallelism it cannot even save one in a single file (``save_unsharded_model``).
+* It does not save masters and loss scale.
+* The sharded model has a tied parameter under its first name only (``_model_sharder``); a last pipeline stage, which
+  has the other name, then keeps its initial values.
+* It ignores entries that do not fit: ``strict`` is set to False.
+Stock ColossalAI loads the files that are written here.
 """
 
 from __future__ import annotations
@@ -54,13 +52,13 @@ _CPU = torch.device("cpu")
 
 
 class HybridParallelOptimizerMethods:
-    """For HybridParallelAMPOptimizer and HybridParallelZeroOptimizer."""
+    """Methods for HybridParallelAMPOptimizer and HybridParallelZeroOptimizer."""
 
     update_master_params = master_state.update_master_params
 
 
 class HybridParallelCheckpointIOMethods:
-    """For HybridParallelCheckpointIO; not for MoeHybridParallelPlugin's, which inherits from it."""
+    """Methods for HybridParallelCheckpointIO; not for MoeHybridParallelPlugin's subclass of it."""
 
     _non_strict_save_sharded_optimizer: Any
     _non_strict_save_unsharded_optimizer: Any
@@ -76,7 +74,7 @@ class HybridParallelCheckpointIOMethods:
         model: nn.Module, prefix: str = "", keep_vars: bool = False, size_per_shard: int = 1024,
         pinned_state_dicts: dict[str, torch.Tensor] | None = None,
     ) -> Iterator[tuple[OrderedDict[str, Any], int]]:  # fmt: skip
-        """As ColossalAI, with all names of tied parameters."""
+        """Yield shards like ColossalAI, but with all names of tied parameters."""
         from colossalai.checkpoint_io.utils import StateDictSharder
 
         sharder = StateDictSharder(size_per_shard)
@@ -93,7 +91,7 @@ class HybridParallelCheckpointIOMethods:
         state: State, param: torch.Tensor, original_shape: torch.Size, dp_group: Any, tp_group: Any, use_zero: bool,
         inplace: bool, device: torch.device = _CPU, pinned_state_dicts: dict[str, Any] | None = None,
     ) -> State:  # fmt: skip
-        """As ColossalAI, joined as the parameter is, with the rows of its padding."""
+        """Gather a state like ColossalAI, but in the order of the parameter, with its padding rows."""
         whole = state if inplace else copy.copy(state)
         for name, value in list(whole.items()):
             if isinstance(value, torch.Tensor) and name != "step":
@@ -104,7 +102,7 @@ class HybridParallelCheckpointIOMethods:
                         kept = tensor.detach().to(device, copy=True)
                         whole[key] = _in_pinned(kept, key, pinned_state_dicts)
         if MASTER not in whole and tensor_parallel.padding_shape(param) is not None:
-            # Where the weights are the masters, the model's file has all of them but these rows.
+            # If the weights are the masters, the model's file has all of them but these rows.
             whole[f"{MASTER}{PADDING}"] = joined(MASTER, param.detach().contiguous(), param, None)[1]
         return whole
 
@@ -112,7 +110,7 @@ class HybridParallelCheckpointIOMethods:
         self, model: Any, checkpoint: str, gather_dtensor: bool = True, use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:  # fmt: skip
-        """As ColossalAI, and whole or not at all."""
+        """Save the model like ColossalAI, but atomically."""
         if use_async or _is_of_experts(self) or not isinstance(model.unwrap(), nn.Module):
             self._non_strict_save_unsharded_model(model, checkpoint, gather_dtensor, use_safetensors, use_async)
             return
@@ -130,7 +128,7 @@ class HybridParallelCheckpointIOMethods:
             _ranks(self).agreed(f"saving {path.name}", finish, "no new checkpoint is there")
 
     def load_states_into_optimizer(self, optimizer: Any, state_dict: Mapping[Any, State], id_map: Any) -> None:
-        """As ColossalAI, cut as the parameters are."""
+        """Load states like ColossalAI, but sliced like the parameters."""
         if _is_of_experts(self):
             self._non_strict_load_states_into_optimizer(optimizer, state_dict, id_map)
             return
@@ -140,12 +138,12 @@ class HybridParallelCheckpointIOMethods:
                 optimizer.optim.state[stepped] = local_state(self, optimizer, stepped, state)
 
     def save_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
-        """Like ColossalAI's, with the masters and the loss scale."""
+        """Save like ColossalAI, with the masters and the loss scale."""
         with beside_the_state(optimizer):
             self._non_strict_save_sharded_optimizer(optimizer, *positional, **keywords)
 
     def save_unsharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
-        """Like ColossalAI's, with the masters and the loss scale."""
+        """Save like ColossalAI, with the masters and the loss scale."""
         with beside_the_state(optimizer):
             self._non_strict_save_unsharded_optimizer(optimizer, *positional, **keywords)
 
@@ -162,7 +160,7 @@ class HybridParallelCheckpointIOMethods:
         take(optimizer)
 
     def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *more: Any, **keywords: Any) -> None:
-        """As ColossalAI, checked as a whole; with masters and loss scale."""
+        """Load like ColossalAI, but check the state as a whole; with masters and loss scale."""
         if _is_of_experts(self) or str(checkpoint).endswith(".safetensors"):
             self._non_strict_load_unsharded_optimizer(optimizer, checkpoint, *more, **keywords)
         else:
@@ -174,7 +172,7 @@ class HybridParallelCheckpointIOMethods:
     def load_sharded_model(
         self, model: Any, checkpoint_index_file: Path, strict: bool = False, *more: Any, **keywords: Any
     ) -> None:
-        """Load all files as one state dict: any name of a tied parameter will do, and `strict` means it."""
+        """Load all files as one state dict; any name of a tied parameter is accepted, and `strict` applies."""
         if _is_of_experts(self) or not isinstance(model.unwrap(), nn.Module):
             self._non_strict_load_sharded_model(model, checkpoint_index_file, strict, *more, **keywords)
             return
@@ -184,7 +182,7 @@ class HybridParallelCheckpointIOMethods:
     def load_unsharded_model(
         self, model: Any, checkpoint: str, strict: bool = False, *more: Any, **keywords: Any
     ) -> None:
-        """As ColossalAI; any name of a tied parameter will do, and `strict` means it."""
+        """Load like ColossalAI; any name of a tied parameter is accepted, and `strict` applies."""
         if _is_of_experts(self) or not isinstance(model.unwrap(), nn.Module):
             self._non_strict_load_unsharded_model(model, checkpoint, strict, *more, **keywords)
             return
@@ -193,7 +191,7 @@ class HybridParallelCheckpointIOMethods:
 
 
 def _is_of_experts(checkpoint_io: Any) -> bool:
-    """Whether the checkpoint IO belongs to MoeHybridParallelPlugin (0.5.0, checkpoint_io/moe_checkpoint.py)."""
+    """Return True for the checkpoint IO of MoeHybridParallelPlugin (0.5.0, checkpoint_io/moe_checkpoint.py)."""
     return "ep_group" in vars(checkpoint_io)
 
 
@@ -203,7 +201,7 @@ def _ranks(checkpoint_io: Any) -> Ranks:
 
 
 def _in_pinned(value: Any, name: str, pinned: dict[str, Any] | None) -> Any:
-    """A value in the caller's pinned memory, as ColossalAI wants for asynchronous writing."""
+    """Copy a value into the caller's pinned memory, as ColossalAI requires for asynchronous writing."""
     if pinned is None or not isinstance(value, torch.Tensor):
         return value
     if name not in pinned:
@@ -212,7 +210,7 @@ def _in_pinned(value: Any, name: str, pinned: dict[str, Any] | None) -> Any:
 
 
 def _of_all_stages(checkpoint_io: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """What all pipeline stages have, on the first of them; the others keep theirs."""
+    """Gather the entries of all pipeline stages on the first one; other stages keep theirs."""
     if checkpoint_io.pp_size == 1 or checkpoint_io.tp_rank != 0:
         return state
     group = checkpoint_io.pp_group

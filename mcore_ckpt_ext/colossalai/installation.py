@@ -1,7 +1,7 @@
 """Adds the strict methods to ColossalAI's classes, and removes them again.
 
-Unlike the patches of Megatron, these are not applied by ``import torch``: they change the content of a state dict, so
-the user has to request them.
+Unlike the patches of Megatron, ``import torch`` does not apply these: they change the content of a state dict, so the
+user has to request them.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ _lock = threading.RLock()
 
 
 class _Patched(dict[Any, dict[str, tuple[Any, Any]]]):
-    """For every patched class and module: what its namespace held before, and what was put there."""
+    """For every patched class and module: the former value of each patched name, and the new one."""
 
 
 def install(dtype: Precision = "master", plugins: str | Sequence[str] = ("gemini",)) -> None:
     """Give ColossalAI's classes the strict methods; a second call sets the dtype, and adds plugins.
 
     Args:
-        dtype: what `state_dict()` and Booster give and write for Gemini: "master" (fp32, exact), "compute", or a
-            torch.dtype. Unless the model's file is exact, the optimizer's file carries the masters.
-        plugins: "gemini" for ZeroDDP or GeminiDDP, GeminiOptimizer, Booster's files of them, and the static model of
+        dtype: the precision of Gemini's `state_dict()` and of Booster's files: "master" (fp32, exact), "compute", or a
+            torch.dtype. Unless the model's file is exact, the optimizer's file contains the masters.
+        plugins: "gemini" for ZeroDDP or GeminiDDP, GeminiOptimizer, their files by Booster, and the static model of
             `colossalai.zero`; "low_level_zero" for masters and loss scale in the optimizer's files of ZeRO 1 and 2;
-            "hybrid_parallel" for these in HybridParallelPlugin's, for moments that lie as their parameters do, and
-            for strict loading there.
+            "hybrid_parallel" for masters and loss scale in HybridParallelPlugin's files, for moments in the order of
+            their parameters, and for strict loading.
 
     Raises:
-        CheckpointError: no ColossalAI, with what is missing; or no such dtype. Nothing is patched.
+        CheckpointError: ColossalAI is missing or incomplete; nothing is patched.
+        ValueError: the dtype or a plugin is unknown; nothing is patched.
     """
     if not (dtype in ("master", "compute") or isinstance(dtype, torch.dtype)):
         raise ValueError(f'dtype is {dtype!r}; expected "master", "compute" or a torch.dtype')
@@ -72,7 +73,7 @@ def _replace_static_model() -> None:
 
 
 def uninstall() -> None:
-    """Give every class back what it had; what someone else has put on top of ours stays."""
+    """Restore every class; methods that another package has put on top of ours stay."""
     with _lock:
         for owner, attributes in _patched().items():
             for name, (before, ours) in attributes.items():
@@ -86,7 +87,7 @@ def uninstall() -> None:
 
 
 def status() -> list[PatchPointStatus]:
-    """Report for every class whether its methods are strict; nothing is imported for that."""
+    """Report for every class whether its methods are strict; imports nothing."""
     version = getattr(sys.modules.get("colossalai"), "__version__", None)
     with _lock:
         patched = {f"{cls.__module__}.{cls.__qualname__}" for cls in _patched() if isinstance(cls, type)}

@@ -14,12 +14,12 @@ class _LoadedMasters(NamedTuple):
 
 
 def note_exact_masters(optimizer: Any) -> None:
-    """Record that the masters come from the optimizer's file, until training changes them."""
+    """Record that the masters come from the optimizer's file; the record is void after the next step."""
     vars(optimizer.module)[_NOTE] = _LoadedMasters(weakref.ref(optimizer), _steps(optimizer))
 
 
 def has_exact_masters(model: Any) -> bool:
-    """Whether the masters are still those of the optimizer's file."""
+    """Return True if the masters are still those of the optimizer's file."""
     note: _LoadedMasters | None = vars(model).get(_NOTE)
     optimizer = note.optimizer() if note else None
     return optimizer is not None and note is not None and _steps(optimizer) == note.steps

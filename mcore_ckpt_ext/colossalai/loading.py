@@ -1,8 +1,8 @@
-"""Strict loading of an ordinary state dict into a ZeRO wrapper: checked as a whole, then written into the fp32 masters.
+"""Loads an ordinary state dict strictly into a ZeRO wrapper: checks all of it, then writes it.
 
-PyTorch itself checks the dict: the module, with tensors without data in place of its own, loads it with
-``assign=True``. So PyTorch decides about missing and unexpected keys, shapes, hooks and upgrades of older dicts, and
-the live module is not changed before all ranks have accepted.
+PyTorch itself checks the dict: the module loads it with ``assign=True`` into empty tensors in place of its own. So
+PyTorch decides about missing and unexpected keys, shapes, hooks and upgrades of older dicts, and the live module does
+not change before all ranks have accepted the dict.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
 
 
 class StateDictMismatchError(ModelMismatchError):
-    """A state dict does not fit the module; a RuntimeError, as PyTorch raises one."""
+    """A state dict does not fit the module; a RuntimeError, as in PyTorch."""
 
 
 @dataclass
 class _Accepted:
-    """The values of a state dict that was accepted, and where each is to be written."""
+    """The values of an accepted state dict, and their destinations."""
 
     zero: Wrapped
     tensors: list[tuple[torch.Tensor, torch.Tensor]]
@@ -42,16 +42,16 @@ _UNTOUCHED = "the model is unchanged"
 
 
 def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-    """Load an ordinary state dict, of PyTorch, Hugging Face or `zero_strict_state_dict`; all ranks must call this.
+    """Load an ordinary state dict, such as PyTorch's or Hugging Face's; all ranks must call this.
 
-    Tied parameters may come under any of their names. Values go into the fp32 masters as they are, and from there,
-    rounded once, into the parameters that compute.
+    Tied parameters may have any of their names. Values are written into the fp32 masters unchanged, and from there,
+    rounded once, into the working parameters.
 
     Args:
         model: a ZeroDDP or GeminiDDP.
-        state_dict: everything, the same on every rank except for buffers and extra state; it is not changed. Ranks may
-            pass an empty dict, as `state_dict()` gives them, where rank 0 of their ZeRO group passes a full one: they
-            receive its values.
+        state_dict: the whole dict, the same on every rank except for buffers and extra state; it is not changed. Ranks
+            may pass an empty dict, as `state_dict()` returns there, if rank 0 of their ZeRO group passes the whole one:
+            they receive its values.
         strict: refuse missing and unexpected keys; otherwise they are reported.
 
     Returns:
@@ -59,7 +59,7 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
 
     Raises:
         StateDictMismatchError: on every rank: the dict does not fit (in PyTorch's words), or the ranks pass different
-            ones; nothing has been written on any.
+            dicts; nothing has been written on any rank.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
@@ -86,10 +86,10 @@ def write_master(
 
     Args:
         zero: the wrapper.
-        parameter: one in chunks.
-        value: of the whole parameter.
+        parameter: a parameter in chunks.
+        value: the whole value.
         keeps_exact: keep a master that rounds to the value.
-        rows: the rows of padding; None keeps the present ones, since a model's file has none.
+        rows: the padding rows; None keeps the present ones, since a model's file has none.
     """
     local = tensor_parallel.slice_of(parameter, value.detach(), rows).reshape(-1)
     written = _not_padding(parameter) if rows is None else None
@@ -100,7 +100,7 @@ def write_master(
 
 
 def write_padding(zero: Wrapped, parameter: nn.Parameter, rows: torch.Tensor) -> None:
-    """Write only this rank's rows of padding of a parameter into its master and weight."""
+    """Write only this rank's padding rows of a parameter, into its master and weight."""
     local = tensor_parallel.slice_of(parameter, torch.zeros(zero.shape_of(parameter)), rows).reshape(-1)
     others = _not_padding(parameter)
     for place in (zero.masters.get(parameter), zero.working[parameter]):
@@ -109,7 +109,7 @@ def write_padding(zero: Wrapped, parameter: nn.Parameter, rows: torch.Tensor) ->
 
 
 def _not_padding(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Mask of the elements of this rank's flat slice that are not padding; None if the slice has no padding."""
+    """Return a mask of the non-padding elements of this rank's flat slice; None if the slice has no padding."""
     found = tensor_parallel.is_padding(parameter)
     return None if found is None else ~found.reshape(-1)
 
@@ -124,7 +124,7 @@ def _rounds_to(master: Place, local: torch.Tensor, where: torch.Tensor | None) -
 
 
 def _write_place(place: Place, local: torch.Tensor, through: torch.dtype, where: torch.Tensor | None) -> None:
-    """Write what this rank holds of a place; `where` says which elements of the slice, None all."""
+    """Write this rank's part of a place; `where` selects elements of the slice, None all of them."""
     held, first, last = place.local()
     given = local[first:last].to(through)
     if where is None:
@@ -151,7 +151,7 @@ def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> An
 
 
 def _accepted(zero: Wrapped, state_dict: Mapping[str, Any], strict: bool) -> _Accepted:
-    """Let PyTorch check the dict against the module's shapes, and note what it would have written."""
+    """Let PyTorch check the dict against the module's shapes, and record the values that it assigns."""
     offered = _with_all_names(zero, state_dict)
     stand_ins = shapes_of(zero)
     extra_states: list[tuple[Callable[[Any], None], Any]] = []
@@ -172,11 +172,11 @@ def _accepted(zero: Wrapped, state_dict: Mapping[str, Any], strict: bool) -> _Ac
 
 
 def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a state dict with plain tensors; a tied parameter is stored under each of its names."""
+    """Copy a state dict with plain tensors, and store a tied parameter under each of its names."""
     offered = _Offered(state_dict)
     for key, value in state_dict.items():
         if isinstance(value, nn.Parameter):
-            # PyTorch would set requires_grad of the caller's own parameter.
+            # PyTorch would change requires_grad of the caller's own parameter.
             offered[key] = value.detach()
     if hasattr(state_dict, "_metadata"):
         offered._metadata = state_dict._metadata
@@ -187,13 +187,13 @@ def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, A
 
 
 def _of_each_rank(zero: Wrapped, state_dict: Mapping[str, Any]) -> set[str]:
-    """The entries that may differ between ranks: ZeRO shards and averages parameters only."""
+    """Return the entries that may differ between ranks: ZeRO shards and averages only parameters."""
     buffers = {name for names in _persistent_buffers(zero.module).values() for name in names}
     return buffers | {name for name in state_dict if str(name).endswith("_extra_state")}
 
 
 def _persistent_buffers(module: nn.Module) -> dict[torch.Tensor, list[str]]:
-    """Every name of each buffer that a state dict holds."""
+    """Return every name of each buffer that a state dict holds."""
     names: dict[torch.Tensor, list[str]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for name, buffer in owner.named_buffers(recurse=False):
@@ -203,7 +203,7 @@ def _persistent_buffers(module: nn.Module) -> dict[torch.Tensor, list[str]]:
 
 
 class _Offered(dict[str, Any]):
-    """A dict that can carry PyTorch's ``_metadata``."""
+    """A dict that can have PyTorch's ``_metadata``."""
 
     _metadata: Any
 
@@ -224,7 +224,7 @@ def _refuse_different(zero: Wrapped, live: torch.Tensor, value: torch.Tensor, ot
 
 @contextmanager
 def _extra_states_noted(module: nn.Module, noted: list[tuple[Callable[[Any], None], Any]]) -> Iterator[None]:
-    """Note the extra states that PyTorch would set, instead of setting them."""
+    """Record the extra states that PyTorch would set, instead of setting them."""
 
     def note(set_extra_state: Callable[[Any], None]) -> Callable[[Any], None]:
         return lambda state: noted.append((set_extra_state, state))

@@ -11,8 +11,9 @@ _SCALER = ("_growth_step", "_hysteresis_step")
 
 
 def _scaler(optimizer: Any) -> Any:
-    """The dynamic loss scaler of fp16 training, if there is one (0.5.0,
-    amp/naive_amp/grad_scaler/dynamic_grad_scaler.py); Gemini, ZeRO 1 and 2, and AMP name its holder differently.
+    """Return the dynamic loss scaler of fp16 training; None if there is none.
+
+    Gemini, ZeRO 1 and 2, and AMP name its holder differently (0.5.0, amp/naive_amp/grad_scaler/dynamic_grad_scaler.py).
     """
     names = ("mix_precision_mixin", "mixed_precision_mixin", "mixed_precision")
     holders = (getattr(optimizer, name, None) for name in names)
@@ -21,10 +22,10 @@ def _scaler(optimizer: Any) -> Any:
 
 
 def loss_scale(optimizer: Any) -> dict[str, float] | None:
-    """The state of the dynamic loss scaler, if there is one.
+    """Return the state of the dynamic loss scaler; None if there is none.
 
-    As floats, so that pickles have the same length at any step: asynchronous saves keep a buffer for them (0.5.0,
-    utils/safetensors.py: _flatten_optim_state_dict; booster/plugin/gemini_plugin.py: save_unsharded_optimizer).
+    The values are floats, so that pickles have the same length at any step: asynchronous saves reuse a buffer for them
+    (0.5.0, utils/safetensors.py: _flatten_optim_state_dict; booster/plugin/gemini_plugin.py: save_unsharded_optimizer).
     """
     scaler = _scaler(optimizer)
     if scaler is None:
@@ -33,7 +34,7 @@ def loss_scale(optimizer: Any) -> dict[str, float] | None:
 
 
 def set_loss_scale(optimizer: Any, saved: Mapping[str, float]) -> None:
-    """Give the dynamic loss scaler, if there is one, a state from `loss_scale`."""
+    """Set the state of the dynamic loss scaler, if there is one, to a state from `loss_scale`."""
     scaler = _scaler(optimizer)
     if scaler is not None:
         scaler._scale = torch.full_like(scaler._scale, saved["scale"])

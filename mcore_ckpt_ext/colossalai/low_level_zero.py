@@ -1,9 +1,9 @@
-"""LowLevelZeroPlugin, ZeRO stages 1 and 2: masters and loss scale in the optimizer's files, for exact resumes.
+"""LowLevelZeroPlugin, ZeRO stages 1 and 2: saves masters and loss scale for exact resumes.
 
 ColossalAI (0.5.0, zero/low_level/low_level_optim.py) gathers the moments to save them and shards them again under any
 number of ranks, but saves neither the fp32 masters nor the loss scale: after a resume the masters are the rounded
-weights. Here they are one more state of each parameter, gathered and sharded by ColossalAI's own code. Stock ColossalAI
-loads such files, too: its optimizer ignores the entry.
+weights. Here the masters are an additional state of each parameter, which ColossalAI's own code gathers and shards.
+Stock ColossalAI loads such files, too: its optimizer ignores the entry.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class LowLevelZeroMethods:
     _non_strict_load_state_dict: Any
 
     def state_dict(self, *positional: Any, **keywords: Any) -> dict[str, Any]:
-        """Like ColossalAI's, with the masters and the loss scale; all ranks must call this."""
+        """Return ColossalAI's dict, with the masters and the loss scale; all ranks must call this."""
         with beside_the_state(self):
             return dict(self._non_strict_state_dict(*positional, **keywords))
 
     def state_dict_shard(self, *positional: Any, **keywords: Any) -> Generator[tuple[dict[int, Any], int]]:
-        """Like ColossalAI's, with the masters."""
+        """Yield ColossalAI's shards, with the masters."""
         with beside_the_state(self):
             yield from self._non_strict_state_dict_shard(*positional, **keywords)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like ColossalAI's, with the masters and the loss scale where the dict has them."""
+        """Load like ColossalAI, with the masters and the loss scale if the dict has them."""
         self._non_strict_load_state_dict(state_dict)
         take(self)
 
@@ -47,11 +47,11 @@ class LowLevelZeroCheckpointIOMethods:
     _non_strict_load_sharded_optimizer: Any
 
     def save_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
-        """Like ColossalAI's, with the masters and the loss scale."""
+        """Save like ColossalAI, with the masters and the loss scale."""
         with beside_the_state(optimizer):
             self._non_strict_save_sharded_optimizer(optimizer, *positional, **keywords)
 
     def load_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
-        """Like ColossalAI's, with the masters and the loss scale where the files have them."""
+        """Load like ColossalAI, with the masters and the loss scale if the files have them."""
         self._non_strict_load_sharded_optimizer(optimizer, *positional, **keywords)
         take(optimizer)

@@ -1,4 +1,4 @@
-"""Saves masters and loss scale with an optimizer's moments, for plugins whose optimizers ColossalAI saves itself.
+"""Saves masters and loss scale with an optimizer's moments, through ColossalAI's own code.
 
 During a save or load they are part of the optimizer's state, so that ColossalAI's code gathers, shards and writes them
 like moments. ColossalAI without this package ignores them on loading.
@@ -48,9 +48,7 @@ def take(optimizer: Any) -> None:
 
 
 def update_master_params(optimizer: Any, model: Any) -> None:
-    """ColossalAI's method of that name; but masters that the optimizer's file brought, and that round to the weights,
-    stay exact.
-    """
+    """Update the masters like ColossalAI, but keep loaded masters that round to the weights."""
     exact: dict[torch.Tensor, torch.Tensor] = {}
     if vars(optimizer).get(_BROUGHT) == _steps(optimizer):
         exact = {master: master.detach().clone() for master in _masters(optimizer)}
@@ -62,7 +60,7 @@ def update_master_params(optimizer: Any, model: Any) -> None:
 
 
 def _popped(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:
-    """Remove and return a master's entry of the state, which is the only one before the first step."""
+    """Remove and return a master's entry of the state, which has no other entries before the first step."""
     state = optimizer.optim.state.get(stepped, {})
     value: torch.Tensor | None = state.pop(MASTER, None)
     if not state:
@@ -71,7 +69,7 @@ def _popped(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:
 
 
 def _masters(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The masters that are not the weights themselves (``master_weights=False``, or training in fp32)."""
+    """Yield the masters that are not the weights themselves (``master_weights=False``, or training in fp32)."""
     working = optimizer.get_master_to_working_map()
     if working is None or not getattr(optimizer, "_master_weights", True):
         return

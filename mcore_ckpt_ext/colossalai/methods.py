@@ -1,7 +1,7 @@
-"""The methods that ColossalAI's classes get, by patch or by subclass; both are made from the same functions here.
+"""The methods that ColossalAI's classes get, either by a patch or in a subclass.
 
-What a class had before stays in it as ``_non_strict_`` and its name: ``_non_strict_state_dict`` is the untouched
-original.
+The original of a method stays in the class under its name with the prefix ``_non_strict_``, such as
+``_non_strict_state_dict``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOT_WHOLE = "no new checkpoint is there"
 
 
 class WrapperMethods:
-    """For ZeroDDP and GeminiDDP."""
+    """Methods for ZeroDDP and GeminiDDP."""
 
     _strict_dtype: Precision = "master"
     _strict_ties: Ties = "share"
@@ -52,10 +52,10 @@ class WrapperMethods:
         *fifth: Any, dtype: Precision | None = None, strict: bool = True, device: torch.device | str = "cpu",
         ties: Ties | None = None,
     ) -> Any:  # fmt: skip
-        """The state dict of the unwrapped module (`zero_strict_state_dict`); `strict=False` gives ColossalAI's own.
+        """Return the state dict of the unwrapped module (`zero_strict_state_dict`).
 
-        The fifth positional argument is `strict` if it is a bool, as when ColossalAI had it (hpcaitech/ColossalAI
-        #2363), else `dtype`, as in 0.3.0 to 0.3.3.
+        `strict=False` returns ColossalAI's own. The fifth positional argument is `strict` if it is a bool, as
+        ColossalAI once had it (hpcaitech/ColossalAI #2363), else `dtype`, as in 0.3.0 to 0.3.3.
         """
         if len(fifth) > 1:
             raise TypeError(f"state_dict() takes at most 5 positional arguments, {4 + len(fifth)} were given")
@@ -70,7 +70,7 @@ class WrapperMethods:
                 ties=ties or self._strict_ties,
             )  # fmt: skip
         _same_call(self, "state_dict(strict=False)", only_rank_0=only_rank_0)
-        # 0.3.0 to 0.3.3 know a dtype here.
+        # Only 0.3.0 to 0.3.3 have a dtype here.
         more = {} if dtype is None else {"dtype": dtype}
         return self._non_strict_state_dict(destination, prefix, keep_vars, only_rank_0, **more)
 
@@ -79,9 +79,7 @@ class WrapperMethods:
         pinned_state_dicts: dict[str, Any] | None = None, dtype: Precision | None = None, *, strict: bool = True,
         ties: Ties | None = None,
     ) -> Generator[tuple[OrderedDict[str, Any], int]]:  # fmt: skip
-        """The strict state dict in shards of at most `max_shard_size` MiB; their sizes are told in bytes, as an index
-        has them.
-        """
+        """Yield the strict state dict in shards of at most `max_shard_size` MiB, each with its size in bytes."""
         if not strict:
             _same_call(self, "state_dict_shard(strict=False)", only_rank_0=only_rank_0)
             yield from self._non_strict_state_dict_shard(prefix, keep_vars, max_shard_size, only_rank_0)
@@ -97,7 +95,7 @@ class WrapperMethods:
 
 
 class OptimizerMethods:
-    """For GeminiOptimizer."""
+    """Methods for GeminiOptimizer."""
 
     module: Any
     _non_strict_get_param_groups_for_saving: Any
@@ -105,7 +103,7 @@ class OptimizerMethods:
     optimizer_loading_epilogue: Any
 
     def state_dict(self, only_rank_0: bool = True) -> dict[str, Any]:
-        """The whole state in model space; rank 0 of each ZeRO group has it, or all."""
+        """Return the whole state in model space, on rank 0 of each ZeRO group, or on all ranks."""
         fate, padding = optimizer_state.fate_of(self), optimizer_state.Padding()
         states = dict(optimizer_state.iter_states(self, only_rank_0, self._saves_masters(), fate, padding))
         received = {key: states[key] for key in sorted(states) if states[key] is not None}
@@ -116,32 +114,32 @@ class OptimizerMethods:
         self, prefix: str = "", max_shard_size: int = 1024, only_rank_0: bool = True,
         pinned_state_dicts: dict[int, dict[str, Any]] | None = None,
     ) -> Generator[tuple[OrderedDict[int, Any], int]]:  # fmt: skip
-        """The state in shards of at most `max_shard_size` MiB, in the order of the chunks; sizes in bytes.
+        """Yield the state in shards of at most `max_shard_size` MiB, in the order of the chunks; sizes in bytes.
 
-        Rows of padding are not in it: ColossalAI's asynchronous saves, which take it from here, go without them.
+        They lack padding rows; ColossalAI's asynchronous saves use this method, so that they do not save them.
         """
         yield from _state_shards(self, max_shard_size, only_rank_0, pinned_state_dicts, optimizer_state.Padding())
 
     def get_param_groups_for_saving(self) -> list[dict[str, Any]]:
-        """ColossalAI's param groups, with names and loss scale."""
+        """Return ColossalAI's param groups, with names and loss scale."""
         return optimizer_state.param_groups(self, self._non_strict_get_param_groups_for_saving())
 
     def load_param_groups(self, saved_param_groups: list[dict[str, Any]]) -> None:
-        """ColossalAI's param groups, and the loss scale."""
+        """Load ColossalAI's param groups, and the loss scale."""
         optimizer_state.load_groups(self, saved_param_groups, self._non_strict_load_param_groups)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a state dict of any layout, checked by all ranks before anything is written."""
+        """Load a state dict saved under any layout; all ranks check it before anything is written."""
         optimizer_state.load(self, state_dict)
         self.optimizer_loading_epilogue()
 
     def _saves_masters(self) -> bool:
-        """Where the model's file is rounded, the optimizer's has the masters."""
+        """Return True if the optimizer's file contains the masters, because the model's file is rounded."""
         return getattr(self.module, "_strict_dtype", "master") not in ("master", torch.float32)
 
 
 class CheckpointIOMethods:
-    """For GeminiCheckpointIO, through which Booster saves and loads."""
+    """Methods for GeminiCheckpointIO, through which Booster saves and loads."""
 
     _non_strict_save_unsharded_model: Any
     _non_strict_save_sharded_model: Any
@@ -154,7 +152,7 @@ class CheckpointIOMethods:
         self, model: Any, checkpoint: str, gather_dtensor: bool = True, use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:  # fmt: skip
-        """As ColossalAI, and whole or not at all; safetensors, which know no shared storage, get tied tensors once."""
+        """Save the model like ColossalAI, but atomically; in safetensors tied tensors are stored once."""
         if use_async:
             with _ties_omitted(model):
                 self._non_strict_save_unsharded_model(model, checkpoint, gather_dtensor, use_safetensors, use_async)
@@ -166,7 +164,7 @@ class CheckpointIOMethods:
         self, model: Any, checkpoint_path: str, gather_dtensor: bool = False, prefix: str | None = None,
         max_shard_size: int = 1024, use_safetensors: bool = False, use_async: bool = False,
     ) -> None:  # fmt: skip
-        """As ColossalAI, and whole or not at all; the config beside the files names the dtype that is in them."""
+        """Save the model like ColossalAI, but atomically; config.json names the dtype of the files."""
         if use_async:
             with _ties_omitted(model):
                 self._non_strict_save_sharded_model(
@@ -193,7 +191,7 @@ class CheckpointIOMethods:
     def save_unsharded_optimizer(
         self, optimizer: Any, checkpoint: str, gather_dtensor: bool = True, use_async: bool = False
     ) -> None:
-        """As ColossalAI, and whole or not at all."""
+        """Save the optimizer like ColossalAI, but atomically."""
         if use_async:
             self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
             return
@@ -203,7 +201,7 @@ class CheckpointIOMethods:
         self, optimizer: Any, checkpoint: str | Path, gather_dtensor: bool = True, prefix: str | None = None,
         size_per_shard: int = 1024, use_async: bool = False,
     ) -> None:  # fmt: skip
-        """As ColossalAI, and whole or not at all."""
+        """Save the optimizer like ColossalAI, but atomically."""
         if use_async:
             self._non_strict_save_sharded_optimizer(
                 optimizer, checkpoint, gather_dtensor, prefix, size_per_shard, use_async
@@ -229,7 +227,7 @@ class CheckpointIOMethods:
             zero.ranks.agreed("saving the optimizer", finish, _NOT_WHOLE)
 
     def load_unsharded_model(self, model: Any, checkpoint: str, strict: bool = True, *_: Any, **__: Any) -> None:
-        """As ColossalAI; a file that one rank cannot read is refused by all."""
+        """Load the model like ColossalAI; all ranks refuse a file that one rank cannot read."""
         model.load_state_dict(read_by_all(wrapped(model).ranks, lambda: [Path(checkpoint)]), strict=strict)
 
     def load_sharded_model(
@@ -239,9 +237,9 @@ class CheckpointIOMethods:
         model.load_state_dict(read_sharded_by_all(wrapped(model).ranks, Path(checkpoint_index_file)), strict=strict)
 
     def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *more: Any, **keywords: Any) -> None:
-        """As ColossalAI; a file that one rank cannot read is refused by all."""
+        """Load the optimizer like ColossalAI; all ranks refuse a file that one rank cannot read."""
         if str(checkpoint).endswith(".safetensors"):
-            # Written asynchronously, with flattened names that ColossalAI knows to undo.
+            # Written asynchronously, with flattened names that only ColossalAI's function restores.
             self._non_strict_load_unsharded_optimizer(optimizer, checkpoint, *more, **keywords)
             return
         optimizer.load_state_dict(read_by_all(wrapped(optimizer.module).ranks, lambda: [Path(checkpoint)]))
@@ -262,14 +260,14 @@ class CheckpointIOMethods:
 
 
 def namespace(methods: type, base: type, **settings: Any) -> dict[str, Any]:
-    """What a class gets: our methods, settings, and its own methods under their second names."""
+    """Return the attributes for a class: our methods, settings, and its own methods under their second names."""
     ours = {name: value for name, value in vars(methods).items() if not name.startswith("__")}
     kept = {f"{ORIGINAL}{name}": original(base, name) for name in ours if callable(ours[name]) and hasattr(base, name)}
     return {**ours, **kept, **settings}
 
 
 def original(base: type, name: str) -> Any:
-    """A method of a class as ColossalAI wrote it, patched or not."""
+    """Return a method of a class as ColossalAI wrote it, patched or not."""
     return getattr(base, f"{ORIGINAL}{name}", None) or getattr(base, name)
 
 
@@ -294,7 +292,7 @@ def _state_shards(
 
 
 def _default_precision(model: Any) -> Precision:
-    """What `install` was told; its "master" means the values that are trained, where there are no masters."""
+    """Return the dtype of `install`; without masters, its "master" means the values that are trained."""
     precision: Precision = model._strict_dtype
     return precision_of(model, None) if precision == "master" else precision
 
@@ -305,7 +303,7 @@ def _same_call(model: Any, call: str, **arguments: object) -> None:
 
 @contextmanager
 def _ties_omitted(model: Any) -> Iterator[None]:
-    """For the time of an asynchronous save, whose files are of safetensors, leave out second names."""
+    """Leave out second names during an asynchronous save, which writes safetensors."""
     model._strict_ties = "omit"
     try:
         yield
@@ -314,7 +312,7 @@ def _ties_omitted(model: Any) -> Iterator[None]:
 
 
 def _files(zero: Wrapped, folder: Path, last: str) -> Files:
-    """Files that the first of the wrapper's ranks writes; ColossalAI's rank 0, but for models on a part of the job."""
+    """Return files that the first of the wrapper's ranks writes, which need not be rank 0 of the job."""
     return Files(folder, last, is_writer=dist.get_rank() == min(zero.ranks.gather(None)))
 
 
@@ -329,7 +327,7 @@ def _write_one(zero: Wrapped, path: Path, state: Any) -> None:
 
 
 def _write_config(model: Any, folder: Path) -> None:
-    """What ColossalAI writes beside a model of Hugging Face, with the dtype that is in the files."""
+    """Write the config of a Hugging Face model as ColossalAI does, with the dtype of the files."""
     from colossalai.checkpoint_io.utils import save_config_file
 
     save_config_file(model.unwrap(), str(folder))

@@ -1,4 +1,4 @@
-"""A master that is not a number is noticed when it is saved, not when it is resumed."""
+"""Detects NaN in masters when they are saved, and not only when they are loaded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mcore_ckpt_ext.errors import CheckpointError
 
 
 def refuse_nan(zero: Wrapped, places: Mapping[nn.Parameter, Place]) -> None:
-    """Look for NaN in what this rank holds.
+    """Refuse NaN in this rank's part of the parameters.
 
     Raises:
-        CheckpointError: there is one; it names the first such parameter.
+        CheckpointError: a parameter contains NaN; the error names the first one.
     """
     for chunk in {id(place.chunk): place.chunk for place in places.values()}.values():
-        # One pass without extra memory; infinities of both signs also sum to NaN, so the parameters decide.
+        # One pass without extra memory; infinities of both signs also sum to NaN, so check the parameters themselves.
         if torch.isnan(chunk.payload.sum()):
             _refuse_nan_in(zero, ((p, place) for p, place in places.items() if place.chunk is chunk))
 

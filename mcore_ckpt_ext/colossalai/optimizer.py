@@ -1,8 +1,8 @@
-"""The state of GeminiOptimizer: gathered like the parameters, in model space, and given back under any layout.
+"""The state of GeminiOptimizer: gathered like the parameters, in model space, and loaded under any layout.
 
 The dict is ColossalAI's own (0.5.0, zero/gemini/gemini_optimizer.py: ``state_dict``): ``param_groups`` and ``state``,
-ids in the order of the groups, whole tensors in fp32. The first group also has what ColossalAI does not save: the loss
-scale and the parameters' names. Where the model is not saved in master precision, the state has the masters, too.
+ids in the order of the groups, whole tensors in fp32. The first group also contains what ColossalAI does not save: the
+loss scale and the parameters' names. If the model is not saved in master precision, the state has the masters, too.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _PADDING = "padding"
 
 State = dict[str, Any]
 Padding = dict[int, dict[str, torch.Tensor]]
-"""Rows of padding, by the parameter's number and the kind of state."""
+"""Padding rows, by the parameter's number and the kind of state."""
 
 
 def iter_states(
     optimizer: Any, only_rank_0: bool, with_masters: bool, fate: GroupErrors, collected: Padding
 ) -> Iterator[tuple[int, State | None]]:
-    """The whole state of every parameter that has some, in the order of the chunks; all ranks iterate.
+    """Yield the whole state of every parameter that has some, in the order of the chunks; all ranks iterate.
 
     Args:
         optimizer: a GeminiOptimizer.
         only_rank_0: rank 0 of each ZeRO group receives everything, the others None; else all receive it.
         with_masters: add the fp32 masters, as `fp32_param`.
         fate: stops all ranks if one fails.
-        collected: where the rows of padding go, of every kind, masters included; for `with_padding`.
+        collected: receives the padding rows of every kind, masters included; for `with_padding`.
 
     Yields:
         A parameter's id and its state: tensors in fp32 on the CPU, `step` as PyTorch keeps it.
@@ -62,7 +62,7 @@ def iter_states(
         refuse_nan(zero, zero.masters)
         return _described(optimizer)
 
-    # A rank knows the states of the parameters of which it holds a part; together they know all.
+    # A rank only has the states of parameters of which it holds a part; all ranks together have all.
     described: dict[int, State] = {}
     for one in zero.ranks.same_call("optimizer.state_dict", call, inspect_here).values():
         described.update(one)
@@ -84,7 +84,7 @@ def iter_states(
 def _collect_padded_masters(
     optimizer: Any, zero: Wrapped, only_rank_0: bool, fate: GroupErrors, collected: Padding
 ) -> None:
-    """The padding rows of the masters, if the masters themselves were not gathered."""
+    """Collect the masters' padding rows, if the masters themselves were not gathered."""
     ids = {parameter: key for key, parameter in optimizer.id_to_real_params.items()}
     places = zero.masters or zero.working
     padded = {p: place for p, place in places.items() if p in ids and tensor_parallel.padding_shape(p) is not None}
@@ -99,7 +99,7 @@ def _collect_padded_masters(
 
 
 def with_padding(groups: list[dict[str, Any]], collected: Padding) -> list[dict[str, Any]]:
-    """Add the padding rows to the first param group, since ColossalAI takes every tensor of a state for a parameter."""
+    """Add the padding rows to the first param group; in `state` ColossalAI would misread them."""
     if not collected or not groups:
         return groups
     first = {**groups[0], OURS: {**groups[0].get(OURS, {}), _PADDING: collected}}
@@ -107,12 +107,12 @@ def with_padding(groups: list[dict[str, Any]], collected: Padding) -> list[dict[
 
 
 def fate_of(optimizer: Any) -> GroupErrors:
-    """What the ranks share while they save the optimizer's state."""
+    """Return the error state that the ranks share while they save the optimizer's state."""
     return GroupErrors(wrapped(optimizer.module).ranks, "calling optimizer.state_dict", "no rank has the whole state")
 
 
 def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Param groups as ColossalAI saves them, and in the first the loss scale and the parameters' names."""
+    """Add the loss scale and the parameters' names to the first of ColossalAI's param groups."""
     names = wrapped(optimizer.module).names
     real = optimizer.id_to_real_params
     note: dict[str, Any] = {}
@@ -139,12 +139,12 @@ def load_groups(optimizer: Any, groups: list[dict[str, Any]], load_param_groups:
 
 
 def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
-    """Load an optimizer's whole state dict, of any layout, after all ranks have accepted it.
+    """Load an optimizer's whole state dict, saved under any layout, after all ranks have accepted it.
 
     Args:
         optimizer: a GeminiOptimizer.
-        state_dict: `param_groups` and `state`, everything; a rank whose `state` is empty, as `state_dict()` leaves it
-            on all but rank 0 of the ZeRO group, receives that of rank 0.
+        state_dict: the whole `param_groups` and `state`; a rank whose `state` is empty, as `state_dict()` returns it on
+            all ranks but rank 0 of the ZeRO group, receives that of rank 0.
 
     Raises:
         ResumeRefusedError: on all ranks; nothing has been written.
@@ -176,7 +176,7 @@ def _received(zero: Wrapped, state: State) -> State:
 
 
 def _write(optimizer: Any, zero: Wrapped, key: int, state: State, rows: Mapping[str, torch.Tensor]) -> None:
-    """Write this rank's part of one parameter's state, and of its master where the state has it."""
+    """Write this rank's part of one parameter's state, and of its master if the state has it."""
     parameter = optimizer.id_to_real_params[key]
     named = zero.names[parameter][0]
     fitting = {name: padding.fitting(parameter, f"{name} of {named}", rows.get(name)) for name in state}
@@ -194,7 +194,7 @@ def _write_padding(zero: Wrapped, parameter: nn.Parameter, rows: Mapping[str, to
 
 
 def _described(optimizer: Any) -> dict[int, State]:
-    """For every parameter of which this rank holds a part: its scalars, and None for what it keeps per element."""
+    """Return for parameters with a part on this rank: scalar states, and None for states per element."""
     found: dict[int, State] = {}
     for key, fake in optimizer.id_to_fake_params.items():
         begin, end = optimizer.param_to_range[fake]
@@ -214,13 +214,13 @@ def _elements(
     optimizer: Any, zero: Wrapped, ids: Mapping[nn.Parameter, int], described: Mapping[int, State], only_rank_0: bool,
     with_masters: bool, fate: GroupErrors, collected: Padding,
 ) -> Iterator[tuple[int, State | None]]:  # fmt: skip
-    """What the parameters keep per element, a chunk of each kind at a time."""
+    """Yield the states per element, one chunk of each kind at a time."""
     places = {p: place for p, place in (zero.masters or zero.working).items() if p in ids}
     names = list(dict.fromkeys(name for state in described.values() for name, value in state.items() if value is None))
     fakes = {optimizer.id_to_real_params[key]: fake for key, fake in optimizer.id_to_fake_params.items()}
 
     def laid_out(name: str, chunk: Any) -> torch.Tensor:
-        """One kind of state, where the chunk has the parameters' values."""
+        """Return one kind of state in the chunk's layout."""
         if name == MASTER:
             return chunk.payload  # type: ignore[no-any-return]
         flat = torch.zeros(len(chunk.payload), dtype=torch.float32, device=chunk.payload.device)
@@ -254,7 +254,7 @@ def _elements(
 def _fitting(
     optimizer: Any, zero: Wrapped, state_dict: Mapping[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[int, State], Padding]:
-    """The groups, states and rows of padding with this optimizer's ids, if the dict is about the same parameters.
+    """Return the groups, states and padding rows under this optimizer's ids, if the parameters match.
 
     Raises:
         ModelMismatchError: other parameters, or a state of another shape.
@@ -285,7 +285,7 @@ def _fitting(
 
 
 def _same_named(zero: Wrapped, real: Mapping[int, nn.Parameter], saved: Sequence[str] | None) -> dict[int, int]:
-    """From the ids of the dict to this optimizer's, by the parameters' names (in the ids' order) if they were saved."""
+    """Map the dict's ids to this optimizer's, by the parameters' names (in the ids' order) if they were saved."""
     if saved is None:
         return {key: key for key in real}
     by_name = {name: key for key, parameter in real.items() for name in zero.names.get(parameter, ())}
@@ -302,7 +302,7 @@ def _same_named(zero: Wrapped, real: Mapping[int, nn.Parameter], saved: Sequence
 def _local_state(
     optimizer: Any, zero: Wrapped, key: int, state: Mapping[str, Any], rows: Mapping[str, torch.Tensor | None]
 ) -> State:
-    """This rank's part of one parameter's state."""
+    """Return this rank's part of one parameter's state."""
     parameter, fake = optimizer.id_to_real_params[key], optimizer.id_to_fake_params[key]
     place: Place = (zero.masters or zero.working)[parameter]
     _, first, last = place.local()
@@ -312,7 +312,8 @@ def _local_state(
             local[name] = int(value)
         elif isinstance(value, torch.Tensor) and value.shape == zero.shape_of(parameter):
             flat = tensor_parallel.slice_of(parameter, value, rows[name]).reshape(-1)[first:last]
-            # Adam keeps its moments in the dtype of what it steps (0.5.0, nn/optimizer/hybrid_adam.py: zeros_like).
+            # Adam keeps its moments in the dtype of the stepped tensor (0.5.0, nn/optimizer/hybrid_adam.py:
+            # zeros_like).
             local[name] = torch.empty(last - first, dtype=place.chunk.dtype, device=fake.device).copy_(flat)
         else:
             local[name] = value

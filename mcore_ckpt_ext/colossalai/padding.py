@@ -1,8 +1,8 @@
-"""The rows that fill a vocabulary up: no part of a model's file, but the optimizer changes them and the loss sees them.
+"""Padding rows of a vocabulary, which model files omit, but the optimizer updates and the loss uses.
 
 ColossalAI (0.5.0, shardformer/layer/embedding.py and linear.py) pads the vocabulary to a multiple of
-``make_vocab_size_divisible_by`` and of the tensor-parallel ranks. The optimizer's files carry the rows' masters and
-moments beside the others, for a job that pads alike.
+``make_vocab_size_divisible_by`` and of the number of tensor-parallel ranks. The optimizer's files also contain the
+masters and moments of these rows, for a job with the same padding.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mcore_ckpt_ext.colossalai import tensor_parallel
 
 
 def fitting(parameter: Any, where: str, rows: torch.Tensor | None) -> torch.Tensor | None:
-    """Rows of padding as they are to be here; None where there are none here.
+    """Return the padding rows for this job; None if it has none.
 
     Args:
-        parameter: says how its vocabulary is padded here.
-        where: which state of which parameter it is, for the message.
-        rows: those of the file, if it has any. Where they do not fit, that is said, and the rows begin at zero, as
-            ColossalAI makes them.
+        parameter: a parameter with its padding.
+        where: the state and the parameter, for the message.
+        rows: the rows in the file, or None. If they do not fit, a warning is logged, and the rows begin at zero, as in
+            ColossalAI.
     """
     expected = tensor_parallel.padding_shape(parameter)
     if rows is not None and rows.shape != expected:

@@ -1,8 +1,8 @@
-"""Values that rank 0 of a ZeRO group has, for the ranks that were given none.
+"""Sends the values of rank 0 of a ZeRO group to ranks that pass none.
 
-``state_dict()`` gives everything to rank 0 and an empty dict to the others. Handed back as they came, the empty ones
-stand for what rank 0 has: its outline (shapes, dtypes, and everything that is no tensor) goes to all first, then one
-tensor at a time.
+``state_dict()`` returns everything on rank 0 and an empty dict on the others. If the ranks pass these dicts to
+``load_state_dict``, the others receive rank 0's outline first (shapes, dtypes, and everything that is no tensor), then
+one tensor at a time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mcore_ckpt_ext.group_device import payload_device
 
 
 class Agreed(NamedTuple):
-    """What the ranks are to load.
+    """The content that the ranks load.
 
     Args:
-        outline: this rank's own content; or, where some rank has none, that of rank 0 of the ZeRO group: there with its
-            values, elsewhere with tensors that have shapes only.
-        comes_from_first: whether each tensor comes from rank 0 (`value_of_first`).
+        outline: this rank's own content; or, if some rank has none, that of rank 0 of the ZeRO group: on that rank with
+            its values, on others with tensors that only have shapes.
+        comes_from_first: each tensor comes from rank 0 (`value_of_first`).
     """
 
     outline: Any
@@ -36,16 +36,16 @@ def same_content(
     zero: Wrapped, call: str, arguments: Mapping[str, object], content: Mapping[Any, Any], is_full: bool,
     untouched: str, own: Container[str] = (),
 ) -> Agreed:  # fmt: skip
-    """Make sure that all ranks pass the same content to the same call, or none, to receive that of rank 0.
+    """Make sure that all ranks pass equal content to the same call, or none, to receive that of rank 0.
 
     Args:
         zero: the wrapper.
-        call: what this rank was asked to do.
-        arguments: what has to be the same on all ranks.
+        call: the call on this rank.
+        arguments: arguments that must be equal on all ranks.
         content: nested dicts and lists with tensors.
-        is_full: whether this rank passes any.
+        is_full: True if this rank passes content.
         untouched: the state in which a refusal leaves the job.
-        own: entries of which each rank may have values of its own.
+        own: entries whose values may differ between ranks.
 
     Raises:
         ResumeRefusedError: on all ranks.
@@ -73,25 +73,25 @@ def same_content(
 
 
 def value_of_first(zero: Wrapped, value: torch.Tensor) -> torch.Tensor:
-    """A tensor from rank 0 of the group; the others pass its outline, and all must call this."""
+    """Receive a tensor from rank 0 of the group; the others pass its outline, and all must call this."""
     sent = torch.empty(value.shape, dtype=value.dtype, device=payload_device(zero.group))
     if zero.is_first:
         sent.copy_(value.detach())
-    # As bytes: values travel untouched, and in dtypes that a backend may not know.
+    # View as bytes, because a backend may not support the dtype; the values stay the same.
     dist.broadcast(sent.view(-1).view(torch.uint8), src=zero.first_rank, group=zero.group)
     return sent
 
 
 class _Outline(dict[Any, Any]):
-    """A dict that can carry PyTorch's ``_metadata``."""
+    """A dict that can have PyTorch's ``_metadata``."""
 
     _metadata: Any
 
 
 def _outline_of_first(zero: Wrapped, content: Any) -> Any:
-    """What rank 0 of the group has, with tensors that have shapes only; all ranks of the group must call this.
+    """Return the content of rank 0 of the group, with tensors without data; all its ranks must call this.
 
-    Extra state, which a module takes as it is, comes whole.
+    Extra state is sent as it is.
     """
     sent = [(_without_data(dict(content)), getattr(content, "_metadata", None)) if zero.is_first else None]
     dist.broadcast_object_list(sent, src=zero.first_rank, group=zero.group)

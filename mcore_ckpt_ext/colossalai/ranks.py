@@ -1,8 +1,8 @@
-"""The ranks that hold one wrapper, and how they agree: all make the same call, and what fails on one fails on all.
+"""The ranks that hold one wrapper: all make the same call, and if it fails on one, it fails on all.
 
-They need not be the whole job: two models can live on two halves of it. ColossalAI cuts a Gemini job along three axes
+They need not be the whole job: two models can be on two halves of it. ColossalAI divides a Gemini job along three axes
 (0.5.0, booster/plugin/gemini_plugin.py: ``ProcessGroupMesh`` of ZeRO, replicas and tensor parallelism), so an exchange
-in one group of each axis after the other reaches everyone.
+in one group of each axis, one after the other, reaches all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Ranks:
     groups: tuple[Any, ...]
 
     def gather(self, item: Result) -> dict[int, Result]:
-        """An item of every rank, by its rank in the job."""
+        """Return an item of every rank, by its rank in the job."""
         known = {dist.get_rank(): item}
         for group in self.groups:
             parts: list[Any] = [None] * dist.get_world_size(group)
@@ -41,10 +41,10 @@ class Ranks:
         return dict(sorted(known.items()))
 
     def agreed(self, phase: str, work: Callable[[], Result], consequence: str) -> dict[int, Result]:
-        """Do `work`, which must not communicate, on every rank; the results of all.
+        """Call `work`, which must not communicate, on every rank; return the results of all.
 
         Raises:
-            ResumeRefusedError: on all ranks, if it failed on one; the message holds `consequence` and the reasons.
+            ResumeRefusedError: on all ranks, if it failed on one; the message has `consequence` and the reasons.
         """
         return agreed_among(self.gather, phase, work, consequence)
 
@@ -52,16 +52,16 @@ class Ranks:
         self, call: str, arguments: Mapping[str, object], inspect_here: Callable[[], Result],
         untouched: str = "nothing was gathered",
     ) -> dict[int, Result]:  # fmt: skip
-        """Make sure that every rank does the same thing with the same arguments, and that nothing stands against it.
+        """Make sure that every rank makes the same call with the same arguments, and that no rank refuses it.
 
         Args:
-            call: what this rank was asked to do.
-            arguments: what has to be the same on all ranks.
-            inspect_here: raises what stands against it here; it must not communicate.
+            call: the call on this rank.
+            arguments: arguments that must be equal on all ranks.
+            inspect_here: raises if this rank refuses the call; it must not communicate.
             untouched: the state in which a refusal leaves the job.
 
         Returns:
-            What `inspect_here` found, by rank.
+            The results of `inspect_here`, by rank.
 
         Raises:
             ResumeRefusedError: on all ranks, with the reasons of all.
@@ -84,7 +84,7 @@ class Ranks:
         return {rank: found for rank, (_, found) in answers.items()}
 
     def stop_if_any_failed(self, failure: BaseException | None, phase: str, consequence: str) -> None:
-        """Tell the others whether this rank failed since they last met; one number travels as long as none did.
+        """Raise on all ranks if one has failed since the last call; a single number is exchanged if none has.
 
         Raises:
             ResumeRefusedError: on all ranks, if one failed.
@@ -104,11 +104,11 @@ class Ranks:
 
 
 class GroupErrors:
-    """A failure of one rank between two collectives ends all ranks when they next meet, so that nobody waits for it.
+    """Collects a failure of one rank between two collectives, and raises it on all ranks when they meet.
 
     Args:
-        ranks: who meets.
-        phase: what is being done, for the message.
+        ranks: the ranks that meet.
+        phase: names the work in the message.
         consequence: the state in which a failure leaves the job.
     """
 
@@ -117,16 +117,16 @@ class GroupErrors:
         self.failure: BaseException | None = None
 
     def attempt(self, work: Callable[[], Result]) -> Result | None:
-        """The result of `work`, which must not communicate; None if it failed, or something did before."""
+        """Return the result of `work`, which must not communicate; None if it, or an earlier call, failed."""
         if self.failure is None:
             try:
                 return work()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks have to hear of it
+            except Exception as error:  # noqa: BLE001 - any error has to be reported to the other ranks
                 self.failure = error
         return None
 
     def meet(self) -> None:
-        """Go on together, or not at all.
+        """Continue on all ranks, or raise on all.
 
         Raises:
             ResumeRefusedError: on all ranks, if one has failed since they last met.

@@ -1,4 +1,4 @@
-"""The strict state dict in shards of bounded size: never more than one chunk and one shard are in memory."""
+"""Yields the strict state dict in shards of bounded size: at most one chunk and one shard are in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Shard = tuple["OrderedDict[str, Any]", int]
 
 
 class Keys(NamedTuple):
-    """The keys of the strict state dict, in its order, by what they name."""
+    """The keys of the strict state dict, in its order: of parameters, of buffers, and others with their values."""
 
     parameters: dict[nn.Parameter, list[str]]
     buffers: dict[torch.Tensor, list[str]]
@@ -37,7 +37,7 @@ class Keys(NamedTuple):
 
 
 def keys_of(zero: Wrapped, prefix: str = "") -> Keys:
-    """Let the module enumerate itself with tensors that have shapes only.
+    """Collect the keys of the module's state dict, with tensors that only have shapes.
 
     Raises:
         UnsupportedCheckpointError: a hook makes tensors that are neither parameters nor buffers.
@@ -65,7 +65,7 @@ def keys_of(zero: Wrapped, prefix: str = "") -> Keys:
 
 
 def shapes_of(zero: Wrapped) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """For every parameter and buffer, by its id: itself, and a tensor of its whole shape without data."""
+    """Return for every parameter and buffer, by id: itself, and a tensor of its whole shape without data."""
     stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for parameter in zero.module.parameters():
         empty = torch.empty(zero.shape_of(parameter), dtype=parameter.dtype, device="meta")
@@ -79,31 +79,31 @@ def iter_zero_strict_state_dict(
     model: Any, max_shard_bytes: int, *, prefix: str = "", dtype: Precision | None = None, only_rank_0: bool = True,
     device: torch.device | str = "cpu", ties: Ties = "share", pinned: dict[str, Any] | None = None,
 ) -> Generator[Shard]:  # fmt: skip
-    """The strict state dict in shards, in the order in which the chunks come; all ranks must iterate to the end.
+    """Yield the strict state dict in shards, in the order of the chunks; all ranks must iterate to the end.
 
-    Every rank sees the same number of shards; those that do not receive values see empty dicts. A rank that fails with
-    a shard (a full disk) throws its error into the generator, whose ``throw`` then raises on it, as the next step does
-    on the others.
+    Every rank gets the same number of shards; ranks that receive no values get empty dicts. A rank that fails with a
+    shard (a full disk) throws its error into the generator, whose ``throw`` then raises on it, as the next step does on
+    the others.
 
     Args:
         model: a ZeroDDP or GeminiDDP.
-        max_shard_bytes: a shard is larger only if it is one single tensor.
-        prefix: goes before every key.
-        dtype: as in `zero_strict_state_dict`.
-        only_rank_0: as there.
-        device: where the values go.
-        ties: as there; names that share a storage are in the same shard.
-        pinned: pinned memory by key, to copy into; what is missing is made and put there.
+        max_shard_bytes: a shard is larger only if it is a single tensor.
+        prefix: precedes every key.
+        dtype: see `zero_strict_state_dict`.
+        only_rank_0: see `zero_strict_state_dict`.
+        device: the device of the values.
+        ties: see `zero_strict_state_dict`; names that share a storage are in the same shard.
+        pinned: pinned memory by key, which receives the values; missing entries are allocated.
 
     Yields:
         A shard and its size in bytes.
 
     Raises:
-        CheckpointError: on every rank; but for running out of memory, before the first shard.
+        CheckpointError: on every rank; except for out of memory, before the first shard.
     """
     device, dtype = torch.device(device), precision_of(model, dtype)
     arguments = {"prefix": prefix, "max_shard_bytes": max_shard_bytes, "device": device.type, "ties": ties}
-    # Enumerated twice: whether that can be done must be agreed on, too.
+    # Enumerated twice, because the ranks must also agree that it is possible.
     zero = begun(model, "state_dict_shard", dtype, only_rank_0, **arguments, keys=_digest(model, prefix))
     keys = keys_of(zero, prefix)
     everywhere = not only_rank_0
@@ -128,11 +128,11 @@ def iter_zero_strict_state_dict(
 
 
 def handed_over(shard: Any, size: int, fate: GroupErrors) -> Iterator[tuple[Any, int]]:
-    """A shard, unless this rank has failed; what is thrown in here fails it."""
+    """Yield a shard, unless this rank has failed; an error thrown into the generator makes it fail."""
     if fate.failure is None:
         try:
             yield shard, size
-        except Exception as error:  # noqa: BLE001 - the consumer's, whatever it is: the other ranks have to hear of it
+        except Exception as error:  # noqa: BLE001 - any error of the consumer has to be reported to the other ranks
             fate.failure = error
 
 
@@ -150,10 +150,10 @@ def _items(
 
 
 def _digest(model: Any, prefix: str) -> str:
-    """What the keys are, in short, so that ranks whose modules differ find out; or why there are none."""
+    """Return a digest of the keys, to detect different modules on the ranks, or the error of collecting them."""
     try:
         keys = keys_of(wrapped(model), prefix)
-    except Exception as error:  # noqa: BLE001 - each rank tells the others, and raises it again itself
+    except Exception as error:  # noqa: BLE001 - each rank sends it to the others, and raises it again itself
         return f"{type(error).__name__}: {error}"
     names = [*sum(keys.parameters.values(), []), *sum(keys.buffers.values(), []), *keys.others]
     return f"{len(names)} with SHA-256 {hashlib.sha256(chr(0).join(names).encode()).hexdigest()}"

@@ -1,8 +1,8 @@
-"""The state dict that the unwrapped module would give, and the module itself.
+"""The state dict that the unwrapped module would return, and the module itself.
 
-The values are gathered first, then the module enumerates itself with them in the places of its own, freed ones. So
-keys, their order, ``_metadata``, ``_extra_state``, modules under two names and state_dict hooks are PyTorch's own
-doing.
+The values are gathered first. Then the module's own ``state_dict`` runs with them in place of its freed parameters. So
+PyTorch itself determines keys, their order, ``_metadata``, ``_extra_state``, modules under two names and state_dict
+hooks.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ def zero_strict_state_dict(
     model: Any, *, destination: Any = None, prefix: str = "", keep_vars: bool = False, dtype: Precision | None = None,
     only_rank_0: bool = True, device: torch.device | str = "cpu", ties: Ties = "share",
 ) -> Any:  # fmt: skip
-    """The state dict of the unwrapped module, as PyTorch would give it; all ranks must call this.
+    """Return the state dict of the unwrapped module, as PyTorch would return it; all ranks must call this.
 
     Args:
         model: a ZeroDDP or GeminiDDP.
         destination: a dict to fill, as in PyTorch.
-        prefix: goes before every key.
-        keep_vars: give parameters instead of detached tensors; they are copies all the same.
-        dtype: "master" for the fp32 masters bit for bit, "compute" for what forward computes in, or any dtype; without
-            it "master", or "compute" where the wrapper keeps no masters (`master_weights=False`). What is not held in
-            chunks (buffers, frozen and ignored parameters) ColossalAI rounds to the compute dtype when it wraps the
-            module; "master" gives it back in fp32, so that the dict is of one kind.
+        prefix: precedes every key.
+        keep_vars: return parameters instead of detached tensors; they are copies in any case.
+        dtype: "master" for the exact fp32 masters, "compute" for the dtype of the forward pass, or any dtype; None for
+            "master", or "compute" if the wrapper keeps no masters (`master_weights=False`). ColossalAI rounds tensors
+            outside of chunks (buffers, frozen and ignored parameters) to the compute dtype when it wraps the module;
+            "master" returns them in fp32, so that the dict has one dtype.
         only_rank_0: rank 0 of each ZeRO group receives everything, the others an empty dict; else all receive it.
-        device: where the values go.
+        device: the device of the values.
         ties: names of one tensor: "share" one storage as in PyTorch, "copy" for a storage each, or "omit" all but the
             first.
 
     Raises:
-        CheckpointError: on every rank, before or after gathering; never on some.
+        CheckpointError: on every rank, before or after gathering; never on some ranks only.
     """
     result = OrderedDict() if destination is None else destination
     callers = dict(result)
@@ -73,19 +73,19 @@ def zero_strict_state_dict(
 def get_static_torch_model(
     zero_ddp_model: Any, device: torch.device | str = "cpu", dtype: Precision | None = None, only_rank_0: bool = True
 ) -> nn.Module | None:
-    """An ordinary module with the values of the wrapped one, which can compute; all ranks must call this.
+    """Return an ordinary module with the values of the wrapped one; all ranks must call this.
 
-    Tied parameters are tied, shared modules shared, and nothing but process groups is shared with the live module. Its
+    Tied parameters are tied, shared modules shared, and only process groups are shared with the live module. Its
     `state_dict()` is the strict state dict.
 
     Args:
-        zero_ddp_model: a ZeroDDP or GeminiDDP; the name is that of ColossalAI's own function.
-        device: where the parameters and buffers go.
-        dtype: as in `zero_strict_state_dict`.
-        only_rank_0: as there; the other ranks get None.
+        zero_ddp_model: a ZeroDDP or GeminiDDP; ColossalAI's own function has this parameter name.
+        device: the device of parameters and buffers.
+        dtype: see `zero_strict_state_dict`.
+        only_rank_0: rank 0 of each ZeRO group receives the module, the others None; else all receive it.
 
     Raises:
-        CheckpointError: on every rank; also where the module's layers are tensor-parallel, and so cannot compute alone.
+        CheckpointError: on every rank; also if the module's layers are tensor-parallel, and so cannot compute alone.
     """
     result: nn.Module | None = None
 
@@ -100,16 +100,16 @@ def get_static_torch_model(
 
 
 _Values = dict[int, torch.Tensor]
-"""What stands for a live parameter or buffer, by its id."""
+"""Replacements for live parameters and buffers, by id."""
 
 
 def _with_values(
     model: Any, work: Callable[[Wrapped, _Values], None], call: str, dtype: Precision | None, only_rank_0: bool,
     device: torch.device, **arguments: object,
 ) -> None:  # fmt: skip
-    """Gather all values, and do `work` with them on the ranks that receive them; all ranks learn of its errors."""
+    """Gather all values, and call `work` with them on the ranks that receive them; its errors reach all ranks."""
     dtype = precision_of(model, dtype)
-    # Each rank may name its own GPU.
+    # Each rank may name its own GPU, so only the device type has to be equal.
     zero = begun(model, call, dtype, only_rank_0, device=device.type, **arguments)
     fate = GroupErrors(zero.ranks, f"calling {call}", "no rank has a result")
     everywhere = not only_rank_0
@@ -129,7 +129,7 @@ def _with_values(
 
 
 def precision_of(model: Any, dtype: Precision | None) -> Precision:
-    """The precision that is asked for, or the one that holds the values exactly where none is asked for.
+    """Return the requested precision, or by default the one that holds the values exactly.
 
     `GeminiDDP(master_weights=False)`, since ColossalAI 0.3.2, trains the compute values themselves
     (zero/gemini/gemini_ddp.py); other wrappers keep masters.
@@ -140,11 +140,11 @@ def precision_of(model: Any, dtype: Precision | None) -> Precision:
 
 
 def begun(model: Any, call: str, dtype: Precision, only_rank_0: bool, **arguments: object) -> Wrapped:
-    """Look at the wrapper, and agree with all ranks on the call.
+    """Inspect the wrapper, and check the call on all ranks.
 
     Raises:
-        CheckpointError: no ZeRO wrapper.
-        ResumeRefusedError: on all ranks: no masters to give, NaN, other arguments elsewhere.
+        CheckpointError: the model is no ZeRO wrapper.
+        ResumeRefusedError: on all ranks: there are no masters, or NaN, or the arguments differ between ranks.
     """
     zero = wrapped(model)
 
@@ -166,12 +166,12 @@ def _refuse_unknown_ties(ties: object) -> None:
 
 
 def source_of(zero: Wrapped, dtype: Precision) -> Mapping[nn.Parameter, Place]:
-    """Where the current values are: in the masters or, where there are none, in the working parameters.
+    """Return the places of the current values: the masters or, without masters, the working parameters.
 
     The working chunks hold gradients between backward and step (``reuse_fp16_chunk``).
 
     Raises:
-        CheckpointError: masters are asked for where there are none.
+        CheckpointError: masters are requested, but there are none.
     """
     if dtype == "master" and zero.working and not zero.masters:
         raise CheckpointError(
@@ -185,7 +185,7 @@ def source_of(zero: Wrapped, dtype: Precision) -> Mapping[nn.Parameter, Place]:
 
 
 def refuse_no_precision(dtype: object) -> None:
-    """Refuse a dtype that values cannot be given in.
+    """Refuse a dtype in which values cannot be returned.
 
     Raises:
         CheckpointError: it is not a precision, or no parameter can have it.
@@ -202,7 +202,7 @@ def refuse_no_precision(dtype: object) -> None:
 
 
 def dtype_of(zero: Wrapped, tensor: torch.Tensor, dtype: Precision) -> torch.dtype:
-    """The dtype in which a parameter or buffer is given."""
+    """Return the dtype in which a parameter or buffer is returned."""
     if not tensor.is_floating_point():
         return tensor.dtype
     if isinstance(dtype, torch.dtype):
@@ -215,7 +215,7 @@ def dtype_of(zero: Wrapped, tensor: torch.Tensor, dtype: Precision) -> torch.dty
 def parameter_values(
     zero: Wrapped, dtype: Precision, *, device: torch.device, everywhere: bool, fate: GroupErrors
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:
-    """Every parameter with its whole value, or None where it is not received; all ranks iterate, chunk by chunk."""
+    """Yield every parameter with its whole value, or None on ranks that do not receive it; all ranks iterate."""
     given = dtype if isinstance(dtype, torch.dtype) else {"master": torch.float32, "compute": zero.compute_dtype}[dtype]
     places = source_of(zero, dtype)
     yield from whole_values(
@@ -229,7 +229,7 @@ def parameter_values(
         if not (everywhere or zero.is_first):
             yield parameter, None
             continue
-        # Tensor-parallel ranks of one kind receive together, so they gather among themselves.
+        # Tensor-parallel ranks of one kind all receive, so they gather among themselves.
         local = parameter.detach() if room is None else parameter.detach().contiguous()
         whole = tensor_parallel.whole(parameter, local, room)
         yield parameter, fate.attempt(partial(own_copy, whole, dtype_of(zero, parameter, dtype), device))
@@ -237,10 +237,10 @@ def parameter_values(
 
 @contextmanager
 def standing_in(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Put other tensors in the places of a module's parameters and buffers, under every name, for a while.
+    """Replace a module's parameters and buffers by other tensors, under every name, within this scope.
 
-    ColossalAI's tensor-parallel layers (0.5.0, shardformer/layer/parallel_module.py) save and load by methods of their
-    own, which gather and cut; what stands in is already whole, so PyTorch's methods stand in, too.
+    ColossalAI's tensor-parallel layers (0.5.0, shardformer/layer/parallel_module.py) have their own methods to save and
+    load, which gather and slice. The replacements are already whole, so PyTorch's methods replace these, too.
     """
     undo: list[tuple[dict[str, Any], str, Any]] = []
     methods = ("_save_to_state_dict", "_load_from_state_dict")
@@ -267,7 +267,7 @@ def standing_in(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterat
 
 
 class _NoFreedStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Refuses every operation on a parameter whose storage ColossalAI freed: torch would read nowhere, and crash."""
+    """Refuses every operation on a parameter whose storage ColossalAI has freed, which would crash torch."""
 
     def __init__(self, zero: Wrapped) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -290,7 +290,7 @@ class _NoFreedStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             )
 
     def _names_of(self, freed: torch.Tensor) -> list[str]:
-        """The parameters of a chunk share its storage, each at an offset of its own."""
+        """Return the names of a freed parameter: those of a chunk share a storage at different offsets."""
 
         def place(tensor: torch.Tensor) -> tuple[Any, Any]:
             return tensor.untyped_storage()._cdata, tensor.storage_offset()
@@ -299,7 +299,7 @@ class _NoFreedStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 
 def _with_hooks_of(model: Any, result: Any, prefix: str) -> Any:
-    """The hooks that someone registered on the wrapper itself, as both ColossalAI and PyTorch call them."""
+    """Call the hooks that were registered on the wrapper itself, as both ColossalAI and PyTorch do."""
     metadata = getattr(result, "_metadata", {}).get(prefix[:-1], {})
     for hook in getattr(model, "_state_dict_hooks", {}).values():
         replaced = hook(model, result, prefix, metadata)
@@ -308,7 +308,7 @@ def _with_hooks_of(model: Any, result: Any, prefix: str) -> Any:
 
 
 def _untie(result: Any, callers: Mapping[str, Any], omit: bool) -> None:
-    """Give every later name of a storage a storage of its own, or leave it out; the caller's entries are left alone."""
+    """Copy the storage for every later name, or leave the name out; entries of the caller are left alone."""
     seen: set[int] = set()
     for key, value in list(result.items()):
         if not isinstance(value, torch.Tensor) or value is callers.get(key):

@@ -1,8 +1,8 @@
-"""The same content on every rank: keys, shapes, dtypes, and digests of the tensors' bytes.
+"""Checks that all ranks have the same content: keys, shapes, dtypes, and digests of the tensors' bytes.
 
-A digest of all bytes would take a fifth of the time of the load itself or more, also where a rank maps a file and needs
-only its own part. So beyond `_WHOLE_BYTES` in all, only samples of each larger tensor are digested, spread evenly from
-its first to its last byte: checkpoints of different iterations differ in nearly every element.
+Digesting all bytes would take a fifth of the time of the load itself or more, even if a rank maps a file and needs only
+its own part. So if the content exceeds `_WHOLE_BYTES`, only samples of each larger tensor are digested, spread evenly
+from its first to its last byte: checkpoints of different iterations differ in nearly every element.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Digests = dict[str, str]
 
 
 def digests(content: Mapping[Any, object], own: Container[str] = ()) -> Digests:
-    """A digest of every leaf of nested dicts and lists, by the path to it.
+    """Return a digest of every leaf of nested dicts and lists, by its path.
 
     Args:
         content: nested dicts and lists.
-        own: entries of which each rank may have values of its own (a BatchNorm's statistics): only their shapes count.
+        own: entries whose values may differ between ranks (such as a BatchNorm's statistics): only their shapes count.
 
     Raises:
-        CheckpointError: a tensor has no values of its own to write: it is on the meta device, sparse or quantised.
+        CheckpointError: a tensor has no values to copy: it is on the meta device, sparse or quantized.
     """
     leaves = {key: dict(_leaves(value, str(key))) for key, value in content.items()}
     tensors = [leaf for some in leaves.values() for leaf in some.values() if isinstance(leaf, torch.Tensor)]
@@ -47,13 +47,13 @@ def digests(content: Mapping[Any, object], own: Container[str] = ()) -> Digests:
 
 
 def summary(found: Digests) -> str:
-    """One digest of everything, whatever the order of the keys."""
+    """Return one digest of everything, independent of the order of the keys."""
     lines = "\n".join(f"{path}\0{digest}" for path, digest in sorted(found.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def refuse_different(ranks: Ranks, summaries: Mapping[int, str | None], found: Digests, untouched: str) -> None:
-    """If the summaries of the ranks that have content differ, find out where; all ranks must call this.
+    """If the summaries of ranks with content differ, find out which entries do; all ranks must call this.
 
     Raises:
         ResumeRefusedError: on all ranks.
@@ -75,7 +75,7 @@ def refuse_different(ranks: Ranks, summaries: Mapping[int, str | None], found: D
 
 
 def _sides(by_rank: Mapping[int, Digests], path: str) -> str:
-    """Which ranks agree with each other about one entry."""
+    """Group the ranks by their digest of one entry, in words."""
     sides: dict[str | None, list[int]] = {}
     for rank, one in by_rank.items():
         sides.setdefault(one.get(path), []).append(rank)
@@ -102,7 +102,7 @@ def _digest(path: str, leaf: object, whole: bool) -> str:
     if isinstance(leaf, io.BytesIO):
         return f"{crc32(leaf.getbuffer()):08x}"
     plain = isinstance(leaf, (bool, int, float, str, bytes)) or leaf is None
-    # For anything else, equality between processes cannot be seen from outside.
+    # Equality of other objects between processes cannot be determined.
     return repr(leaf) if plain else _form(path, leaf)
 
 

@@ -1,8 +1,8 @@
 """Gathers a tensor-parallel parameter from the slices of all ranks, and slices it again.
 
-ColossalAI (0.3.4 to 0.5.1) marks a sharded parameter in two ways: a ``dist_layout`` (tensor/d_tensor/api.py), or a
-pair of functions ``shard_fn`` and ``gather_fn`` if the slice is not contiguous (GPT-2's fused QKV). A vocabulary that
-cannot be divided evenly is padded first (tensor/padded_tensor/api.py); the layout then counts the padding.
+ColossalAI (0.3.4 to 0.5.1) marks a sharded parameter in two ways: by a ``dist_layout`` (tensor/d_tensor/api.py), or by
+a pair of functions ``shard_fn`` and ``gather_fn`` if the slice is not contiguous (GPT-2's fused QKV). A vocabulary that
+cannot be divided evenly is padded first (tensor/padded_tensor/api.py); the layout then includes the padding.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether this rank holds only a slice of the parameter."""
+    """Return True if this rank holds only a slice of the parameter."""
     return hasattr(parameter, "dist_layout") or hasattr(parameter, "shard_fn")
 
 
 def groups(parameters: Iterable[Any]) -> list[Any]:
-    """This rank's groups of tensor parallelism, in an order that is the same on all ranks.
+    """Return this rank's groups of tensor parallelism, in an order that is the same on all ranks.
 
     A layout names its groups; a pair of functions has its group in their closure (0.5.0,
     shardformer/layer/qkv_fused_linear.py).
@@ -39,7 +39,7 @@ def groups(parameters: Iterable[Any]) -> list[Any]:
 
 
 def whole_shape(parameter: Any) -> torch.Size:
-    """The shape that the parameter has without tensor parallelism and without padding."""
+    """Return the shape of the parameter without tensor parallelism and without padding."""
     shape = list(_padded_shape(parameter))
     if hasattr(parameter, "_padding_dim"):
         shape[parameter._padding_dim] = parameter._origin_length
@@ -51,7 +51,7 @@ class Room(NamedTuple):
 
     Args:
         group: these ranks.
-        dimension: the one along which the parameter is cut.
+        dimension: the dimension along which the parameter is sliced.
         held: the indices along that dimension that this rank holds, int64.
         held_by: receives the indices of each rank.
         slices: receives the slice of each rank, in the parameter's local shape.
@@ -69,17 +69,18 @@ class Room(NamedTuple):
 def room_for(parameter: Any, dtype: torch.dtype, device: torch.device) -> Room | None:
     """Allocate the buffers to gather a parameter, or state that is sharded like it.
 
-    The elements that a rank holds are found by sharding their indices like the parameter.
-
-    Returns None if each rank holds the whole parameter.
+    Sharding the indices like the parameter shows which elements a rank holds.
 
     Args:
-        parameter: says how it is sharded and padded.
-        dtype: of the values.
-        device: where the group's backend can reach them.
+        parameter: the parameter, with its sharding and padding.
+        dtype: the dtype of the values.
+        device: a device that the group's backend can reach.
+
+    Returns:
+        The buffers, or None if each rank holds the whole parameter.
 
     Raises:
-        UnsupportedCheckpointError: it is cut along two dimensions.
+        UnsupportedCheckpointError: the parameter is sliced along two dimensions.
     """
     shape = _padded_shape(parameter)
     cut = [dimension for dimension, size in enumerate(shape) if parameter.shape[dimension] != size]
@@ -105,16 +106,16 @@ def room_for(parameter: Any, dtype: torch.dtype, device: torch.device) -> Room |
 
 
 def whole(parameter: Any, local: torch.Tensor, room: Room | None) -> torch.Tensor:
-    """The whole value from the slices of all tensor-parallel ranks, which must all call this; see `padding_of`.
+    """Gather the whole value from the slices of all tensor-parallel ranks, which must all call this.
 
     Args:
-        parameter: says how it is sharded and padded.
+        parameter: the parameter, with its sharding and padding.
         local: this rank's values, contiguous, in the parameter's local shape.
-        room: made by `room_for`, for the dtype and device of the values.
+        room: made by `room_for`, for the dtype and device of the values; afterwards it has the input of `padding_of`.
     """
     if room is not None:
         dist.all_gather(room.held_by, room.held, group=room.group)
-        # As bytes, because a backend may not support the dtype.
+        # View as bytes, because a backend may not support the dtype.
         dist.all_gather([_as_bytes(piece) for piece in room.slices], _as_bytes(local.detach()), group=room.group)
         for held, piece in zip(room.held_by, room.slices, strict=True):
             room.padded.index_copy_(room.dimension, held, piece)
@@ -129,12 +130,12 @@ def _as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def padding_of(parameter: Any, room: Room | None, local: torch.Tensor) -> torch.Tensor | None:
-    """The rows of padding of the value that `whole` has just gathered; None if the parameter has none.
+    """Return the padding rows of the value that `whole` has just gathered; None if the parameter has none.
 
     Args:
-        parameter: as there.
-        room: as there.
-        local: as there.
+        parameter: see `whole`.
+        room: see `whole`.
+        local: see `whole`.
     """
     if padding_shape(parameter) is None:
         return None
@@ -144,7 +145,7 @@ def padding_of(parameter: Any, room: Room | None, local: torch.Tensor) -> torch.
 
 
 def padding_shape(parameter: Any) -> torch.Size | None:
-    """The shape of the rows that fill a vocabulary up; None where there are none.
+    """Return the shape of a vocabulary's padding rows; None if there are none.
 
     The optimizer updates them like other rows, and the loss depends on them, but model files omit them.
     """
@@ -156,7 +157,7 @@ def padding_shape(parameter: Any) -> torch.Size | None:
 
 
 def is_padding(parameter: Any) -> torch.Tensor | None:
-    """Whether each element of this rank's slice is padding; None where there are no rows of padding."""
+    """Return a mask of the padding elements in this rank's slice; None if there are no padding rows."""
     if padding_shape(parameter) is None:
         return None
     dimension = parameter._padding_dim
@@ -168,14 +169,14 @@ def is_padding(parameter: Any) -> torch.Tensor | None:
 
 
 def slice_of(parameter: Any, value: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
-    """This rank's slice of a whole value, in the parameter's local shape.
+    """Return this rank's slice of a whole value, in the parameter's local shape.
 
-    Nothing is communicated, and ``value`` is not touched (ColossalAI's own ``to_padded_tensor`` would pad it in place).
+    Nothing is communicated, and ``value`` is not changed (ColossalAI's own ``to_padded_tensor`` would pad it in place).
 
     Args:
-        parameter: says how it is sharded and padded.
-        value: without padding.
-        padding: the rows of padding, of `padding_shape`; else these are zero.
+        parameter: the parameter, with its sharding and padding.
+        value: the value without padding.
+        padding: the padding rows, of `padding_shape`; None for zeros.
     """
     if hasattr(parameter, "_padding_dim"):
         value = _padded(value, _padded_shape(parameter), parameter._padding_dim, padding)
@@ -183,7 +184,7 @@ def slice_of(parameter: Any, value: torch.Tensor, padding: torch.Tensor | None =
 
 
 def _cut(parameter: Any, value: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of a whole and padded value, or of its elements' numbers."""
+    """Return this rank's slice of a whole and padded value, or of its elements' numbers."""
     if hasattr(parameter, "dist_layout"):
         from colossalai.tensor.d_tensor import distribute_tensor
 
@@ -204,7 +205,7 @@ def _padded(value: torch.Tensor, shape: torch.Size, dimension: int, rows: torch.
 
 
 def _padded_shape(parameter: Any) -> torch.Size:
-    """The shape without tensor parallelism, vocabulary padding included."""
+    """Return the shape without tensor parallelism, with the vocabulary's padding."""
     if hasattr(parameter, "dist_layout"):
         return torch.Size(parameter.dist_layout.global_shape)
     if hasattr(parameter, "shard_fn"):
@@ -213,7 +214,7 @@ def _padded_shape(parameter: Any) -> torch.Size:
 
 
 def _shape_before(parameter: Any) -> torch.Size:
-    """The shape that ``shard_fn`` turns into the local one; found by trying shapes on tensors without data."""
+    """Find the shape that ``shard_fn`` turns into the local one, by trying shapes on tensors without data."""
     for size in range(1, dist.get_world_size() + 1):
         for dimension in range(parameter.dim()):
             shape = list(parameter.shape)

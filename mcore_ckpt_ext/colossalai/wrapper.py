@@ -1,8 +1,8 @@
-"""A ZeRO wrapper of ColossalAI, seen as its module and the places where the parameters' values lie.
+"""Describes a ZeRO wrapper of ColossalAI: its module and the places of the parameters' values.
 
-Versions differ, so what is there is found by looking. ``ZeroDDP`` of 0.2.0 (nn/parallel/data_parallel.py) has
-``fp32_params`` only; ``ZeroDDP`` of 0.2.1 to 0.3.1 and ``GeminiDDP`` of 0.3.2 to 0.5.1 (zero/gemini/gemini_ddp.py) have
-``fp16_params`` beside it, in the same order. Chunks inspect_here alike in all of them (chunk.py: ``Chunk``).
+Versions differ, so attributes are looked up. ``ZeroDDP`` of 0.2.0 (nn/parallel/data_parallel.py) has only
+``fp32_params``; ``ZeroDDP`` of 0.2.1 to 0.3.1 and ``GeminiDDP`` of 0.3.2 to 0.5.1 (zero/gemini/gemini_ddp.py) also have
+``fp16_params``, in the same order. Chunks have the same attributes in all of them (chunk.py: ``Chunk``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _NEEDED = ("module", "chunk_manager", "fp32_params")
 
 
 class Place(NamedTuple):
-    """Elements ``begin`` to ``end`` of a chunk: where one parameter, or its fp32 master, lies."""
+    """The elements ``begin`` to ``end`` of a chunk, which hold one parameter or its fp32 master."""
 
     chunk: Any
     begin: int
     end: int
 
     def local(self) -> tuple[torch.Tensor, int, int]:
-        """The part of it that this rank holds, and which elements of the parameter (from, to) that is."""
+        """Return this rank's part of the place, and the range of the parameter's elements (from, to) in it."""
         chunk = self.chunk
         if chunk.is_gathered:
             return chunk.cuda_global_chunk[self.begin : self.end], 0, self.end - self.begin
@@ -43,16 +43,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Wrapped:
-    """What saving and loading need from a wrapper.
+    """The data of a wrapper that saving and loading need.
 
     Args:
         module: the user's module.
-        working: for each parameter in chunks, in their order, where the values that compute lie.
-        masters: the same for the fp32 masters; empty where the wrapper keeps none.
-        outside: parameters that ColossalAI leaves alone: ignored or frozen.
-        compute_dtype: what forward computes in.
+        working: the place of each working parameter in chunks, in their order.
+        masters: the same for the fp32 masters; empty if the wrapper keeps none.
+        outside: parameters that ColossalAI does not manage: ignored or frozen ones.
+        compute_dtype: the dtype of the forward pass.
         group: the ranks that share the chunks.
-        ranks: these, their replicas, and their partners in tensor parallelism.
+        ranks: the ranks of `group`, their replicas, and their partners in tensor parallelism.
         names: every name of each parameter.
     """
 
@@ -67,24 +67,24 @@ class Wrapped:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of the ranks that share the chunks."""
+        """True on rank 0 of the ranks that share the chunks."""
         return dist.get_rank(self.group) == 0
 
     @property
     def first_rank(self) -> int:
-        """The rank in the job of rank 0 of those that share the chunks."""
+        """The rank in the job of rank 0 of the group."""
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
     def shape_of(self, parameter: nn.Parameter) -> torch.Size:
-        """The shape in the unwrapped, unsharded, unpadded module."""
+        """Return the shape in the unwrapped, unsharded, unpadded module."""
         return tensor_parallel.whole_shape(parameter)
 
 
 def wrapped(model: Any) -> Wrapped:
-    """Look at a ZeRO wrapper.
+    """Inspect a ZeRO wrapper.
 
     Raises:
-        CheckpointError: it is not one.
+        CheckpointError: the model is no ZeRO wrapper.
     """
     missing = [name for name in _NEEDED if not hasattr(model, name)]
     if missing:
@@ -119,7 +119,7 @@ def wrapped(model: Any) -> Wrapped:
 
 
 def _partner(manager: Any, master: torch.Tensor) -> Any:
-    """The parameter of a master: paired chunks hold the same at the same offsets (0.2.0, ``ZeroDDP.__init__``)."""
+    """Return the parameter of a master: paired chunks have equal offsets (0.2.0, ``ZeroDDP.__init__``)."""
     chunk = manager.get_chunk(master)
     offset = chunk.tensors_info[master].offset
     tensors = chunk.paired_chunk.tensors_info.items()

@@ -1,7 +1,7 @@
-"""Where the entry point was before it had a file of its own, beside the package (`mcore_ckpt_ext_autoload.py`).
+"""Former location of the entry point, which is a file of its own now (`mcore_ckpt_ext_autoload.py`).
 
-An installation in place (``pip install --editable``) that was made then still names this module, and ``import torch``
-would break for it until it is made anew.
+An old editable installation (``pip install --editable``) still names this module, and ``import torch`` would fail
+until it is installed again.
 """
 
 from __future__ import annotations

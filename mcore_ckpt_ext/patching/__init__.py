@@ -1,1 +1,1 @@
-"""Replacing functions of frameworks that may not be imported yet, and undoing it without a trace."""
+"""Replaces functions of frameworks that may not be imported yet, and restores them."""

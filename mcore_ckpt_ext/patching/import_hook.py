@@ -1,9 +1,8 @@
-"""Notice that a module has just been imported, without importing it and without being seen.
+"""Calls a function after a module has been imported, without importing it and without a visible trace.
 
-The finder answers for the watched names only. It takes the spec that the other finders give and puts a
-stand-in before its loader for the duration of one execution; afterwards the module's ``__spec__``,
-``__loader__`` and ``__file__`` are what they would be without us, so ``inspect.getsource``,
-``importlib.reload`` and pickling see nothing new.
+The finder handles only the watched names. It takes the spec of the other finders and wraps its loader for one
+execution; afterwards the module's ``__spec__``, ``__loader__`` and ``__file__`` are as if this finder did not exist, so
+``inspect.getsource``, ``importlib.reload`` and pickling are not affected.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ AfterImport = Callable[[str, ModuleType], None]
 
 
 class PostImportFinder(MetaPathFinder):
-    """Calls back after each execution of a watched module, reloads included.
+    """Calls a function after each execution of a watched module, reloads included.
 
     Args:
         names: full dotted names to watch.
@@ -33,7 +32,7 @@ class PostImportFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the remaining finders give, with our stand-in as its loader."""
+        """Return the spec of the remaining finders, with a wrapper of its loader; None for other names."""
         if fullname not in self._names:
             return None
         spec = self._spec_of_others(fullname, path, target)
@@ -44,10 +43,10 @@ class PostImportFinder(MetaPathFinder):
     def _spec_of_others(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
-        """Ask the finders behind this one: those before it have already been asked, and had no answer.
+        """Return the spec of the finders behind this one; the finders before it did not find the module.
 
-        Each finder asks only downwards, so nothing recurses. A tool whose finder asks all of sys.meta_path
-        again gets our stand-in, and two stand-ins in a row call back twice, which is harmless.
+        Each finder searches only behind itself, so nothing recurses. A tool whose finder searches all of sys.meta_path
+        gets our wrapper, and two wrappers in a row call back twice, which is harmless.
         """
         finders = list(sys.meta_path)
         behind = finders[finders.index(self) + 1 :] if self in finders else finders
@@ -60,23 +59,23 @@ class PostImportFinder(MetaPathFinder):
 
 
 class _StandInLoader:
-    """Behaves like the real loader in all but one thing: it calls back after ``exec_module``."""
+    """A loader that behaves like the real one, but calls back after ``exec_module``."""
 
     def __init__(self, loader: Any, after_import: AfterImport) -> None:
         self._loader = loader
         self._after_import = after_import
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # a copy made without __init__ would otherwise ask itself forever
+        if name == "_loader":  # a copy made without __init__ would otherwise recurse forever
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Step aside, let the real loader execute the module, then call back."""
+        """Restore the real loader, let it execute the module, then call back."""
         name = module.__name__
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        # A module may put another object in its place while it runs; importers get that one.
+        # A module may replace itself in sys.modules while it runs; importers get the replacement.
         self._after_import(name, sys.modules.get(name, module))

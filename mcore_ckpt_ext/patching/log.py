@@ -1,7 +1,7 @@
-"""One-line messages to the user, through the logger `mcore_ckpt_ext`.
+"""Logs one-line messages for the user through the logger `mcore_ckpt_ext`.
 
-A program that wants them elsewhere, or not at all, gives that logger a handler of its own (a `NullHandler` silences it)
-or a level; until it does, they go to stderr.
+A program redirects or silences them by giving that logger a handler of its own (a `NullHandler` silences it) or a
+level; by default they go to stderr.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ PREFIX = f"[{NAME}] "
 
 
 class LoggedLines(set[str]):
-    """The lines said in this process: Megatron parses its arguments more than once, and once is enough for the user."""
+    """The lines logged in this process: Megatron parses its arguments repeatedly, but each line is logged once."""
 
 
 class OwnHandler(logging.Handler):
-    """Writes to whatever stderr is at the time, as long as the logger has no other handler."""
+    """Writes to the current stderr, as long as the logger has no other handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
@@ -31,11 +31,11 @@ class OwnHandler(logging.Handler):
 
 
 def own_logger() -> logging.Logger:
-    """The package's logger, with a handler and a level where the program gave it none.
+    """Return the package's logger, with a default handler and level if the program has set none.
 
     The level does not depend on that of the root logger, which Megatron sets late and by a flag (`setup_logging`,
-    megatron/training/initialize.py, core_v0.7.0 to 0.19.2); and what is written here, the root logger's handlers need
-    not repeat.
+    megatron/training/initialize.py, core_v0.7.0 to 0.19.2). Lines do not propagate, so that the root logger's handlers
+    do not repeat them.
     """
     logger = logging.getLogger(NAME)
     if not logger.handlers:
@@ -47,15 +47,15 @@ def own_logger() -> logging.Logger:
 
 
 def is_logging_rank() -> bool:
-    """Tell whether this process speaks for the job: rank 0, or no rank at all.
+    """Return True if this process logs for the job: rank 0, or a process without a rank.
 
-    Read from the variable that torchrun sets, since the hooks speak before torch.distributed starts.
+    It reads the variable that torchrun sets, since the hooks log lines before torch.distributed is initialized.
     """
     return os.environ.get("RANK", "0") == "0"
 
 
 def announce(line: str, *, every_rank: bool = False) -> None:
-    """Tell the user one line: on rank 0 only, unless it is a line of one rank's own, and once in a process."""
+    """Log a line for the user, once in a process: on rank 0 only, unless the line belongs to one rank."""
     from mcore_ckpt_ext.errors import escape
 
     text, said = escape(" ".join(line.split())), PROCESS.one(LoggedLines)
@@ -65,11 +65,11 @@ def announce(line: str, *, every_rank: bool = False) -> None:
 
 
 def missing_extra_states_message(count: int, *, were_dropped: bool = False) -> str:
-    """The line about extra states of this model's modules that a checkpoint does not have.
+    """Return the log line about extra states of this model's modules that a checkpoint lacks.
 
     Args:
-        count: how many.
-        were_dropped: the job that wrote it left out those that hold nothing but settings, which was asked of it by
+        count: the number of extra states.
+        were_dropped: the job that wrote the checkpoint dropped extra states that hold only settings, by
             `--ckpt-drop-redundant-extra-state` (`_localize_redundant_extra_states`, megatron/training/checkpointing.py,
             development head of August 2026).
     """

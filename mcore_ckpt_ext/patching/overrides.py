@@ -1,4 +1,4 @@
-"""A name of the framework means something else for the duration of a call, whatever happens in it."""
+"""Gives a name of a framework another value for the duration of a call."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @contextmanager
 def overridden(namespace: MutableMapping[str, Any], **values: Any) -> Iterator[None]:
-    """Give existing names other values, and restore what they had.
+    """Give existing names other values within this scope, and restore the former values.
 
     Args:
         namespace: the globals of a module, or the `vars` of its arguments.
-        values: what they mean within.
+        values: the values within the scope.
 
     Raises:
-        KeyError: a name is not there; nothing has changed.
+        KeyError: a name does not exist; nothing has changed.
     """
     before = {name: namespace[name] for name in values}
     namespace.update(values)

@@ -1,4 +1,4 @@
-"""Whether a loop that this package knows is at work, which decides for itself how its optimizer is loaded and saved."""
+"""Tracks whether a patched training loop is inside a load or save, which then handles its optimizer itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ReentrancyGuard:
 
 @contextmanager
 def reentrancy_guard() -> Iterator[None]:
-    """Within this scope, the patch points of any loop leave everything to whoever has called."""
+    """Within this scope, the patch points of all loops call the original functions."""
     state = PROCESS.one(ReentrancyGuard)
     before, state.is_busy = state.is_busy, True
     try:

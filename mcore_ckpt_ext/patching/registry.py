@@ -1,7 +1,7 @@
-"""Wrap functions of frameworks that may not be imported yet, and undo it without a trace.
+"""Wraps functions of frameworks that may not be imported yet, and restores them.
 
-The rules: a patch point that does not look as expected is left alone, with the reason kept; a failure in here
-never reaches the framework; others may wrap before us or on top of us and keep working.
+The rules: a function that does not look as expected is left alone, and the reason is recorded; an error in this module
+never reaches the framework; other packages may wrap the function before or after and keep working.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ State = Literal["waiting for import", "patched", "not patched"]
 class PatchPoint(NamedTuple):
     """One function of a framework that this package wraps.
 
-    A named tuple, since every ``import torch`` pays for this class, and a dataclass takes ten times as long to make.
+    It is a named tuple, since every ``import torch`` pays for this class, and a dataclass takes ten times as long to
+    make.
 
     Args:
         module: full dotted name of the module that defines it.
         attribute: its name there, ``Class.method`` for a method.
         wrapper: "module:function" of the factory that takes the original and returns its replacement;
-            imported only once the framework's module is.
-        parameters: names that the original must accept, in this order; others may stand between.
-        version_module: the module whose ``__version__`` tells the framework's version.
-        raises: the framework's types of errors, as "module:class", that the original raises where the wrapper raises
-            one of this package: that one becomes a subclass of them (see `replaced_errors`).
+            imported only after the framework's module.
+        parameters: names that the original must accept, in this order; there may be others in between.
+        version_module: the module whose ``__version__`` is the framework's version.
+        raises: types of errors that the original raises, as "module:class". If the wrapper raises an error of this
+            package, that error becomes an instance of them (see `replaced_errors`).
     """
 
     module: str
@@ -78,10 +79,10 @@ class PatchPointMismatchError(Exception):
 
 
 class _Patch:
-    """One wrapped function: what it was, what stands in its place, and whether that is switched on.
+    """One wrapped function: the original, the replacement, and a switch.
 
-    ``dispatch`` stays harmless forever: once switched off it is the original, so a wrapper that someone
-    else put on top of it, or a reference that nobody can find, goes on working after an uninstall.
+    ``dispatch`` stays harmless forever: once switched off it calls the original, so another package's wrapper on top of
+    it, or a reference that cannot be found, still works after `uninstall`.
     """
 
     def __init__(self, patch_point: PatchPoint, original: Function, replacement: Function) -> None:
@@ -103,11 +104,11 @@ class _Patch:
         self.dispatch = dispatch
 
     def apply(self, module: ModuleType) -> None:
-        """Put the wrapper in the original's place."""
+        """Replace the original by the wrapper."""
         self._rebind(module, self.original, self.dispatch)
 
     def undo(self, module: ModuleType) -> None:
-        """Put the original back wherever the wrapper still stands; elsewhere the wrapper passes through."""
+        """Restore the original wherever the wrapper is found; other references to the wrapper call the original."""
         self.active = False
         self._rebind(module, self.dispatch, self.original)
 
@@ -126,8 +127,8 @@ class _Patch:
 class HookRegistry:
     """Keeps a fixed list of patch points wrapped, from ``install`` to ``uninstall``.
 
-    Thread-safe. The lock guards the books only and is never held while something is imported, so it
-    cannot deadlock with the import system's own locks.
+    Thread-safe. The lock only protects the registry's own data and is never held during an import, so it cannot
+    deadlock with the import system's locks.
     """
 
     def __init__(self, patch_points: Sequence[PatchPoint]) -> None:
@@ -139,7 +140,7 @@ class HookRegistry:
         self._reasons: dict[PatchPoint, str] = {}
 
     def install(self) -> None:
-        """Wrap the patch points of modules that are imported, and watch for the others; a second call is harmless."""
+        """Wrap the patch points of imported modules, and watch for the others; a second call is harmless."""
         with self._lock:
             self._installed = True
             if self._finder not in sys.meta_path:
@@ -152,7 +153,7 @@ class HookRegistry:
         self._patch([(patch_point, sys.modules[patch_point.module]) for patch_point in late])
 
     def uninstall(self) -> None:
-        """Give back every original, and stop watching."""
+        """Restore every original, and stop watching."""
         with self._lock:
             self._installed = False
             if self._finder in sys.meta_path:
@@ -172,7 +173,7 @@ class HookRegistry:
         self._patch([(patch_point, module) for patch_point in self._seams if patch_point.module == name])
 
     def _patch(self, found: Iterable[tuple[PatchPoint, ModuleType]]) -> None:
-        """Wrap patch points; failures are recorded, one log line for each reason, and the framework stays as it is."""
+        """Wrap patch points; record failures, and log one line for each reason. The framework stays unchanged then."""
         failed: dict[str, list[str]] = {}
         for patch_point, module in found:
             reason = self._patch_one(patch_point, module)
@@ -204,7 +205,7 @@ class HookRegistry:
 
     def _commit(self, patch_point: PatchPoint, module: ModuleType, patch: _Patch) -> None:
         with self._lock:
-            # Between the look and the lock, another thread may have uninstalled, or patched already.
+            # Another thread may have uninstalled or patched in the meantime.
             if self._installed and _function(patch_point, module) is patch.original:
                 patch.apply(module)
                 self._patches.setdefault(patch_point, []).append((module, patch))
@@ -240,7 +241,7 @@ class HookRegistry:
         return PatchPointStatus(str(patch_point), "waiting for import", version)
 
     def _on_top(self, patch_point: PatchPoint) -> str | None:
-        """Say whose function stands where ours was put, if ours no longer does."""
+        """Return the name of another package's wrapper on top of ours; None if there is none."""
         module, patch = self._patches[patch_point][-1]
         current = _function(patch_point, module)
         if current is patch.dispatch:
@@ -262,7 +263,7 @@ def _function(patch_point: PatchPoint, module: ModuleType) -> Any:
 
 
 def _checked_target(patch_point: PatchPoint, module: ModuleType) -> Function:
-    """Return the function to wrap, or raise PatchPointMismatchError where it is not what the patch point expects."""
+    """Return the function to wrap, or raise PatchPointMismatchError if it is not as expected."""
     target = _function(patch_point, module)
     if not callable(target):
         raise PatchPointMismatchError(f"{patch_point.module} has no function {patch_point.attribute}")
@@ -270,7 +271,7 @@ def _checked_target(patch_point: PatchPoint, module: ModuleType) -> Function:
         names = iter(inspect.signature(target).parameters)
     except ValueError as error:
         raise PatchPointMismatchError(f"its parameters cannot be read: {error}") from error
-    # `in` consumes the iterator up to the name it finds, so this asks for the names in their order.
+    # `in` consumes the iterator up to the name that it finds, so this also checks the order.
     if not all(name in names for name in patch_point.parameters):
         found = ", ".join(inspect.signature(target).parameters)
         raise PatchPointMismatchError(f"expected the parameters ({', '.join(patch_point.parameters)}), found ({found})")
@@ -293,10 +294,10 @@ def _version(patch_point: PatchPoint) -> str | None:
 def _rebind(own_module: ModuleType, attribute: str, before: Function, after: Function) -> None:
     """Replace a function in its module, and in every module that imported it by name.
 
-    Megatron's training.py does ``from .checkpointing import load_checkpoint`` (0.7.0 to 0.19.2). Same name
-    only: another name may be someone's own note of the original. The namespace is taken from the bare
-    object and written directly, since some modules in ``sys.modules`` import things when touched. What only
-    calls itself a module, as a library of cffi does, has none.
+    Megatron's training.py does ``from .checkpointing import load_checkpoint`` (0.7.0 to 0.19.2). Only the same name
+    counts: under another name, a program may keep the original on purpose. The namespace is read and written directly
+    on the object, since some modules in ``sys.modules`` import other modules on attribute access. Objects that only
+    pretend to be modules, such as libraries of cffi, have no namespace.
     """
     for module in [own_module, *list(sys.modules.values())]:
         if issubclass(type(module), ModuleType):

@@ -1,4 +1,4 @@
-"""Make errors of this package subclasses of the framework's errors that they replace."""
+"""Makes errors of this package instances of the framework's errors that they replace."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mcore_ckpt_ext.errors import CheckpointError
 
 
 def add_replaced_types(error: BaseException, replaced: Sequence[str]) -> None:
-    """Make an error of this package an instance of the framework's error types, too; any other error stays as it is.
+    """Make an error of this package an instance of the framework's error types, too; ignore other errors.
 
-    Its class, and so its name and text, stay what they are for everybody else: the new class is a subclass.
+    Its class name and text stay the same: the new class is a subclass.
 
     Args:
         error: an error that leaves a wrapped function of a framework.
-        replaced: the types that this function itself raises, as "module:class"; modules that are not imported have
-            raised nothing that a program could expect.
+        replaced: the types that this function itself raises, as "module:class". Modules that are not imported are
+            skipped, since no program can expect their errors.
     """
     if not isinstance(error, CheckpointError):
         return
@@ -33,7 +33,7 @@ def add_replaced_types(error: BaseException, replaced: Sequence[str]) -> None:
 
 
 def _subclass(own: type[CheckpointError], others: Sequence[type]) -> Any:
-    """A class of the same name and text; it is pickled as the class that it extends."""
+    """Make a subclass with the same name and text; instances are pickled as the base class."""
     return type(
         own.__name__,
         (own, *others),

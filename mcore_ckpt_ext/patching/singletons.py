@@ -1,4 +1,4 @@
-"""The process-wide state of this package; nothing else in hooks and saving is mutable."""
+"""The process-wide state of this package; patching and saving have no other mutable globals."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Kept = TypeVar("Kept")
 
 
 class Process:
-    """One object of each kind, from its first use on."""
+    """A registry with one object of each kind, which is made on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._kept: dict[type, Any] = {}
 
     def one(self, kind: type[Kept], make: Callable[[], Kept] | None = None) -> Kept:
-        """The object of a kind; the first time, it is made by `make`, or by the kind itself without arguments."""
+        """Return the object of a kind; the first call makes it, by `make` or by the kind without arguments."""
         with self._lock:
             if kind not in self._kept:
                 self._kept[kind] = (make or kind)()
