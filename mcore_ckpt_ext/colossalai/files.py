@@ -170,7 +170,7 @@ def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict
         for key, name in json.loads(index.read_text())["weight_map"].items():
             expected.setdefault(name, set()).add(key)
         for name, keys in expected.items():
-            found = load(beside(index, name))
+            found = load(listed_file(index, name))
             present = {str(key) for key in found}
             _refuse_other_entries(present if exactly else present & keys, keys, index.parent / name)
             entries.update((key, value) for key, value in found.items() if str(key) in keys)
@@ -179,12 +179,12 @@ def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict
     return entries
 
 
-def param_groups_beside(index: Path) -> list[Any]:
+def param_groups_of(index: Path) -> list[Any]:
     """Return the param groups in the file that an optimizer's index names."""
-    return list(load(beside(index, json.loads(index.read_text())["metadata"]["param_groups"])))
+    return list(load(listed_file(index, json.loads(index.read_text())["metadata"]["param_groups"])))
 
 
-def beside(index: Path, name: str) -> Path:
+def listed_file(index: Path, name: str) -> Path:
     """Return the path of a file that an index names.
 
     Raises:

@@ -83,8 +83,8 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
     def inspect_here() -> tuple[str, set[str]]:
         expected = _expected(module)
         if strict and (missing := [name for name in expected if name not in offered]):
-            shown = ", ".join(f'"{name}"' for name in missing[:_SHOWN])
-            raise ModelMismatchError(f"Missing key(s) in state_dict: {shown}", found=f"{len(missing)} of them")
+            names_shown = ", ".join(f'"{name}"' for name in missing[:_SHOWN])
+            raise ModelMismatchError(f"Missing key(s) in state_dict: {names_shown}", found=f"{len(missing)} of them")
         for name, shape in expected.items():
             if name in offered and offered[name].shape != shape:
                 raise ModelMismatchError(
@@ -101,9 +101,9 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
     known = set().union(*(names for _, names in inspected.values()), *aliases)
     unexpected = sorted(name for name in entries if name not in known and not name.endswith("_extra_state"))
     if strict and unexpected:
-        shown = ", ".join(f'"{name}"' for name in unexpected[:_SHOWN])
+        names_shown = ", ".join(f'"{name}"' for name in unexpected[:_SHOWN])
         raise StateDictMismatchError(
-            f"Unexpected key(s) in state_dict: {shown}", found=f"{len(unexpected)} of them",
+            f"Unexpected key(s) in state_dict: {names_shown}", found=f"{len(unexpected)} of them",
             hint="strict=False loads the rest",
         )  # fmt: skip
     paddings = [(p, p.detach().clone(), tensor_parallel.is_padding(p)) for p in _padded(module)]

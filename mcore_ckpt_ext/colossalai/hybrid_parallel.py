@@ -29,7 +29,7 @@ from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import master_state, tensor_parallel
 from mcore_ckpt_ext.colossalai.files import (
     Files,
-    param_groups_beside,
+    param_groups_of,
     read_by_all,
     read_sharded_by_all,
     write_tensors,
@@ -43,7 +43,7 @@ from mcore_ckpt_ext.colossalai.hybrid_cuts import (
     refuse_shape,
 )
 from mcore_ckpt_ext.colossalai.hybrid_loading import load_model, load_optimizer
-from mcore_ckpt_ext.colossalai.master_state import beside_the_state, take
+from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
 from mcore_ckpt_ext.colossalai.optimizer import MASTER
 from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.devices import empty_on_host
@@ -139,12 +139,12 @@ class HybridParallelCheckpointIOMethods:
 
     def save_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
         """Save like ColossalAI, with the masters and the loss scale."""
-        with beside_the_state(optimizer):
+        with masters_in_state(optimizer):
             self._non_strict_save_sharded_optimizer(optimizer, *positional, **keywords)
 
     def save_unsharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
         """Save like ColossalAI, with the masters and the loss scale."""
-        with beside_the_state(optimizer):
+        with masters_in_state(optimizer):
             self._non_strict_save_unsharded_optimizer(optimizer, *positional, **keywords)
 
     def load_sharded_optimizer(self, optimizer: Any, checkpoint_index_file: Path, *more: Any, **keywords: Any) -> None:
@@ -155,7 +155,7 @@ class HybridParallelCheckpointIOMethods:
         else:
             ranks = _ranks(self)
             states = read_sharded_by_all(ranks, index, exactly=False)
-            found = ranks.agreed("reading the param groups", partial(param_groups_beside, index), OPTIMIZER_UNCHANGED)
+            found = ranks.agreed("reading the param groups", partial(param_groups_of, index), OPTIMIZER_UNCHANGED)
             load_optimizer(self, ranks, optimizer, found[dist.get_rank()], states)
         take(optimizer)
 

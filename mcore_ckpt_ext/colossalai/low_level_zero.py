@@ -12,7 +12,7 @@ from collections.abc import Generator
 from typing import Any
 
 from mcore_ckpt_ext.colossalai import master_state
-from mcore_ckpt_ext.colossalai.master_state import beside_the_state, take
+from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
 
 
 class LowLevelZeroMethods:
@@ -24,12 +24,12 @@ class LowLevelZeroMethods:
 
     def state_dict(self, *positional: Any, **keywords: Any) -> dict[str, Any]:
         """Return ColossalAI's dict, with the masters and the loss scale; all ranks must call this."""
-        with beside_the_state(self):
+        with masters_in_state(self):
             return dict(self._non_strict_state_dict(*positional, **keywords))
 
     def state_dict_shard(self, *positional: Any, **keywords: Any) -> Generator[tuple[dict[int, Any], int]]:
         """Yield ColossalAI's shards, with the masters."""
-        with beside_the_state(self):
+        with masters_in_state(self):
             yield from self._non_strict_state_dict_shard(*positional, **keywords)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ class LowLevelZeroCheckpointIOMethods:
 
     def save_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
         """Save like ColossalAI, with the masters and the loss scale."""
-        with beside_the_state(optimizer):
+        with masters_in_state(optimizer):
             self._non_strict_save_sharded_optimizer(optimizer, *positional, **keywords)
 
     def load_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:

@@ -19,7 +19,7 @@ _BROUGHT = "_mcore_ckpt_ext_brought"
 
 
 @contextmanager
-def beside_the_state(optimizer: Any) -> Iterator[None]:
+def masters_in_state(optimizer: Any) -> Iterator[None]:
     """Within this context, add each master to the optimizer's state, and the loss scale to its first group."""
     masters = list(_masters(optimizer))
     for master in masters:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mcore_ckpt_ext.colossalai import optimizer as optimizer_state
 from mcore_ckpt_ext.colossalai.files import (
     Files,
-    param_groups_beside,
+    param_groups_of,
     read_by_all,
     read_sharded_by_all,
     write_index,
@@ -253,9 +253,7 @@ class CheckpointIOMethods:
         ranks = wrapped(optimizer.module).ranks
         states = read_sharded_by_all(ranks, index)
         groups: list[Any] = []
-        ranks.agreed(
-            "reading the param groups", lambda: groups.extend(param_groups_beside(index)), "nothing is written"
-        )
+        ranks.agreed("reading the param groups", lambda: groups.extend(param_groups_of(index)), "nothing is written")
         optimizer.load_state_dict({"param_groups": groups, "state": states})
 
 

@@ -37,12 +37,12 @@ class _Comparison:
     Attributes:
         found: the mismatches; None if the rank cannot compare or has loaded nothing.
         problem: why it cannot compare; None if it can.
-        beside_remainders: its masters are joined from weights and remainders, so that a comparison shows nothing.
+        has_remainders: its masters are joined from weights and remainders, so that a comparison shows nothing.
     """
 
     found: list[LiveMismatch] | None
     problem: str | None
-    beside_remainders: bool
+    has_remainders: bool
 
 
 class WriteDetector:
@@ -78,7 +78,7 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
     comparisons = _comparisons(chunks, optimizer, loaded, weaker, every)
     found = [item for comparison in comparisons for item in comparison.found or ()]
     if not found:
-        return all(comparison.found is not None and not comparison.beside_remainders for comparison in comparisons)
+        return all(comparison.found is not None and not comparison.has_remainders for comparison in comparisons)
     names = list(dict.fromkeys(item.name for item in found))
     more = f"; and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else ""
     error = ProofError(

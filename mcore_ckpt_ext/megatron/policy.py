@@ -255,8 +255,8 @@ CHECKS: tuple[Check, ...] = (
         lambda facts: _any(is_offloaded, facts),
     ),
     Check(
-        "state beside another optimizer",
-        "it loads the moments that the job's optimizer keeps: beside Lion, Adam loses its second one",
+        "moments of another optimizer",
+        "it loads the moments of the job's optimizer: next to Lion, Adam loses its second moment",
         f"optimizer_state_keys, {_OPTIMIZER}, 0.19.2 and the development head of August 2026",
         lambda facts: any(map(omits_state, facts.chain.distributed)),
     ),

@@ -176,7 +176,7 @@ def _save_of(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Save:
         tracker=Path(scope["get_checkpoint_tracker_filename"](arguments.save)),
         tracker_text="release" if release else str(iteration),
         asynchronous=asynchronous,
-        record=recorder().begun(chunks, optimizer, vars(arguments), iteration, beside=asynchronous),
+        record=recorder().begun(chunks, optimizer, vars(arguments), iteration, in_background=asynchronous),
     )
 
 

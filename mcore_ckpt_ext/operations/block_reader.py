@@ -28,7 +28,7 @@ class BlockReader:
 
     def __init__(self, checkpoint: CheckpointView, accept_lost: bool) -> None:
         self.proven = 0
-        self._proof, self._rounds_weights = checkpoint.proof, checkpoint.weights_derived_from_masters
+        self._proof, self._derives_weights = checkpoint.proof, checkpoint.weights_derived_from_masters
         self._source = cached(checkpoint)
         self._checksums = Checksums(checkpoint.reader)
         # One thread, because the caller reads several records at once.
@@ -121,7 +121,7 @@ class BlockReader:
         self._transfer.execute(plan, exact)
         pieces = self._checksums.add_plan(plan, exact, self._transfer.locate)
         for index, ((wanted, room), values) in enumerate(zip(parts, exact, strict=True)):
-            if wanted.kind == FP32_PARAM and not self._rounds_weights:
+            if wanted.kind == FP32_PARAM and not self._derives_weights:
                 self._prove(wanted, values, plan, index)
             if values is not room:
                 room.copy_(values)
@@ -144,8 +144,8 @@ class BlockReader:
         tensors = {name: self._weight(name, tensor) for name, tensor in wanted.tensors.items()}
         dtype = next(iter(tensors.values())).dtype
         weights = torch.empty(masters.numel(), dtype=getattr(torch, dtype))
-        beside = make_plan([replace(wanted, kind=WEIGHT, tensors=tensors)], self._source)
-        self._transfer.execute(beside, [weights])
+        weight_plan = make_plan([replace(wanted, kind=WEIGHT, tensors=tensors)], self._source)
+        self._transfer.execute(weight_plan, [weights])
         for fill in plan.fills:
             if fill.target == index:
                 # These masters are not stored: padding of the vocabulary (zero on both sides), or accepted losses.

@@ -32,7 +32,7 @@ from mcore_ckpt_ext.operations.comparison_result import (
 from mcore_ckpt_ext.operations.content import index_of
 from mcore_ckpt_ext.operations.coverage import check_stored_once, raise_first_contradiction
 from mcore_ckpt_ext.operations.difference_map import MapBuilder, Tally
-from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference, facts_beside
+from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference, metadata_differences
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
 from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, threads, without_shifts
 from mcore_ckpt_ext.operations.replicas import differing_copies_of, shifted_names
@@ -153,7 +153,7 @@ def _facts(sides: tuple[_Side, _Side]) -> Iterator[MetadataDifference]:
         yield MetadataDifference("rounded before", *values)
     if a.rows or b.rows:
         yield MetadataDifference("vocabulary compared", a.vocabulary, b.vocabulary)
-    yield from facts_beside(a.checkpoint, b.checkpoint)
+    yield from metadata_differences(a.checkpoint, b.checkpoint)
 
 
 def _differing_copies(side: _Side, kinds: Sequence[str], team: Team) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ class LocatedCheckpoint:
     findings: tuple[Finding, ...]
 
 
-def locate(path: Path) -> LocatedCheckpoint:
+def find_checkpoint(path: Path) -> LocatedCheckpoint:
     """Return the iteration folder that a path refers to.
 
     Raises:

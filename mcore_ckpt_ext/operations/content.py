@@ -268,7 +268,9 @@ def _judge(kind: str, name: str, shape: tuple[int, ...], tally: Tally) -> Iterat
     where = f"{kind} {name}"
     if tally.first is not None:
         position, master, weight = tally.first
-        what = f"{tally.wrong:,} masters do not round to their weights; the first is {master!r} beside {weight!r}"
+        what = (
+            f"{tally.wrong:,} masters do not round to their weights; the first is {master!r} for the weight {weight!r}"
+        )
         yield error(PROOF, where, f"{what}, at {index_of(position, shape)}")
     yield from judge(where, tally)
 

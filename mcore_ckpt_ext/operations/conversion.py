@@ -33,7 +33,7 @@ from mcore_ckpt_ext.operations.output_planning import lay_out
 from mcore_ckpt_ext.operations.replicas import differing_copies, in_words
 from mcore_ckpt_ext.operations.source_state import check_unchanged, state_before, state_of
 from mcore_ckpt_ext.operations.sources import open_source
-from mcore_ckpt_ext.operations.unsupported_state import settle
+from mcore_ckpt_ext.operations.unsupported_state import resolve_dropped_state
 from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 from mcore_ckpt_ext.optimizers import tied_copies as left_by_offload
 from mcore_ckpt_ext.optimizers.digests import check_digests
@@ -152,7 +152,7 @@ def convert(
     with reraise_as_unreadable(checkpoint.folder):
         for one in read:
             check_gates_stand(one.arguments, str(one.folder))
-        checkpoint, unread = settle(checkpoint, target, drop)
+        checkpoint, unread = resolve_dropped_state(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, of_family)
     output = with_digests(laid_out.output, laid_out.folder)
     read_from = [*folders, as_path(source), *([as_path(merge)] if merge is not None else [])]

@@ -21,7 +21,7 @@ Checks = tuple[Callable[[], None], Callable[[], None]]
 """Checks that the source has not changed, and that the output can be read."""
 
 
-class Filling(Protocol):
+class ContentProvider(Protocol):
     """Provides the content of records."""
 
     @property
@@ -44,7 +44,7 @@ class LocalOutput:
         self.folder = self._publication.folder
 
     def write(
-        self, output: Output, filler: Filling, checks: Checks, progress: Progress, *, force: bool, resume: bool
+        self, output: Output, filler: ContentProvider, checks: Checks, progress: Progress, *, force: bool, resume: bool
     ) -> None:
         """Write everything, check it, and publish it.
 
@@ -66,7 +66,7 @@ class LocalOutput:
         finally:
             publication.close()
 
-    def _fill(self, output: Output, filler: Filling, progress: Progress) -> None:
+    def _fill(self, output: Output, filler: ContentProvider, progress: Progress) -> None:
         """Write this process's share of the records; records that an interrupted run finished are only checked."""
         writer = RecordWriter(self._publication.content, filler.fill, self._workers, self._block_bytes)
         done = self._publication.done()
@@ -94,7 +94,7 @@ class RemoteOutput:
         self.folder = destination.path
 
     def write(
-        self, output: Output, filler: Filling, checks: Checks, progress: Progress, *, force: bool, resume: bool
+        self, output: Output, filler: ContentProvider, checks: Checks, progress: Progress, *, force: bool, resume: bool
     ) -> None:
         """Write everything; an existing remote folder is never replaced.
 
@@ -135,7 +135,11 @@ class RemoteOutput:
         team.first(self._upload.publish)
 
     def _make(
-        self, file: OutputFile, records: Sequence[tuple[int, Record]], filler: Filling, counter: ByteCounter | None
+        self,
+        file: OutputFile,
+        records: Sequence[tuple[int, Record]],
+        filler: ContentProvider,
+        counter: ByteCounter | None,
     ) -> None:
         with TemporaryDirectory(prefix="mcore_ckpt_ext_") as staging, Folder.at(Path(staging)) as folder:
             lay_out([file], folder)

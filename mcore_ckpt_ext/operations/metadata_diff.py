@@ -31,7 +31,7 @@ class MetadataDifference:
     b: str
 
 
-def facts_beside(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
+def metadata_differences(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
     """Yield the differences in metadata of two checkpoints."""
     yield MetadataDifference("format", _format(a), _format(b))
     yield MetadataDifference("layout", str(a.layout), str(b.layout))

@@ -26,34 +26,36 @@ def lay_out(checkpoint: CheckpointView, target: Target, family: Family | None) -
     return format_written(target).lay_out(checkpoint, target, family)
 
 
-def _check_vocabulary(checkpoint: CheckpointView, asked: int | None) -> None:
+def _check_vocabulary(checkpoint: CheckpointView, requested: int | None) -> None:
     """Refuse a vocabulary that would lose tokens of the source, or add tokens that it does not have.
 
     Raises:
         UsageError: the vocabulary is too small or too large.
     """
-    if asked is not None and asked < (checkpoint.tokens or 0):
+    if requested is not None and requested < (checkpoint.tokens or 0):
         raise UsageError(
-            "the vocabulary would lose tokens", found=f"--vocab-size {asked}",
+            "the vocabulary would lose tokens", found=f"--vocab-size {requested}",
             expected=f"{checkpoint.tokens} or more: the number of tokens recorded in the source",
             where=str(checkpoint.folder), hint="leave the option out",
         )  # fmt: skip
-    if asked is not None and asked > (checkpoint.vocabulary_rows or asked):
+    if requested is not None and requested > (checkpoint.vocabulary_rows or requested):
         raise UsageError(
-            "the vocabulary has fewer rows than that: the other tokens would be zeros", found=f"--vocab-size {asked}",
+            "the vocabulary has fewer rows than that: the other tokens would be zeros",
+            found=f"--vocab-size {requested}",
             expected=f"{checkpoint.vocabulary_rows} or less", where=str(checkpoint.folder),
             hint="pass the tokenizer's own size; Megatron's padding is added",
         )  # fmt: skip
 
 
-def _check_experts(checkpoint: CheckpointView, asked: int | None) -> None:
+def _check_experts(checkpoint: CheckpointView, requested: int | None) -> None:
     """Refuse expert parallelism for a model without experts.
 
     Raises:
         UsageError: the model has no experts.
     """
-    if asked is not None and asked > 1 and not any(map(of_experts, checkpoint.names(WEIGHT))):
+    if requested is not None and requested > 1 and not any(map(of_experts, checkpoint.names(WEIGHT))):
         raise UsageError(
             "the model has no experts to distribute over expert-parallel ranks",
-            found=f"--expert-model-parallel-size {asked}", where=str(checkpoint.folder), hint="leave the option out",
+            found=f"--expert-model-parallel-size {requested}", where=str(checkpoint.folder),
+            hint="leave the option out",
         )  # fmt: skip

@@ -23,7 +23,7 @@ _MERGED = "it belongs to the model before merging"
 _DROPPED = "dropped, as you asked"
 
 
-def settle(
+def resolve_dropped_state(
     checkpoint: CheckpointView, target: Target, drop: Collection[str]
 ) -> tuple[CheckpointView, list[UnreadState]]:
     """Return the checkpoint without dropped state, and the list of state that the conversion leaves out.

@@ -29,7 +29,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.operations.completeness import check_folder, check_index, check_index_file, locate
+from mcore_ckpt_ext.operations.completeness import check_folder, check_index, check_index_file, find_checkpoint
 from mcore_ckpt_ext.operations.content import check_parameters
 from mcore_ckpt_ext.operations.coverage import check_weights
 from mcore_ckpt_ext.operations.findings import (
@@ -107,7 +107,7 @@ def verify(
     manifest = None if against is None else read_manifest(Path(against))
     if record is not None:
         check_destination(Path(record))
-    located = locate(as_path(path))
+    located = find_checkpoint(as_path(path))
     folder = located.folder or as_path(path)
     opens = partial(open_checkpoint, folder, facts=facts, weights=weights)
     run = _Run(folder, quick, workers, progress, opens, team, digest_tensors=record is not None or tensors_only)

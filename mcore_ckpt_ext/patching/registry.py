@@ -132,8 +132,8 @@ class HookRegistry:
     """
 
     def __init__(self, patch_points: Sequence[PatchPoint]) -> None:
-        self._seams = tuple(patch_points)
-        self._finder = PostImportFinder({patch_point.module for patch_point in self._seams}, self._after_import)
+        self._patch_points = tuple(patch_points)
+        self._finder = PostImportFinder({patch_point.module for patch_point in self._patch_points}, self._after_import)
         self._lock = threading.RLock()
         self._installed = False
         self._patches: dict[PatchPoint, list[tuple[ModuleType, _Patch]]] = {}
@@ -147,7 +147,7 @@ class HookRegistry:
                 sys.meta_path.insert(0, self._finder)
             late = [
                 patch_point
-                for patch_point in self._seams
+                for patch_point in self._patch_points
                 if patch_point not in self._patches and patch_point.module in sys.modules
             ]
         self._patch([(patch_point, sys.modules[patch_point.module]) for patch_point in late])
@@ -167,10 +167,10 @@ class HookRegistry:
     def status(self) -> list[PatchPointStatus]:
         """Report the state of each patch point, in the order of the patch points."""
         with self._lock:
-            return [self._status(patch_point) for patch_point in self._seams]
+            return [self._status(patch_point) for patch_point in self._patch_points]
 
     def _after_import(self, name: str, module: ModuleType) -> None:
-        self._patch([(patch_point, module) for patch_point in self._seams if patch_point.module == name])
+        self._patch([(patch_point, module) for patch_point in self._patch_points if patch_point.module == name])
 
     def _patch(self, found: Iterable[tuple[PatchPoint, ModuleType]]) -> None:
         """Wrap patch points; record failures, and log one line for each reason. The framework stays unchanged then."""

@@ -18,8 +18,8 @@ FRAGMENTS = re.compile(r"(Of|Such|That of|Whether it|What can be chosen|What is 
 LONGEST = 118
 # Folders whose docstrings and comments were reworded, and which are checked with the expressions below.
 REWORDED = (
-    "formats", "job", "layout", "layout_choice", "model_space", "optimizers", "planning", "rehearsal", "selftest",
-    "storage",
+    "colossalai", "formats", "hooks", "job", "layout", "layout_choice", "megatron", "model_space", "operations",
+    "optimizers", "patching", "planning", "rehearsal", "selftest", "storage",
 )  # fmt: skip
 LEADING = re.compile(r"(What|Whether|Of|Such|That of|Those)\b")
 WORDS = re.compile(

@@ -65,7 +65,7 @@ FACTS: Mapping[str, dict[str, Any]] = {
     "number of optimizers": {"optimizer_counts": (2, 1)},
     "SGD": {"chain": whole(torch.optim.SGD([HALF], lr=1.0))},
     "CPU offloading": {"chain": distributed(SimpleNamespace(sub_optimizers=[], param_groups=[]))},
-    "state beside another optimizer": {
+    "moments of another optimizer": {
         "chain": distributed(SimpleNamespace(param_groups=[ADAM]), optimizer_state_keys=("exp_avg",))
     },
     "precision-aware, in place": {

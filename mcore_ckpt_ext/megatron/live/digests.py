@@ -51,21 +51,21 @@ class Digester:
         if problems := listed_of_all([text for _, text in of_ranks]):
             self.complain(problems)
         self.places = [] if problems else sorted({place for found, _ in of_ranks for place in found})
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="digests")
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="digests")
         self._newest: Digests | None = None  # keeps the exchange alive beyond this rank's save
 
-    def begin(self, optimizer: Any, beside: bool) -> Digests:
+    def begin(self, optimizer: Any, in_background: bool) -> Digests:
         """Begin the digests of this save's remainders, which must not change until they are shared.
 
         Args:
             optimizer: the optimizer that is saved.
-            beside: a background thread may compute them meanwhile, since no other process is forked.
+            in_background: a background thread may compute them meanwhile, since no other process is forked.
         """
         own: Callable[[], torch.Tensor] | None = None
         if self.places:
             totals = torch.zeros(len(self.places) + 1, dtype=torch.int64, device=payload_device())
-            if beside and totals.device.type == "cpu":
-                own = self._beside.submit(self._add_own, optimizer, totals).result
+            if in_background and totals.device.type == "cpu":
+                own = self._background.submit(self._add_own, optimizer, totals).result
             else:  # computed in `share`: a device is asynchronous anyway, and a synchronous save may fork at any time
                 own = partial(self._add_own, optimizer, totals)
         self._newest = Digests(self, own)

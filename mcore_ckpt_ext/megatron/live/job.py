@@ -60,7 +60,7 @@ class LiveJob:
     def weight_specs(self) -> dict[str, WeightSpec]:
         """Return the weights of this rank, for an optimizer that is stored without them.
 
-        A parameter's own attributes tell if tensor-parallel ranks share it, and along which axis
+        A parameter's own attributes show if tensor-parallel ranks share it, and along which axis
         (`set_tensor_model_parallel_attributes`, megatron/core/tensor_parallel/layers.py, core_v0.7.0 to 0.19.2).
         """
         found: dict[str, WeightSpec] = {}

@@ -63,7 +63,7 @@ class PackingRecorder:
         optimizer: Any,
         arguments: Mapping[str, Any],
         iteration: int,
-        beside: bool = False,
+        in_background: bool = False,
     ) -> PendingSidecar:
         """Begin the sidecar of a save. Collective.
 
@@ -72,7 +72,7 @@ class PackingRecorder:
             optimizer: the optimizer that is saved; None if no sidecar is needed.
             arguments: Megatron's arguments of the run.
             iteration: the iteration that is saved.
-            beside: see `Digester.begin`.
+            in_background: see `Digester.begin`.
         """
         if optimizer is None:
             return PendingSidecar(lambda: None, lambda saved: "")
@@ -80,7 +80,7 @@ class PackingRecorder:
             live = chunks()
             self._groups[optimizer] = self._gathered(live, optimizer)
             self._digesters[optimizer] = Digester(live, optimizer, self._say)
-        digests = self._digesters[optimizer].begin(optimizer, beside)
+        digests = self._digesters[optimizer].begin(optimizer, in_background)
         groups = self._groups[optimizer]
         return PendingSidecar(
             digests.share, lambda saved: self._text(groups, arguments, iteration, saved, digests.recorded())

@@ -282,7 +282,7 @@ class Coordinator:
             return self._say(f"{what}; training goes on, the next checkpoint will be tried as planned")
         gone = [str(save.iteration) for save in saves if save.writes_over and save.has_place]
         untouched = "other checkpoints are unchanged"
-        if gone:  # only rank 0 can tell
+        if gone:  # set on rank 0 only
             untouched = f"what stood there of iteration {', '.join(gone)} is gone, {untouched}"
         choice = f"{ON_SAVE_FAILURE.flag} {CONTINUE} (or {ON_SAVE_FAILURE.name}={CONTINUE})"
         hint = f"{choice} lets training go on; {untouched}"

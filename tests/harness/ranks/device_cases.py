@@ -80,7 +80,7 @@ def digests(live: Live) -> dict[str, str]:
     """Return digests of the remainders that a save would record, by parameter; empty for whole masters."""
     problems: list[str] = []
     digester = Digester([unwrapped(chunk) for chunk in live.model], live.optimizer, problems.append)
-    taken = digester.begin(live.optimizer, beside=False)
+    taken = digester.begin(live.optimizer, in_background=False)
     taken.share()
     found = {name: kinds for group in taken.recorded() for name, kinds in group.parameters.items()}
     if problems:

@@ -90,6 +90,6 @@ def set_step(optimizer: Any, step: int) -> None:
             continue
         group.pop(_STEP, None)
         for parameter in group["params"]:
-            beside = group.get("fused") or group.get("capturable")
-            device = parameter.device if beside else torch.device("cpu")
+            on_device = group.get("fused") or group.get("capturable")
+            device = parameter.device if on_device else torch.device("cpu")
             optimizer.state[parameter][_STEP] = torch.tensor(float(step), dtype=torch.float32, device=device)

@@ -74,7 +74,7 @@ class PlainAdapter(ABC):
 
 
 def is_alone(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor fills its storage and no other tensor uses it; False if torch cannot tell."""
+    """Return True if a tensor fills its storage and no other tensor uses it; False if unknown."""
     uses = getattr(torch._C, "_storage_Use_Count", None)  # since torch 2.1; its CUDA graphs use it (cudagraph_trees.py)
     if uses is None or tensor.untyped_storage().nbytes() != tensor.nbytes:
         return False
