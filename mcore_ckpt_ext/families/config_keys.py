@@ -1,6 +1,7 @@
 """Keys of `config.json` without effect on the model: for all families, and for each transformers class.
 
-A key that a class neither declares nor reads cannot change its results; `config_reads.json` lists those that it does.
+A key that a class neither declares nor reads cannot change its results. `config_reads.json` lists the keys that each
+class declares or reads.
 
 Sources: `PretrainedConfig` (transformers/configuration_utils.py, 4.36 to 5.23) with the generation parameters that it
 had before release 5, and keys that training tools add.

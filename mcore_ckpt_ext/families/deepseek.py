@@ -146,7 +146,7 @@ def listed_dense_first(absent: int, *, counts: bool = True) -> Setting:
 
     Args:
         absent: number of dense layers if the count is missing.
-        counts: the class derives a missing list from the count; otherwise only from `absent`.
+        counts: the class derives a missing list from the count; if false, it always derives it from `absent`.
     """
 
     def pattern_of(config: Config) -> list[int]:
@@ -225,7 +225,7 @@ def ranked_by(arguments: ModelArguments) -> int | None:
 
 
 def _why_not_best_two(arguments: ModelArguments) -> list[str]:
-    """Return the reason why transformers chooses other experts, if it does: it ranks a group by its best two."""
+    """Return a reason if transformers, which ranks a group by its best two experts, chooses other experts."""
     found, groups = ranked_by(arguments), arguments.moe_router_num_groups
     if found not in (None, 2):
         chosen = f"{arguments.moe_router_topk} experts of {arguments.moe_router_group_topk} groups"

@@ -198,9 +198,7 @@ class Family:
         return found if as_written == wanted else None
 
     def kept(self, config: Config) -> dict[str, Any]:
-        """Return the keys of a `config.json` to copy: those without effect, except those about the
-        file.
-        """
+        """Return the keys of a `config.json` that are copied: those without effect, except those about the file."""
         kept = WITHOUT_EFFECT.union(self.without_effect) - OF_THE_FILE
         return {key: value for key, value in config.items() if key in kept}
 

@@ -81,8 +81,8 @@ def complete(job: JobArguments) -> ModelArguments:
     """Return the arguments of a job's model, with Megatron's defaults for unset ones.
 
     Raises:
-        UnsupportedCheckpointError: the size of the model is unknown, or another training loop describes the job without
-            the base of its rotary positions.
+        UnsupportedCheckpointError: the size of the model is unknown, or the arguments come from another training loop
+            and lack the base of the rotary positions.
     """
     known = {name: value for name in MODEL_ARGUMENTS if (value := job.value_of(name)) is not None}
     for old, new in (("norm_epsilon", "layernorm_epsilon"), ("apply_layernorm_1p", "layernorm_zero_centered_gamma")):

@@ -162,7 +162,7 @@ def with_index(text: str, digest: str) -> str:
 
 
 def _check_unique(groups: Sequence[RecordedGroup]) -> None:
-    """Check that groups, and parameters within a group, are unique; equal parameters could hide duplicates.
+    """Check that groups, and parameters within a group, are unique.
 
     Raises:
         ValueError: there is a duplicate.

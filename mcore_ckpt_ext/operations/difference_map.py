@@ -14,7 +14,9 @@ MOST_ROWS, MOST_COLUMNS = 16, 64
 
 @dataclass(frozen=True, slots=True)
 class DifferenceMap:
-    """Differences in cells of a tensor with two axes, the first and all others; equal cells are absent.
+    """The differences of two tensors, counted in the cells of a grid; cells without differences are absent.
+
+    The grid's rows divide the tensor's first axis, its columns all other axes.
 
     Attributes:
         rows: the number of rows of cells.

@@ -27,14 +27,14 @@ _PROTOCOL, _FRAME, _LONG_TEXT, _STOP = b"\x80", b"\x95", b"X", b"."
 _FRAME_BYTES = 9
 # Persistent references: a tuple to be checked, or a class and a tuple to call it with.
 _ASK, _ASK_TO_CALL = b"\x85Q", b"\x86Q"
-# After an attribute's name: the begin of a list of several elements; the end of that list and of the object; True as
-# its replacement.
+# Opcodes after an attribute's name: they begin a list of several elements; end the list and the object; or replace the
+# list with True and end the object.
 _OF_MANY, _END_OF_LAST, _TRUE_AT_LAST = b"\x94]\x94(", b"eub.", b"\x94\x88ub."
 
 
 @cache
 def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes], re.Pattern[bytes]]:
-    """Return patterns for many opcodes of a plain pickle in one match, for each opcode, and for other tuples."""
+    """Return three patterns: many opcodes of a plain pickle at once, sequences of any opcodes, and other tuples."""
     text = b"\x8c(?:%b)" % b"|".join(b"%b.{%d}" % (re.escape(bytes([length])), length) for length in range(256))
     whole = b"|".join(b"%b.{%d}" % (bytes([length]), length) for length in range(9))
     number = b"(?:K.|M..|J.{4})"

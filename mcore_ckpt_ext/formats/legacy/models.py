@@ -1,4 +1,4 @@
-"""The model on the ranks that will read legacy files: the parameters of each, and its part of them."""
+"""The model on the ranks that will read legacy files: which parameters each rank has, and which part of each."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class TargetModels:
         return self._wanted(kind, regions, replace(self.local.weights[name].tensor, dtype="float32"))
 
     def _wanted(self, kind: str, regions: Sequence[Region], tensor: LogicalTensor) -> TargetSlice:
-        """Return a slice of regions, which may have several names if a parameter has parts; `tensor`: the first."""
+        """Return a slice of regions of `tensor`, and of its other parts if the parameter has parts."""
         weights = self.local.weights
         others = {region.name for region in regions} - {tensor.name}
         tensors: Mapping[str, LogicalTensor] = {

@@ -29,7 +29,7 @@ CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 
 
 class PeftTarget:
-    """Lays out the folder of a checkpoint's adapters, without a model that is stored with them."""
+    """Lays out a folder with a checkpoint's adapters, but without their model."""
 
     def __init__(self, checkpoint: CheckpointView, options: HuggingFace, family: Family | None) -> None:
         """Raise UnsupportedCheckpointError if the model's family, or the weight of an adapter, is unknown."""

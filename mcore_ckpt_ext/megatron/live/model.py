@@ -64,7 +64,7 @@ def live_parameters(chunks: Sequence[Any], spell: NameFunction = str) -> dict[in
 
 
 def held_among(stored: Iterable[LiveParameter], chunks: Sequence[Any]) -> dict[int, LiveParameter]:
-    """Return the live parameters among `model_tensors`, as `live_parameters` does."""
+    """Return the live parameters among the results of `model_tensors`, by `id`."""
     held = _held(chunks)
     return {id(live.parameter): live for live in stored if id(live.parameter) in held}
 
@@ -96,9 +96,9 @@ def trained_names(chunks: Sequence[Any], live: Mapping[int, LiveParameter]) -> l
 
 
 def _sharded(chunk: Any) -> Any:
-    """Return a chunk's sharded state dict, by the process groups that the chunk was given, if any.
+    """Return a chunk's sharded state dict, made with the chunk's own process groups if it has any.
 
-    Without them, `ensure_metadata_has_dp_cp_group` uses `parallel_state` (megatron/core/transformer/utils.py,
+    Without these, `ensure_metadata_has_dp_cp_group` uses `parallel_state` (megatron/core/transformer/utils.py,
     core_v0.16.0 to 0.19.2), which has no groups if a program creates all groups itself.
     """
     given = getattr(getattr(chunk, "pg_collection", None), "dp_cp", None)

@@ -48,8 +48,8 @@ def carried_groups(live: Sequence[Group], stored: Sequence[Group], own_bounds: b
             scheduler computes their rates from them.
 
     Raises:
-        ModelMismatchError: a live group with parameters has no counterpart, or several different ones, or one with
-            other bounds while another group differs from it in its bounds only.
+        ModelMismatchError: a live group with parameters has no counterpart, or several different ones. Or its only
+            counterpart has other bounds, and another live group differs from it only in bounds.
     """
     whole = with_defaults(stored)
     return [_carried(group, live, whole, own_bounds) for group in live]
@@ -58,9 +58,9 @@ def carried_groups(live: Sequence[Group], stored: Sequence[Group], own_bounds: b
 def takes_own_bounds(stated: Mapping[str, Any], version: tuple[int, int]) -> bool:
     """Return True if a new learning rate applies, by --override-opt_param-scheduler, as since 0.20.
 
-    Before 0.19 the groups keep the stored bounds, in stock Megatron and here; 0.19 itself does not find its own groups.
-    0.20 takes the bounds from the arguments (`load_checkpoint`). The live groups are made from them, too, and also
-    contain --use-mup and overrides, which 0.20 forgets there (`get_megatron_optimizer`,
+    Before 0.19, stock Megatron and this package keep the stored bounds; stock 0.19 fails, because it does not find the
+    stored groups. 0.20 takes the bounds from the arguments (`load_checkpoint`). The bounds of the live groups also
+    follow from the arguments, including --use-mup and overrides, which 0.20 omits (`get_megatron_optimizer`,
     megatron/core/optimizer/__init__.py, core_v0.19.2).
 
     Args:
