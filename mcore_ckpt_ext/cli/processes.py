@@ -50,7 +50,7 @@ def the_team(*, join: bool = False) -> Iterator[Team]:
     with Heartbeat(store, rank, size, holder) as heartbeat:
         team = _Together(store, rank, size, heartbeat)
         heartbeat.names = team.gather(heartbeat.names[rank])
-        team.gather(None)  # now every process knows the names of all others
+        team.gather(None)  # from now on, every process has the names of all others
         yield team
 
 

@@ -51,6 +51,6 @@ def _remedy(name: str) -> str:
 
 def _plugins() -> list[tuple[str, str]]:
     """Return name and distribution of each entry point of the group."""
-    from importlib.metadata import entry_points  # whoever only wants help does not wait for it
+    from importlib.metadata import entry_points  # imported late, so that `--help` is fast
 
     return [(entry.name, entry.dist.name if entry.dist else entry.name) for entry in entry_points(group=GROUP)]

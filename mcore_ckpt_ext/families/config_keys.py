@@ -114,7 +114,7 @@ def accepting(names: Sequence[str]) -> Iterator[None]:
 
 
 def is_accepted(key: str) -> bool:
-    """Whether the user accepts a key of `config.json`, by `--accept-key` or the setting."""
+    """Return whether the user accepts a key of `config.json`, by `--accept-key` or the setting."""
     return key in _accepted.get().union(ACCEPT_KEYS.value)
 
 

@@ -16,11 +16,6 @@ import mcore_ckpt_ext
 PACKAGE = Path(mcore_ckpt_ext.__file__).parent
 FRAGMENTS = re.compile(r"(Of|Such|That of|Whether it|What can be chosen|What is known|What the user states)\b")
 LONGEST = 118
-# Folders whose docstrings and comments were reworded, and which are checked with the expressions below.
-REWORDED = (
-    "colossalai", "formats", "hooks", "job", "layout", "layout_choice", "megatron", "model_space", "operations",
-    "optimizers", "patching", "planning", "rehearsal", "selftest", "storage",
-)  # fmt: skip
 LEADING = re.compile(r"(What|Whether|Of|Such|That of|Those)\b")
 WORDS = re.compile(
     r"\b(told|tells?|asks?|asked|knows|believes?|believed|lends?|lent|strangers?|beside|anew|nobody|whoever)\b",
@@ -54,11 +49,10 @@ def mistakes(line: str) -> str:
     return f"too long: {line}" if len(line) > LONGEST else ""
 
 
-def sources(*folders: str) -> Iterator[tuple[Path, str]]:
-    """The modules of some folders of the package, by default of all."""
-    for folder in folders or (".",):
-        for path in sorted((PACKAGE / folder).rglob("*.py")):
-            yield path.relative_to(PACKAGE), path.read_text(encoding="utf-8")
+def sources() -> Iterator[tuple[Path, str]]:
+    """Yield the path and the text of each module of the package."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE), path.read_text(encoding="utf-8")
 
 
 def test_first_lines_stand_alone() -> None:
@@ -74,7 +68,7 @@ def test_first_lines_stand_alone() -> None:
 def test_first_lines_are_sentences_or_nouns() -> None:
     found = [
         f"{path}:{number}: {line}"
-        for path, source in sources(*REWORDED)
+        for path, source in sources()
         for number, line in first_lines(source)
         if LEADING.match(line)
     ]
@@ -84,7 +78,7 @@ def test_first_lines_are_sentences_or_nouns() -> None:
 def test_docstrings_and_comments_use_plain_words() -> None:
     found = [
         f"{path}:{number}: {match[0]}"
-        for path, source in sources(*REWORDED)
+        for path, source in sources()
         for number, text in prose(source)
         for match in WORDS.finditer(text)
     ]
