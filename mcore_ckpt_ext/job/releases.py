@@ -80,7 +80,7 @@ class Capability:
 
 
 def splits_layer_wise(version: tuple[int, int]) -> bool:
-    """Whether Megatron's own scripts have a DistributedOptimizer beside a layer-wise optimizer by default."""
+    """Return whether Megatron's own scripts add a DistributedOptimizer to a layer-wise optimizer by default."""
     return MAY_SPLIT_LAYER_WISE.is_of(version) and not KEEPS_LAYER_WISE_WHOLE.is_of(version)
 
 

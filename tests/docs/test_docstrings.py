@@ -14,7 +14,6 @@ import pytest
 import mcore_ckpt_ext
 
 PACKAGE = Path(mcore_ckpt_ext.__file__).parent
-FRAGMENTS = re.compile(r"(Of|Such|That of|Whether it|What can be chosen|What is known|What the user states)\b")
 LONGEST = 118
 LEADING = re.compile(r"(What|Whether|Of|Such|That of|Those)\b")
 WORDS = re.compile(
@@ -42,10 +41,8 @@ def prose(source: str) -> Iterator[tuple[int, str]]:
 
 def mistakes(line: str) -> str:
     """What is wrong with a first line; empty if nothing is."""
-    if FRAGMENTS.match(line):
-        return f"a fragment: {line}"
-    if "stranger" in line:
-        return f"say 'untrusted': {line}"
+    if LEADING.match(line):
+        return f"neither a sentence nor a noun phrase: {line}"
     return f"too long: {line}" if len(line) > LONGEST else ""
 
 
@@ -65,16 +62,6 @@ def test_first_lines_stand_alone() -> None:
     assert found == []
 
 
-def test_first_lines_are_sentences_or_nouns() -> None:
-    found = [
-        f"{path}:{number}: {line}"
-        for path, source in sources()
-        for number, line in first_lines(source)
-        if LEADING.match(line)
-    ]
-    assert found == []
-
-
 def test_docstrings_and_comments_use_plain_words() -> None:
     found = [
         f"{path}:{number}: {match[0]}"
@@ -85,13 +72,15 @@ def test_docstrings_and_comments_use_plain_words() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("line", ["Of its records.", "Such a folder.", "Whether it is so now.", "x" * 119])
-def test_what_is_found(line: str) -> None:
+@pytest.mark.parametrize(
+    "line", ["Of its records.", "Such a folder.", "What it holds.", "Whether it is so.", "x" * 119]
+)
+def test_mistakes_are_found(line: str) -> None:
     assert mistakes(line)
 
 
-@pytest.mark.parametrize("line", ["Names of the records.", "Whether the model has MTP layers.", "Office hours."])
-def test_what_is_not(line: str) -> None:
+@pytest.mark.parametrize("line", ["Names of the records.", "Return whether it is so.", "Office hours."])
+def test_correct_lines_are_accepted(line: str) -> None:
     assert not mistakes(line)
 
 
