@@ -26,7 +26,7 @@ _SHOWN = 4
 _SIZE_BYTES, _SHORT_BYTES = 8, 56
 # Total over all ranks; also the device memory that messages over a device use.
 _LITTLE_BYTES = 1 << 20
-# `gather` broadcasts long items one by one if at most one rank in `_FEW` has an item of its own.
+# `gather` broadcasts different long items one by one if there is at most one for every `_FEW` ranks.
 _FEW = 4
 OPTIMIZER_UNCHANGED = "the optimizer is unchanged"
 """States, in messages, what a refused load leaves unchanged."""
@@ -249,7 +249,7 @@ def text_of(error: BaseException) -> str:
 
 
 def _has_own_message(error: BaseException) -> bool:
-    """Return True if the error's own text is complete; an error of this package may be a `Failure`, too."""
+    """Return whether the text of an error is complete, as it is unless the error is a foreign `Failure`."""
     return isinstance(error, CheckpointError) or not isinstance(error, Failure)
 
 

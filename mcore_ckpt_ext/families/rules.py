@@ -99,7 +99,7 @@ class HuggingFaceTensor:
 
 
 def rule_places(rule: Rule, arguments: ModelArguments) -> Iterator[tuple[int, Places]]:
-    """Yield the layers to which a rule applies: the number for its condition, and the values for its names."""
+    """Yield for each layer of a rule the layer number for its condition, and the values for its names."""
     if (
         "{next}" in rule.hugging_face or "{step}" in rule.megatron
     ):  # such a layer is built as the decoder's last one (`get_gpt_mtp_block_spec`)

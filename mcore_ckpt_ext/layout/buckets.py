@@ -15,7 +15,7 @@ from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 @dataclass(frozen=True, slots=True, order=True)
 class BucketKey:
-    """A bucket of a group: its gradient buffer, (parameter, gradient) dtypes as Megatron prints them, and number."""
+    """The identity of a bucket in a group: gradient buffer, its dtypes as Megatron prints them, and number."""
 
     buffer: int
     dtypes: str

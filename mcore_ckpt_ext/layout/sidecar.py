@@ -44,7 +44,7 @@ class RecordedBucket:
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """The equal buffers of the optimizer groups `indices` of several tensor-parallel ranks."""
+    """The buffers of optimizer groups that are equal, such as those of tensor-parallel ranks, by index."""
 
     child: int
     indices: tuple[int, ...]

@@ -49,7 +49,8 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
         arguments: Megatron's arguments.
         load_arg: the name of the argument that holds the path to load from.
         directory: the run folder.
-        shares_index: share the index even if the parallel layout is unchanged, so that Megatron may load everything.
+        shares_index: share the index even for an unchanged parallel layout, with which Megatron may load the checkpoint
+            itself.
     """
     if (model := model_folder(arguments, load_arg)) is not None:
         return LoadProbe(model)

@@ -30,8 +30,9 @@ def state_before(source: Path) -> dict[Path, SourceState]:
 def state_of(folder: Path) -> SourceState:
     """Return the state of all files below a folder.
 
-    For a local file, both the time of its last status change (ctime) and of its last modification count: `touch -d` or
-    `cp -p` set the latter, and no program sets the former. A file that was replaced has another inode.
+    For a local file, the state includes the times of its last modification and of its last status change (ctime):
+    programs such as `touch -d` and `cp -p` can set the first, but none can set the second. A file that was replaced has
+    another inode.
     """
     if is_remote(folder):
         store = file_system(folder)

@@ -52,7 +52,7 @@ class Dtype(Stateless):
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by name, so that copies in every process are the only object of this name."""
+        """Pickle only the name, so that each process has one object for each dtype."""
         return dtype_named, (self.name,)
 
     def __repr__(self) -> str:
@@ -65,7 +65,7 @@ def _dtype(name: str) -> Dtype:
 
 
 def dtype_named(name: str) -> Dtype:
-    """Return the dtype with a name of `torch`, such as `bfloat16` or `half`.
+    """Return the dtype for a name such as `bfloat16` or `half`.
 
     Raises:
         KeyError: the name is not in `DTYPE_NAMES`.

@@ -65,7 +65,7 @@ class StackedWeights(StoredOnce):
         return (chunk.offsets[len(index) :] for chunk, _ in self._chunks(key).get(index, ()))
 
     def _chunks(self, key: str) -> dict[tuple[int, ...], list[tuple[StoredChunk, int]]]:
-        """Return the chunks of an array by stack index, each with the element at which that index begins in it."""
+        """Return the chunks of an array by stack index, each with the position of the index's first element in it."""
         if key not in self._by_index:
             stacked = stacked_axes(key)
             by_index: dict[tuple[int, ...], list[tuple[StoredChunk, int]]] = {}

@@ -79,7 +79,8 @@ class Publisher:
         """Commit while training continues; the training script's own functions run at the end."""
         self.end(wait=True)
         if not save.was_tracked:
-            # Megatron reads it before writing it, to decide what to delete: nothing if the tracker named this save.
+            # Megatron reads the former tracker to decide which checkpoint to delete; if it named this save, none would
+            # be deleted.
             self._disk.copy(save.tracker, save.scratch)
         self._running = _Running(save, own, self._start(partial(attempt, partial(self.publish, save))))
 
