@@ -28,8 +28,8 @@ ARGUMENTS = "args"
 """The key of Megatron's arguments in a common state."""
 PARTIAL = "mcore_ckpt_ext_partial"
 """An argument that marks converted arguments as incomplete."""
-# ms-swift stores its own arguments under this key, with Megatron's names where they coincide; this name is only in
-# its own (`MegatronArguments`, swift/megatron/arguments/megatron_args.py, 4.6.0).
+# ms-swift stores its own arguments under this key. Many have the names of Megatron's, but `mcore_model` does not exist
+# there (`MegatronArguments`, swift/megatron/arguments/megatron_args.py, 4.6.0).
 _OF_SWIFT = "mcore_model"
 # The sizes of the layout, by their names in the sidecar.
 _RECORDED = {

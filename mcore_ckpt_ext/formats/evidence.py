@@ -52,7 +52,7 @@ class Loading:
 
 
 def bounds_of_index(index: DcpIndex) -> Iterator[Bound]:
-    """Yield what the index of a `torch_dist` checkpoint implies."""
+    """Yield the bounds that follow from the index of a `torch_dist` checkpoint."""
     if index.natural_shapes:
         yield ".metadata records natural shapes (mcore_data)", *EXTENDS_INDEX_WITH_SHAPES.span
     if index.has_plans:
@@ -62,7 +62,7 @@ def bounds_of_index(index: DcpIndex) -> Iterator[Bound]:
 
 
 def bounds_of_metadata(common: Mapping[str, Any]) -> Iterator[Bound]:
-    """Yield what the content metadata in a common state imply."""
+    """Yield the bounds that follow from the content metadata in a common state."""
     content = common.get("content_metadata")
     if not isinstance(content, dict):
         yield "no content metadata", *DESCRIBES_CONTENT.span_without

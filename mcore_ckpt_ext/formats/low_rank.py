@@ -150,7 +150,7 @@ def _merged(band: _Band, given: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 def _finite(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Convert an adapter's numbers to fp32; a value that is not finite would spread over whole rows of the model."""
+    """Convert an adapter's numbers to fp32; refuse those that are not finite, which would spread over whole rows."""
     numbers = values.float()
     if not bool(numbers.isfinite().all()):
         raise UnreadableCheckpointError("an adapter holds numbers that are not finite", where=name)

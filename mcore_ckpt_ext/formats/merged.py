@@ -106,10 +106,10 @@ def _merged(
 
 
 def _check_separate_folders(base: CheckpointView, adapters: CheckpointView) -> None:
-    """For two folders, refuse adapters stored with a model, and a base with adapters of its own.
+    """Check the adapters and the base if they are in two folders.
 
     Raises:
-        UsageError: one of the two is the case.
+        UsageError: the adapters are stored with a model, or the base has adapters of its own.
     """
     if not all(map(is_adapter, adapters.names(WEIGHT))):
         raise UsageError(

@@ -147,7 +147,7 @@ def _writable(
 
 
 def distinct_groups(groups: Iterable[Mapping[str, Any]], has_expert_optimizer: bool) -> list[list[dict[str, Any]]]:
-    """Return the distinct parameter groups of each chained optimizer: the dense parameters', then the experts'.
+    """Return the distinct parameter groups of each chained optimizer: those of dense parameters, then of experts.
 
     If the source has no groups for experts, but the target needs them, experts get the settings of the dense groups.
     """

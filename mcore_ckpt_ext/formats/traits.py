@@ -85,7 +85,7 @@ class FormatTraits:
 
     @property
     def starts_jobs(self) -> str:
-        """Return how Megatron starts a job from the folder; empty if it cannot, or resumes it."""
+        """Return how Megatron starts a new job from the folder; empty if it cannot, or if it resumes the old job."""
         return ""
 
     @property

@@ -68,7 +68,7 @@ def of_the_job(key: str, nbytes: int) -> UnreadState:
 
 
 def in_common_state(common: Mapping[str, Any], known: Iterable[str]) -> Iterator[UnreadState]:
-    """Yield tensors in a common state whose keys are not known, and unread ones of the optimizer's entry."""
+    """Yield tensors in a common state that are not read: under unknown keys, or in the optimizer's entry."""
     for key, value in common.items():
         if key == RERUN_STATE:
             yield of_the_job(key, sum(nbytes for _, nbytes in tensors_in(value, ())))

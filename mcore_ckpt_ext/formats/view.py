@@ -64,9 +64,9 @@ class CheckpointView:
         unread_keys: returns all stored keys that this package does not read; True includes small pickled objects.
         messages: returns notes for a user who converts the given view of the checkpoint.
         ranks: the local parameters of the ranks that wrote it, under the names of the format's reader.
-        adapters: in a checkpoint that contains only adapters, what is known of their model.
-        whole_model: in a vision-language model, the text part.
-        merger: in a model with merged adapters, its origin.
+        adapters: properties of a checkpoint that contains only adapters; None for others.
+        whole_model: the text part of a vision-language model; None for others.
+        merger: the origin of a model with merged adapters; None for others.
     """
 
     format: str

@@ -3,10 +3,10 @@
 The digest depends on values and on their positions. Each eight bytes are an integer, which is multiplied by a factor of
 its position; the products are summed modulo 2**64. Parts may begin and end anywhere: a partial word is padded with
 zeros in each of its parts. A single different value always changes the digest. Two states that differ in many places,
-for example those of two parameters, have equal digests with probability 2**-64. The exchange of only two values may go
-unnoticed: if both are the last int16 of a word, and their difference is an odd number times 2**k, for one of
-2**(15 - k) pairs of positions, and less often elsewhere. The digest does not protect against deliberate forgery. It
-costs less than copying the state.
+for example those of two parameters, have equal digests with probability 2**-64. If only two values are exchanged, the
+digests may be equal, too: for one in 2**(15 - k) pairs of positions if both values are the last int16 of a word and
+their difference is an odd number times 2**k, and less often elsewhere. The digest does not protect against deliberate
+forgery. It costs less than copying the state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rank's part of a weight under generalized tensor parallelism, which divides weights further.
 
-`--tensor-parallel-num-weight-shards` divides the rows of a tensor-parallel rank's matrix into shards: of the weights of
-linear layers and of word embeddings. Norms, biases, and position embeddings are replicated in every shard.
+`--tensor-parallel-num-weight-shards` divides the rows of each matrix on a tensor-parallel rank into shards, if it is
+the weight of a linear layer or of word embeddings. Norms, biases, and position embeddings are in every shard.
 Sources: `wrap_module_params_gtp` and `_gtp_slice_one_param`
 (megatron/core/tensor_parallel/generalized_tensor_parallelism.py) and `make_tp_sharded_tensor_for_checkpoint`
 (megatron/core/utils.py), core_v0.19.2 and the head of August 2026.

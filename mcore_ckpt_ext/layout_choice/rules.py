@@ -212,8 +212,8 @@ def _shared_indexers(choice: Choice) -> str | None:
 def _hybrid_stages(choice: Choice) -> str | None:
     """`validate_args` (core_v0.17.0 on): virtual stages of a hybrid model are the segments of its pattern.
 
-    Their number is a multiple of PP. A pattern without `|` has no virtual stages, as all hybrid models before
-    (`MambaStack`, mamba_block.py); stages of these ignore the embedding and the loss.
+    Their number is a multiple of PP. A pattern without `|` has no virtual stages, and neither has any hybrid model of
+    earlier versions (`MambaStack`, mamba_block.py). The stages of such models ignore the embedding and the loss.
     """
     job, layout = choice.job, choice.layout
     if not is_hybrid(job):

@@ -55,12 +55,13 @@ def ordered_by_rank(names: Iterable[str], gated: bool) -> list[str]:
     """Return adapter tensors whose stored row order depends on the tensor parallel size.
 
     Megatron-Bridge stores the rows of every adapter of a `linear_fc1` as those of a gate and an up projection. That is
-    wrong if the adapter belongs to only one of them, or if the linear has no gate. It also stores magnitudes of both as
-    those of one (`sharded_state_dict` of `ParallelLinearAdapter` and `ParallelLinearDoRAAdapter`, 0.3.1 and 0.6.2; for
-    a linear without a gate 0.6.2 is correct). Under another tensor parallel size, its own load then distributes wrong
-    rows.
+    wrong if the adapter belongs to only one of them, or if the linear has no gate. It stores the magnitudes of both as
+    if there were no gate (`sharded_state_dict` of `ParallelLinearAdapter` and `ParallelLinearDoRAAdapter`, 0.3.1 and
+    0.6.2; for a linear without a gate 0.6.2 is correct). Under another tensor parallel size, its own load then
+    distributes wrong rows.
 
-    ms-swift stores the rows of `lora_B` of a gated linear as those of one (`LoraParallelLinear.sharded_state_dict`).
+    ms-swift stores the rows of `lora_B` of a gated linear as if there were no gate
+    (`LoraParallelLinear.sharded_state_dict`).
 
     Args:
         names: model-space names.

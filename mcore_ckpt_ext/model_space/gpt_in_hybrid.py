@@ -1,8 +1,8 @@
 """Maps the names of a hybrid model to those of the GPT checkpoint that its training continues.
 
 Source: `gpt_compatible_layer_maps` and `retarget_sharded_state_dict_to_gpt_checkpoint`
-(megatron/core/dist_checkpointing/gpt_checkpoint_interop.py, core_v0.19.2): the attention layers of the pattern are the
-attentions of the GPT's layers, in order, its MLP or expert layers their MLPs. Mamba layers are new.
+(megatron/core/dist_checkpointing/gpt_checkpoint_interop.py, core_v0.19.2): the attention layers of the pattern are, in
+order, the attentions of the GPT's layers; its MLP or expert layers are the MLPs of these. Mamba layers are new.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The optimizer format `dp_zero_gather_scatter`: one pickled object for each group, which contains whole buffers.
 
 Source: `DistributedOptimizer.get_parameter_state_dp_zero` (megatron/core/optimizer/distrib_optimizer.py, core_v0.7.0
-to 0.19.2); the legacy `distrib_optim.pt` is the same object in a separate file. The pickle is read, which is small;
-tensor data is not.
+to 0.19.2); the legacy `distrib_optim.pt` is the same object in a separate file. Only the pickle, which is small, is
+read, not the tensor data.
 """
 
 from __future__ import annotations

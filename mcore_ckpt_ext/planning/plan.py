@@ -117,7 +117,7 @@ class DerivedSource(Protocol):
     """A source in which some tensors are derived from others, not stored."""
 
     def derivation(self, kind: str, name: str) -> Derivation | None:
-        """Return the derivation of a tensor, whose inputs `stored` then returns; None if the tensor is stored."""
+        """Return the derivation of a tensor; None if the tensor is stored."""
 
 
 @runtime_checkable

@@ -51,7 +51,7 @@ class Message:
     def route(self, rank: int) -> tuple[int | None, list[int]]:
         """Return the rank that sends the message to this one (None for the reader), and the ranks to send it on to.
 
-        Receivers forward the message, so that even of thousands of ranks each sends to a dozen only, always the same.
+        Receivers forward the message, so even among thousands of ranks each sends it to at most a dozen others.
         """
         number, first = len(self.ranks), self.ranks.index(self.reader)
         place = (self.ranks.index(rank) - first) % number

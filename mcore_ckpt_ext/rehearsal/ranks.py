@@ -222,7 +222,7 @@ class SimulatedJob:
 
 
 def dtype_of(stored: str, running: JobArguments) -> str:
-    """Return the dtype in a job of a weight with this stored dtype; weights stored in fp32 keep it."""
+    """Return the dtype that a weight stored in `stored` has in a job; weights stored in fp32 keep fp32."""
     if stored not in _HALVES:
         return stored
     return "bfloat16" if running.bf16 else "float16" if running.fp16 else "float32"

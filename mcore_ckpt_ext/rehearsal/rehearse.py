@@ -148,7 +148,7 @@ class _Rehearsing:
         if VERIFY_ALL.value:
             by_rank(PLANNING, ranks, lambda rank: verify_checksums(checkpoint, rank, ranks))
         on_every_rank(PLANNING, ranks, lambda: check_lost(checkpoint))
-        # A rank recovers the packing of the buffers that it needs: with one stage, of all.
+        # Each rank recovers the packing of the buffers that it needs; with one pipeline stage, it needs all.
         needs_all = self._job.layout.pipeline == 1 and not simulated.models.has_expert_optimizer
         on_every_rank(PLANNING, ranks, lambda: simulated.trained, is_verbatim=needs_all)
         shares = Shares(

@@ -157,7 +157,7 @@ class Shares:
         return numbers[self._team.rank :: self._team.size]
 
     def _by_copies(self, held: Sequence[Held]) -> Iterator[tuple[int, list[int]]]:
-        """Yield groups of parts with the number of times that the job's ranks read them, once for each shared copy."""
+        """Yield (reads, parts): how often the job reads each of the parts; ranks that share state read it once."""
         state, found = self._checkpoint.optimizer, dict[int, list[int]]()
         for number, one in enumerate(held):
             ranks = 1 if state.is_distributed(one.shard.name) else self._job.copies(one.places[0])

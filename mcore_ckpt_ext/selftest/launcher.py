@@ -18,7 +18,7 @@ PROGRAM = (
     sys.executable, "-c", "import sys; from mcore_ckpt_ext.megatron.selftest.rank import main; main(sys.argv[1])"
 )  # fmt: skip
 HERE = "127.0.0.1"
-# A rank that fails leaves the others in a collective; others that fail have this long to report why.
+# If a rank fails, others wait in a collective or fail as well; these have this long to report why.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _ENVIRONMENT = {

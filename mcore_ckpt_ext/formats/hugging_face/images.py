@@ -180,7 +180,7 @@ def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArg
 def checked_whole(
     config: Mapping[str, Any], family: Family, arguments: ModelArguments, checkpoint: CheckpointView
 ) -> dict[str, Any]:
-    """Return the `config.json` of a vision-language model after checks; arguments do not describe the vision part.
+    """Check and return the `config.json` of a vision-language model, whose vision part no arguments describe.
 
     Args:
         config: the `config.json` of a Hugging Face folder.

@@ -145,7 +145,7 @@ class LegacyCheckpoint(FormatReader):
 
     @cached_property
     def has_expert_optimizer(self) -> bool:
-        """True if there is an additional chained optimizer beyond those of dense chunks, or groups of experts."""
+        """True if experts have a chained optimizer in addition to those of dense parameters, or groups of their own."""
         if self.stored_optimizer_format == PER_PARAMETER:
             return has_experts(child for rank in self._ranks for child in rank.optimizers)
         return self._children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)

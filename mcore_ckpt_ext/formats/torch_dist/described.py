@@ -102,7 +102,7 @@ class DescribedCheckpoint(FormatReader):
 
     @abstractmethod
     def _read_index(self) -> DcpIndex:
-        """Read the index; of the job's properties only `stated_arguments` are available."""
+        """Read the index; of the job's properties, only `recorded_arguments` is available yet."""
 
     @abstractmethod
     def _read_common(self) -> dict[str, Any]:

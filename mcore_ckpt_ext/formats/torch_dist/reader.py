@@ -148,7 +148,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @cached_property
     def has_expert_optimizer(self) -> bool:
-        """True if there is an additional chained optimizer beyond those of dense chunks, or groups of experts."""
+        """True if experts have a chained optimizer in addition to those of dense parameters, or groups of their own."""
         children = optimizer_children([*self.index.arrays, *self.index.objects])
         expected = 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
         # Formats in model space do not number their optimizers, and keep all groups in the common state.

@@ -2,7 +2,7 @@
 
 The writer joins a buffer's buckets without the padding at their ends, then extracts the parameters at positions that
 still include it (`sharded_param_state_fully_reshardable`, megatron/core/optimizer/distrib_optimizer.py; fixed by commit
-32a03b77 of 2026-08-21, which is in no release). So the slot of a parameter contains elements from further on. Elements
+32a03b77 of 2026-08-21, which is in no release). So the slot of a parameter contains elements of later positions. Those
 that fall into an alignment gap, or into the slot of a replica that is not saved, are lost. If the layout of the buffers
 is known, all others can be found in the neighbors' slots.
 """
