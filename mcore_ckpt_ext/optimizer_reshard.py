@@ -281,7 +281,7 @@ class Proven:
     def _follow(self, shard: LiveShard, master: torch.Tensor) -> int:
         """Write the weights that this optimizer derives from new masters.
 
-        Optimizers differ if a master lies halfway between two weights.
+        Optimizers round differently if a master lies halfway between two weights.
 
         Returns:
             The number of weights that changed.

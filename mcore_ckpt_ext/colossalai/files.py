@@ -78,7 +78,7 @@ class Files:
             self._names.append(file.name)
 
     def publish(self) -> None:
-        """Rename all files to their final names; of several, remove the old version of the last one first.
+        """Rename all files to their final names. If there are several, remove the old version of the last one first.
 
         So old and new files never mix, and a single file is always either the old or the new one.
         """
@@ -105,8 +105,7 @@ def write_shards(
         The file of each entry, and the total size in bytes.
 
     Raises:
-        ResumeRefusedError: on all ranks.
-        ResumeRefusedError: on all ranks.
+        ResumeRefusedError: on all ranks, if a file cannot be written.
     """
     entries: dict[str, str] = {}
     total = 0

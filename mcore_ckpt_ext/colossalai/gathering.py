@@ -41,7 +41,6 @@ def whole_values(
 
     Raises:
         ResumeRefusedError: on all ranks.
-        ResumeRefusedError: on all ranks.
     """
     receives = everywhere or zero.is_first
     for chunk, group in groupby(places.items(), key=lambda item: item[1].chunk):

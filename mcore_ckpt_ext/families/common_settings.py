@@ -38,7 +38,7 @@ def tied(by_default: bool) -> Setting:
 
 
 def query_groups(default: int | None = None, key: str = "num_key_value_heads") -> Setting:
-    """Return the number of query groups; `default` is that of Hugging Face's class, None the number of heads."""
+    """Return the setting of query groups; `default` is Hugging Face's default, None if that is the number of heads."""
 
     def to_arguments(config: Config) -> dict[str, Any]:
         heads = config["num_attention_heads"]
@@ -51,10 +51,10 @@ def query_groups(default: int | None = None, key: str = "num_key_value_heads") -
 
 
 def head_size(always: bool = False, default: int | None = None) -> Setting:
-    """Return the head size, written `always`, or only if it does not follow from the other sizes.
+    """Return the setting of the head size, which is written `always`, or only if it does not follow from other sizes.
 
-    `default` is that of Hugging Face's class for a missing key; None means the hidden size divided by the number of
-    heads.
+    `default` is the value of Hugging Face's class for a missing key; None means the hidden size divided by the number
+    of heads.
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def windows_in_some_layers(size: int | None, every: int, older_key: str | None =
 
     Args:
         size: size of the window if the key is missing.
-        every: every such layer has no window if `layer_types` is missing.
+        every: one in this many layers has no window if `layer_types` is missing.
         older_key: key with the value of `every` in folders without `layer_types`.
     """
 

@@ -107,8 +107,8 @@ def initialization_kept(chunks: Sequence[Any], tokens: range, optimizer: Any = N
     Args:
         chunks: the unwrapped model chunks.
         tokens: the tokens without a row in the checkpoint; may be empty.
-        optimizer: if given, makes its masters of the weights again, because the load has done so before
-            (`load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
+        optimizer: if given, its masters are made from the weights once more, because the load itself made them from
+            weights with zeros (`load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
     """
     rows = list(_rows_of(chunks, tokens)) if tokens else []
     values = [one.clone() for one in rows]

@@ -49,7 +49,7 @@ class MapBuilder:
 
         Args:
             positions: int64, the positions of the elements in the tensor, row-major.
-            distances: float64, as many; not finite if one of the two numbers is not.
+            distances: float64, one for each position; not finite if one of the two numbers is not.
         """
         row = (positions // self._width).clamp(max=max(0, self._height - 1)) * self.rows // max(1, self._height)
         cell = row * self.columns + positions % self._width * self.columns // self._width

@@ -32,7 +32,8 @@ from mcore_ckpt_ext.storage.index_entries import StoredArray
 
 NAME = FSDP_DTENSOR
 _MODEL, _STATE = MODEL, "optimizer.state."
-# A key of a parameter; or of a group, as Megatron's own converter writes it, possibly in a chained optimizer.
+# The key of a setting: of a parameter; or, as Megatron's own converter writes it, of a group of an optimizer, which may
+# be a chained one.
 _GROUP = re.compile(
     r"^(?P<owner>optimizer\.(?:param_to_group_meta|(?:\d+\.optimizer\.)?param_groups)\..+)\.(?P<setting>\w+)$"
 )

@@ -37,7 +37,7 @@ class Writers(Protocol):
     """The background writers of this rank, for one of Megatron's strategies."""
 
     def claimed(self, request: Any, save: Save, finalize: Finalize) -> Any:
-        """Return the request with error reports; `finalize` gets its finalization functions, if any."""
+        """Return the request, extended by error reports; `finalize` gets its finalization functions, if any."""
 
     def handing_over(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which scheduling a request does not wait for a dead writer."""
