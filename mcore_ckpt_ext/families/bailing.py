@@ -12,12 +12,12 @@ from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import Rule, set_in, with_experts
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
-from mcore_ckpt_ext.families.settings import Constant, Mapped, Size
+from mcore_ckpt_ext.families.settings import Constant, Mapped, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
-_RULES = (
+RULES = (
     Rule("model.word_embeddings.weight", "embedding.word_embeddings.weight"),
     Rule(f"{_THEIRS}.attention.query_key_value.weight", f"{_OURS}.self_attention.linear_qkv.weight", _QKV),
     Rule(f"{_THEIRS}.attention.query_key_value.bias", f"{_OURS}.self_attention.linear_qkv.bias", _QKV,
@@ -31,6 +31,40 @@ _RULES = (
 )  # fmt: skip
 
 
+# What the code of Ling and of Sarvam does not read, or only to compute a loss.
+WITHOUT_EFFECT = (
+    "embedding_dropout", "output_dropout", "rotary_dim", "router_dtype", "use_rmsnorm", "max_window_layers",
+    "moe_shared_expert_intermediate_size", "scoring_func",
+)  # fmt: skip
+
+
+def settings_of_ling(
+    *, head: int, positions: Setting, experts: tuple[int, int, int], groups: tuple[int, int], scaling: float
+) -> tuple[Setting, ...]:
+    """The settings of Ling 2.0 and of Sarvam 30B, which is derived from it; the numbers are the defaults of the class.
+
+    Args:
+        head: the size of a head.
+        positions: the setting of RoPE.
+        experts: how many, how many of them for each token, and their width.
+        groups: the groups of experts, and how many of them a token is sent to.
+        scaling: the factor on the chosen experts' weights.
+    """
+    count, chosen, width = experts
+    return (
+        *SIZES, query_groups(4), head_size(always=True, default=head), positions, tied(by_default=False), *TRAINING,
+        SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        Size("num_experts", "num_experts", count, counted=True), shared_expert_size("num_shared_experts", 1),
+        Size("num_experts_per_tok", "moe_router_topk", chosen),
+        Size("moe_intermediate_size", "moe_ffn_hidden_size", width), dense_first(1), grouped_choice(*groups),
+        normalised_sigmoids(chosen), scaled_gates(scaling),
+        Constant("score_function", "sigmoid", {"moe_router_score_function": "sigmoid"}),
+        Constant("moe_router_enable_expert_bias", True, {"moe_router_enable_expert_bias": True}),
+        Constant("use_qk_norm", True, {"qk_layernorm": True}), Mapped("use_qkv_bias", "add_qkv_bias", False),
+        Constant("use_bias", False, {"add_bias_linear": False}),
+    )  # fmt: skip
+
+
 class BailingMoeV2(WithMtp):
     """GLM-4.5's architecture with other names, and queries, keys and values in one matrix.
 
@@ -40,24 +74,15 @@ class BailingMoeV2(WithMtp):
 
     model_type = "bailing_moe_v2"
     architecture = "BailingMoeV2ForCausalLM"
-    rules = (*_RULES, *parts.mtp_layers(_RULES, final_norm="final_layernorm"))
+    rules = (*RULES, *parts.mtp_layers(RULES, final_norm="final_layernorm"))
     repeated = ()
-    # Keys that its code does not read, or only to compute a loss.
-    without_effect = (
-        "embedding_dropout", "output_dropout", "rotary_dim", "router_dtype", "use_rmsnorm", "max_window_layers",
-        "mtp_loss_scaling_factor", "moe_shared_expert_intermediate_size", "scoring_func",
-    )  # fmt: skip
+    without_effect = (*WITHOUT_EFFECT, "mtp_loss_scaling_factor")
     settings = (
-        *SIZES, query_groups(4), head_size(always=True, default=128), rope(600000.0, partial=1.0),
-        tied(by_default=False), *TRAINING, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
-        Size("num_experts", "num_experts", 256, counted=True), shared_expert_size("num_shared_experts", 1),
-        Size("num_experts_per_tok", "moe_router_topk", 8), Size("moe_intermediate_size", "moe_ffn_hidden_size", 512),
-        dense_first(1), grouped_choice(8, 4), normalised_sigmoids(8), scaled_gates(1.0), mtp_layers(),
-        Constant("score_function", "sigmoid", {"moe_router_score_function": "sigmoid"}),
-        Constant("moe_router_enable_expert_bias", True, {"moe_router_enable_expert_bias": True}),
-        Constant("use_qk_norm", True, {"qk_layernorm": True}), Mapped("use_qkv_bias", "add_qkv_bias", False),
-        Constant("use_bias", False, {"add_bias_linear": False}),
-    )  # fmt: skip
+        *settings_of_ling(
+            head=128, positions=rope(600000.0, partial=1.0), experts=(256, 8, 512), groups=(8, 4), scaling=1.0
+        ),
+        mtp_layers(),
+    )
 
     @override
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:

@@ -53,6 +53,7 @@ from mcore_ckpt_ext.families.qwen3 import Qwen3
 from mcore_ckpt_ext.families.qwen3_5 import Qwen35, Qwen35MoE
 from mcore_ckpt_ext.families.qwen3_moe import Qwen3MoE
 from mcore_ckpt_ext.families.qwen3_next import Qwen3Next
+from mcore_ckpt_ext.families.sarvam import SarvamMoE
 from mcore_ckpt_ext.families.seed_oss import SeedOss
 from mcore_ckpt_ext.families.smollm3 import SmolLM3
 from mcore_ckpt_ext.families.stablelm import StableLM
@@ -66,7 +67,7 @@ FAMILIES: tuple[Family, ...] = (
     GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
     DeepSeekV32(), GlmMoEDsa(), NemotronH(), StableLM(), GPTBigCode(), Nemotron(), Glm(), Ministral3(), Gemma(),
     GPTNeoX(), HyV3(), ExaoneMoE(), InternLM2(), ChatGLM(), Qwen(), DeepSeekMoE(),
-    Exaone(), Orion(), BailingMoeV2(), BailingMoE(), Mamba2(),
+    Exaone(), Orion(), BailingMoeV2(), BailingMoE(), Mamba2(), SarvamMoE(),
 )  # fmt: skip
 _SHOWN = 4
 

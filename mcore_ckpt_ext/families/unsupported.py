@@ -65,7 +65,6 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
 NOT_CONVERTED: Mapping[str, str] = {
     "nemotron-nas": "its layers differ in size (Llama-Nemotron); Megatron builds them by "
     "--heterogeneous-layers-config-path, and no family here reads such a configuration",
-    "sarvam_moe": "no code of its class was found to compare with; names and shapes are close to those of BailingMoeV2",
     "sarvam_mla": "queries of its latent attention are not compressed, which Megatron since 0.19 does not build",
 }  # fmt: skip
 """By `model_type`: models that some release of Megatron Core may build, but no family here converts."""

@@ -77,7 +77,7 @@ SHOWN: dict[str, Shown] = {
 }
 COMPUTES_AS = {
     "internlm2": "llama", "chatglm": "glm", "qwen": "qwen2", "exaone": "llama", "orion": "stablelm",
-    "bailing_moe_v2": "glm4_moe",
+    "bailing_moe_v2": "glm4_moe", "sarvam_moe": "glm4_moe",
 }  # fmt: skip
 """Types whose class transformers does not have, and the type of an equal model: `tests/huggingface/own_code`."""
 OF_OWN_CODE = {"deepseek": "EP2"}

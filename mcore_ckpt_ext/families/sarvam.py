@@ -1,0 +1,29 @@
+"""Sarvam 30B (Sarvam MoE)."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families.bailing import RULES, WITHOUT_EFFECT, settings_of_ling
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
+
+
+class SarvamMoE(Family):
+    """Ling 2.0 without multi-token prediction, and with heads that are rotated whole.
+
+    Its folders bring their own code (`modeling_sarvam_moe.py`), which normalizes the weights of the chosen experts, and
+    keeps that of a single one, as Megatron does. Names and rows are also those of Megatron-Bridge 0.6.2
+    (sarvam/sarvam_moe_bridge.py).
+    """
+
+    model_type = "sarvam_moe"
+    architecture = "SarvamMoEForCausalLM"
+    rules = RULES
+    without_effect = (*WITHOUT_EFFECT, "attn_implementation")
+    settings = settings_of_ling(head=256, positions=rope(10000.0), experts=(128, 6, 1024), groups=(1, 1), scaling=2.5)
+
+    @override
+    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
+        return ["all that GLM-4.5 is"]
