@@ -35,6 +35,7 @@ from mcore_ckpt_ext.families.indexed_attention import DeepSeekV32, GlmMoEDsa
 from mcore_ckpt_ext.families.internlm2 import InternLM2
 from mcore_ckpt_ext.families.internlm3 import InternLM3
 from mcore_ckpt_ext.families.llama import Llama
+from mcore_ckpt_ext.families.llama_nemotron import LlamaNemotron
 from mcore_ckpt_ext.families.mamba2 import Mamba2
 from mcore_ckpt_ext.families.minimax_m2 import MiniMaxM2
 from mcore_ckpt_ext.families.ministral3 import Ministral3
@@ -67,7 +68,7 @@ FAMILIES: tuple[Family, ...] = (
     GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
     DeepSeekV32(), GlmMoEDsa(), NemotronH(), StableLM(), GPTBigCode(), Nemotron(), Glm(), Ministral3(), Gemma(),
     GPTNeoX(), HyV3(), ExaoneMoE(), InternLM2(), ChatGLM(), Qwen(), DeepSeekMoE(),
-    Exaone(), Orion(), BailingMoeV2(), BailingMoE(), Mamba2(), SarvamMoE(),
+    Exaone(), Orion(), BailingMoeV2(), BailingMoE(), Mamba2(), SarvamMoE(), LlamaNemotron(),
 )  # fmt: skip
 _SHOWN = 4
 

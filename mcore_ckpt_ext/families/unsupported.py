@@ -63,8 +63,7 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
 }  # fmt: skip
 """By `model_type`: models that no release of Megatron Core up to 0.19.2, nor the development head, has."""
 NOT_CONVERTED: Mapping[str, str] = {
-    "nemotron-nas": "its layers differ in size (Llama-Nemotron); Megatron builds them by "
-    "--heterogeneous-layers-config-path, and no family here reads such a configuration",
-    "sarvam_mla": "queries of its latent attention are not compressed, which Megatron since 0.19 does not build",
+    "sarvam_mla": "queries of its latent attention are not compressed, and Megatron since 0.19 normalizes what such "
+    "queries are made of once more",
 }  # fmt: skip
 """By `model_type`: models that some release of Megatron Core may build, but no family here converts."""

@@ -2,7 +2,7 @@
 
 Arguments are copied to `run_config.yaml`. There Megatron-Bridge calls the object that a `_target_` names, and strings
 may refer to environment variables. So each value must be a number, a plain word (such as a pattern of layers), or a
-list of numbers. `JobArguments` checks the type of each.
+list of numbers. The description of layers that differ is JSON of such values. `JobArguments` checks the type of each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shorten
 
 _WORD = re.compile(r"[\w.+*-]{0,1000}")
+# JSON without escapes, and without the sign that refers to something else.
+_JSON = re.compile(r"\{[\w.+\-{}\[\]\":, ]*\}")
+_IS_JSON = "heterogeneous_layers_config_encoded_json"
 _SHOWN = 80
 
 
@@ -25,7 +28,8 @@ def check_plain(arguments: Mapping[str, Any]) -> None:
         UnsupportedCheckpointError: a value is something else.
     """
     for name, value in arguments.items():
-        if value is not None and not _is_plain(value):
+        is_json = name == _IS_JSON and isinstance(value, str) and _JSON.fullmatch(value) is not None
+        if value is not None and not (is_json or _is_plain(value)):
             raise UnsupportedCheckpointError(
                 "config.json has a value of an unsupported kind",
                 found=shorten(value, _SHOWN) if isinstance(value, str) else type(value).__name__,

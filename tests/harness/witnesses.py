@@ -80,7 +80,7 @@ COMPUTES_AS = {
     "bailing_moe_v2": "glm4_moe", "sarvam_moe": "glm4_moe",
 }  # fmt: skip
 """Types whose class transformers does not have, and the type of an equal model: `tests/huggingface/own_code`."""
-OF_OWN_CODE = {"deepseek": "EP2"}
+OF_OWN_CODE = {"deepseek": "EP2", "nemotron-nas": "TP2"}
 """Types for which transformers has neither a class nor an equal model, and the layout of the comparison."""
 BUILT_BY_MEGATRON = [name for name, shown in SHOWN.items() if shown.layouts]
 CASES = [("local", name, layout) for name, shown in SHOWN.items() for layout in shown.layouts] + [

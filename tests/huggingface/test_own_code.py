@@ -25,6 +25,11 @@ TOKENS = torch.arange(40).view(2, 20) * 7 % 64
 WEIGHTS = "model.safetensors"
 
 
+def _block(**attention: object) -> dict[str, object]:
+    """A layer of Llama-Nemotron."""
+    return {"attention": {"no_op": False, "n_heads_in_group": 2, **attention}, "ffn": {"no_op": False, "ffn_mult": 2.0}}
+
+
 @pytest.mark.parametrize("name", [*COMPUTES_AS, *OF_OWN_CODE])
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     """Every tensor and every key come back; frequencies, which are no weights, are left out and named."""
@@ -86,6 +91,12 @@ def test_megatron_holds_the_parameters_of_the_other_family(name: str, family: st
         ("exaone", {"activation_function": "gelu"}, "activation_function"),
         ("orion", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("internlm2", {"rope_scaling": {"type": "longrope"}}, "longrope"),
+        ("sarvam_moe", {"use_bias": True}, "use_bias"),
+        ("nemotron-nas", {"num_hidden_layers": 5}, "4 blocks"),
+        ("nemotron-nas", {"rope_scaling": None}, "llama3"),
+        ("nemotron-nas", {"block_configs": [_block(window_length=8)] * 4}, r"block_configs.0..attention.window_length"),
+        ("nemotron-nas", {"block_configs": [_block(n_heads_in_group=4), *[_block()] * 3]}, "one number for all layers"),
+        ("nemotron-nas", {"block_configs": [_block(replace_with_linear=True)] * 4}, "replace_with_linear"),
     ],
 )
 def test_what_megatron_cannot_do_is_refused(name: str, changed: dict[str, object], said: str) -> None:

@@ -158,9 +158,11 @@ def _case(
         mcore_ckpt_ext.convert(model, run, mcore_ckpt_ext.TorchDist(transformer_impl=spec), family=family)
     checkpoint = open_checkpoint(model, transformer_impl=spec).format_reader
     assert isinstance(checkpoint, HuggingFaceCheckpoint)
+    # Layers that differ are read from the folder's own file.
+    flags = [str(model / flag) if flag == "config.json" else flag for flag in checkpoint.training_flags()]
     return {
         "name": name, "layout": layout, "run": str(run),
-        "flags": [*checkpoint.training_flags(), "--transformer-impl", spec, *format_of],
+        "flags": [*flags, "--transformer-impl", spec, *format_of],
         "tensor": tensor, "expert": expert, "vocabulary": VOCABULARY, "tokens": str(root / f"{name}.tokens"),
         "answer": str(root / f"{name}-{layout}-{spec}.answer"),
     }  # fmt: skip

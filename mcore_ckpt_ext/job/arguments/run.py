@@ -5,7 +5,7 @@ Sources: megatron/training/arguments.py and megatron/core/transformer/transforme
 
 from __future__ import annotations
 
-from mcore_ckpt_ext.job.arguments.conditions import WITH_EXPERTS, WITH_PATTERN
+from mcore_ckpt_ext.job.arguments.conditions import WITH_BLOCKS, WITH_EXPERTS, WITH_PATTERN
 from mcore_ckpt_ext.job.arguments.kinds import (
     ANYTHING,
     ELEMENT_COUNT,
@@ -25,6 +25,7 @@ from mcore_ckpt_ext.job.arguments.row import (
     SHAPES,
     Alias,
     Argument,
+    Flag,
     Noted,
     bridge,
     changes,
@@ -102,7 +103,11 @@ class RunTable:
     group_query_attention = Argument(SWITCH.optional, SHAPES)
     norm_epsilon = Argument(NOT_NEGATIVE.optional, Alias("layernorm_epsilon"), until="0.16")
     apply_layernorm_1p = Argument(SWITCH.optional, Alias("layernorm_zero_centered_gamma"), until="0.16")
-    use_rotary_position_embeddings = Argument(SWITCH.optional, Alias("position_embedding_type"))
+    use_rotary_position_embeddings = Argument(
+        SWITCH.optional,
+        Alias("position_embedding_type"),
+        Flag("on", (WITH_BLOCKS,)),  # which the parser requires there
+    )
     padded_vocab_size = Argument(ELEMENT_COUNT.optional, SHAPES)
     make_vocab_size_divisible_by = Argument(ELEMENT_COUNT.optional, NOTHING, None, SAME)
     moe_grouped_gemm = Argument(SWITCH.optional, NOTHING, ON, bridge(WITH_EXPERTS))
@@ -120,5 +125,5 @@ class RunTable:
         Noted("the job builds its layers with its own module, whose computation is unknown"),
     )
     hetereogenous_dist_checkpoint = Argument(SWITCH.optional, NOTHING, is_parsed=False)
-    heterogeneous_layers_config_path = Argument(TEXT.optional, since="0.12")
-    heterogeneous_layers_config_encoded_json = Argument(TEXT.optional, since="0.12")
+    heterogeneous_layers_config_path = Argument(TEXT.optional, NOTHING, value(WITH_BLOCKS), since="0.12")
+    heterogeneous_layers_config_encoded_json = Argument(TEXT.optional, CHANGES, since="0.12")
