@@ -29,7 +29,7 @@ from mcore_ckpt_ext.versions import OLDEST, Version, parse_version
 
 _MODELS = Path(__file__).parents[1] / "tests" / "huggingface"
 _BY_TYPE = "ipex"
-_OF_OWN_CODE = re.compile(r"^\| `(\w+)` \|.* of \S+/(\S+) \|$", re.MULTILINE)
+_OF_OWN_CODE = re.compile(r"^\| `([\w-]+)` \|.* of \S+/(\S+) \|$", re.MULTILINE)
 _RENAMED = {"layernorm_epsilon", "layernorm_zero_centered_gamma", "hybrid_layer_pattern"}
 """Older releases have them under another name."""
 _NOT_NEEDED = {"rope_type": "yarn"}
