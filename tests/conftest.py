@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
+from mcore_ckpt_ext.versions import parse_version
 from tests.harness.checkpoints import CORRUPTED, FLAT, INTACT, Fixture, fixture_named
 from tests.harness.made_once import made_once
 
@@ -31,21 +33,26 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Iterator[None]:
-    return (yield from _skipped_without_megatron())
+    return (yield from _skipped_where_not_installable())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    return (yield from _skipped_without_megatron())
+    return (yield from _skipped_where_not_installable())
 
 
-def _skipped_without_megatron() -> Iterator[None]:
-    """Python 3.10 and 3.11 have no Megatron: PyPI has no wheels for them (`scripts/matrix_cell.py`)."""
+def _skipped_where_not_installable() -> Iterator[None]:
+    """Python 3.10 and 3.11 have no Megatron: PyPI has no wheels for them (`scripts/matrix_cell.py`).
+
+    transformers does not use torch before 2.6 (`is_torch_available`, transformers/utils/import_utils.py, 5.20.2).
+    """
     try:
         return (yield)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if sys.version_info < (3, 12) and str(error.name).partition(".")[0] == "megatron":
             pytest.skip("needs Megatron, whose wheels are for Python 3.12 and later")
+        if "requires the PyTorch library" in str(error) and (parse_version(torch.__version__) or ()) < (2, 6):
+            pytest.skip("needs transformers 5, which needs torch 2.6 or later")
         raise
 
 

@@ -20,11 +20,13 @@ import torch
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.portable_state import writable_extra_states
+from mcore_ckpt_ext.job.releases import TORCH_LOADS_PLUGINS
 from mcore_ckpt_ext.storage.pickle_allowlist import first_unwritable, has_unsafe_pickle
 from mcore_ckpt_ext.storage.pickle_stubs import placeholder_class
 from mcore_ckpt_ext.storage.pickling import dumps
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.targets import TARGETS
+from mcore_ckpt_ext.versions import parse_version
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import without_digests
 
@@ -176,7 +178,9 @@ def test_a_name_with_a_line_break_never_becomes_another(tmp_path: Path) -> None:
 
 def test_what_torch_loads_of_a_written_pickle(tmp_path: Path) -> None:
     """Everything that the writer writes, torch's own safe reader knows but for Megatron's index and numpy's arrays."""
-    tree = {"state": [1, 2.5, "text", b"bytes", True, None], "dtype": torch.bfloat16, "size": torch.Size([2])}
+    tree = {"state": [1, 2.5, "text", True, None], "dtype": torch.bfloat16, "size": torch.Size([2])}
+    if TORCH_LOADS_PLUGINS.is_of(parse_version(torch.__version__) or (0, 0)):  # 2.5 reads its own bytes safely, too
+        tree["bytes"] = b"bytes"
     data, _ = dumps(tree)
     with zipfile.ZipFile(tmp_path / "state.pt", "w") as archive:
         archive.writestr("archive/data.pkl", data)

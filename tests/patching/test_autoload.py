@@ -1,6 +1,8 @@
 import json
 import sys
 
+from tests.harness.torch_release import with_plugins
+
 TELL = """
 import json, sys
 import torch
@@ -16,6 +18,7 @@ def _states(finished):
     return [json.loads(line) for line in finished.stdout.splitlines()]
 
 
+@with_plugins
 def test_import_torch_installs_the_hooks_until_they_are_uninstalled(python):
     finished = python(TELL + STATES + "mcore_ckpt_ext.uninstall()\n" + STATES)
     assert _states(finished) == [["waiting for import"], ["not patched"]]
@@ -32,6 +35,7 @@ def test_without_torch_s_autoload_they_are_installed_by_hand(python):
     assert _states(finished) == [["not patched"], ["waiting for import"]]
 
 
+@with_plugins
 def test_a_broken_hook_does_not_break_import_torch(python):
     for module in ("patching.registry", "megatron.patch_points"):
         finished = python(
@@ -43,6 +47,7 @@ def test_a_broken_hook_does_not_break_import_torch(python):
         assert "hooks are not installed: ModuleNotFoundError" in finished.stderr
 
 
+@with_plugins
 def test_even_an_exit_in_a_hook_does_not_end_the_program(python):
     finished = python(
         "import mcore_ckpt_ext.patching.registry as r\n"
@@ -75,6 +80,7 @@ def test_what_the_autoload_imports(python):
     assert not loaded & {"torch", "numpy", "megatron", "colossalai"}
 
 
+@with_plugins
 def test_spawned_workers_have_the_hooks_too(python, tmp_path):
     script = tmp_path / "job.py"
     script.write_text(

@@ -17,7 +17,9 @@ from zipfile import ZipFile
 import pytest
 
 from tests.harness.checkpoints import fixture_named
+from tests.harness.torch_release import with_plugins
 
+pytestmark = with_plugins
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = ("mcore_ckpt_ext", "mcore_ckpt_ext_autoload.py", "pyproject.toml", "setup.py", "LICENSE", "README.md")
 NOBODY = 65534

@@ -272,14 +272,14 @@ def test_a_row_that_is_refused_leaves_nothing_behind() -> None:
 def with_object(folder: Path) -> tuple[bytes, Path]:
     """A checkpoint of one array and one object, as torch writes it."""
     state = {"buffer": torch.arange(6.0), "common": {"iteration": 7}}
-    torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+    torch.distributed.checkpoint.save(state, checkpoint_id=folder)
     return (folder / ".metadata").read_bytes(), folder
 
 
 def objects_of(folder: Path) -> Any:
     state: dict[str, Any] = {"common.iteration": BytesIO()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
+    torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(folder), planner=planner)
     return state["common.iteration"]
 
 
@@ -324,7 +324,7 @@ def test_torch_gets_all_else_as_it_is_stored(tmp_path: Path) -> None:
     with index_shared(SharedIndex(folder, data).without_plans()):
         with objects_only():
             assert objects_of(folder) == 7
-        torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+        torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(folder))
     assert state["buffer"].tolist() == [0, 1, 2, 3, 4, 5]
 
 

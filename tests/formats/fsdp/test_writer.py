@@ -51,7 +51,7 @@ def by_torch(folder: Path, keys: list[str]) -> dict[str, Any]:
         key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) if hasattr(entries[key], "size") else 0
         for key in keys
     }
-    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    dcp.load(found, checkpoint_id=folder)
     return found
 
 

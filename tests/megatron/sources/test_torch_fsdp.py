@@ -45,8 +45,8 @@ def test_the_same_as_from_what_convert_writes(name: str, tmp_path: Path) -> None
         for _ in range(2)
     ]
     reader, filler = drafted(run)
-    dcp.load(asked[0], checkpoint_id=tmp_path / "out" / "iter_0000004", no_dist=True)
-    dcp.load(asked[1], storage_reader=reader, no_dist=True)
+    dcp.load(asked[0], checkpoint_id=tmp_path / "out" / "iter_0000004")
+    dcp.load(asked[1], storage_reader=reader)
     tensors = {key for key, value in asked[0].items() if isinstance(value, torch.Tensor)}
     assert all(torch.equal(asked[0][key], asked[1][key]) for key in tensors)
     assert all(asked[0][key] == asked[1][key] for key in asked[0].keys() - tensors)
@@ -62,7 +62,7 @@ def test_a_master_that_is_not_that_of_its_weight(tmp_path: Path) -> None:
     flip(path, position)
     reader, _ = drafted(copied.run)
     with pytest.raises(dcp.api.CheckpointException) as refusal:
-        dcp.load({f"model.module.{name}": torch.empty(32)}, storage_reader=reader, no_dist=True)
+        dcp.load({f"model.module.{name}": torch.empty(32)}, storage_reader=reader)
     assert isinstance(refusal.value.failures[0][0], ProofError)
 
 
