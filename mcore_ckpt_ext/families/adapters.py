@@ -2,8 +2,7 @@
 
 The adapter of a fused Megatron linear layer serves all Hugging Face linear layers in it: their `lora_B` are rows of its
 `lora_B`, split like the weight, and they share its `lora_A`. Sources: peft/lora.py, dora_layers.py, canonical_lora.py
-and
-utils.py (`ParallelLinearAdapter`) of megatron-bridge 0.3.1; peft 0.21.2 (utils/save_and_load.py) for names in PEFT.
+and utils.py (`ParallelLinearAdapter`) of megatron-bridge 0.3.1; peft 0.21.2 (utils/save_and_load.py) for names in PEFT.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.targets import Target
 from mcore_ckpt_ext.writing import BLOCK_BYTES
 
-# A block is in memory once as it is written, once more while it is verified, and its weights with it.
+# A block is in memory as it is written, and once more while it is verified, together with its weights.
 _BLOCKS_AT_ONCE = 4
 # The block is still in the cache when it is verified, digested and written; a smaller one would cost more planning.
 _CACHED_BYTES = 8 << 20
@@ -131,7 +131,6 @@ def convert(
         UsageError: an option is invalid for this source.
         CheckpointError: the source cannot be read, verified or represented, or the destination cannot be written.
             Nothing is published then.
-            published then.
 
     Example:
         >>> report = convert("run", "out", TorchDist(megatron_version="0.16.1"))

@@ -36,7 +36,7 @@ _AHEAD = 2
 def wanted_bytes(plan: Plan, transfer: Transfer) -> Spans:
     """Return the byte ranges that a plan reads from plain arrays.
 
-    A range includes the gaps between rows: of a matrix that is split by columns, every rank gets everything.
+    A range includes the gaps between rows, so if a matrix is split by columns, every rank gets the whole matrix.
 
     Raises:
         CheckpointError: a record contradicts the index.
