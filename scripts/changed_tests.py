@@ -1,7 +1,7 @@
-"""The tests that a change concerns, found from the imports: for `run_tests.py --changed`.
+"""Finds the tests nearest to a change by imports, for `run_tests.py --changed`.
 
-A change of a module concerns the tests that import it. Where none does, it concerns those of the modules that import
-it, and so on: the nearest tests, not all that could notice. Tests of jobs (`tests/jobs`) are not found so.
+The nearest tests of a module are those that import it. If there are none, they are the nearest tests of the modules
+that import it, and so on. Not all tests that could fail are found, and none in `tests/jobs`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def changed_files(repository: Path) -> list[str]:
 
 
 def imported_modules(source: str) -> Iterator[str]:
-    """Yield the modules that a source imports; of `from a import b` both `a` and `a.b`, which may be a module.
+    """Yield the modules that a source imports; for `from a import b` both `a` and `a.b`, which may be a module.
 
-    What it imports by name counts as well: a string `mcore_ckpt_ext.a.b` (or `mcore_ckpt_ext.a.b:function`), and the
-    beginning of a formatted one, `mcore_ckpt_ext.a.`, which stands for all modules of that package.
+    Imports by name count as well: a string `mcore_ckpt_ext.a.b` (or `mcore_ckpt_ext.a.b:function`), and the beginning
+    `mcore_ckpt_ext.a.` of a formatted string, which stands for all modules of that package.
 
     Raises:
-        ValueError: it has a relative import, which this repository does not use.
+        ValueError: the source has a relative import, which this repository does not use.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -71,7 +71,7 @@ def importers(repository: Path) -> dict[str, set[str]]:
 
 
 def nearest_tests(changed: Iterable[str], importing: Mapping[str, Set[str]]) -> list[str]:
-    """Return the test files that a change of these files concerns.
+    """Return the test files nearest to some changed files.
 
     Args:
         changed: paths of files, relative to the repository.
@@ -83,15 +83,15 @@ def nearest_tests(changed: Iterable[str], importing: Mapping[str, Set[str]]) -> 
 def rings_of_tests(
     changed: Sequence[str], importing: Mapping[str, Set[str]], without: tuple[str, ...] = NEEDS_A_JOB
 ) -> Iterator[list[str]]:
-    """Yield the test files that a change of these files concerns, the nearest first.
+    """Yield the test files for some changed files, the nearest first.
 
-    The first are the changed tests, or those that import a changed file, directly or by the fewest modules between;
-    those that follow have one module more between, each. A ring may be empty: all its tests are left out.
+    The first ring has the changed tests, or the tests that import a changed file through the fewest other modules. Each
+    following ring has one more module in between. A ring is empty if all of its tests are left out.
 
     Args:
         changed: paths of files, relative to the repository.
         importing: the files that import each module, as `importers` returns them.
-        without: folders whose tests are left out, unless they are what has changed.
+        without: folders whose tests are left out, unless they have changed themselves.
     """
     around = {path for path in changed if path.endswith(".py")}
     seen = set(around)

@@ -1,9 +1,9 @@
-"""Generate the table of the models that each family was checked with, and since which release Megatron builds it.
+"""Generate the table of models with which each family was checked, and the first Megatron release for it.
 
     python scripts/checked_models.py
 
-Of a family, the oldest release that has the arguments of one of its models, by `since` of the arguments' table. The
-models are those of tests/huggingface: `published`, and `own_code`.
+The first release is the oldest one with the arguments of a model of the family, by `since` in the table of arguments.
+The models are those of tests/huggingface: `published` and `own_code`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _MODELS = Path(__file__).parents[1] / "tests" / "huggingface"
 _BY_TYPE = "ipex"
 _OF_OWN_CODE = re.compile(r"^\| `([\w-]+)` \|.* of \S+/(\S+) \|$", re.MULTILINE)
 _RENAMED = {"layernorm_epsilon", "layernorm_zero_centered_gamma", "hybrid_layer_pattern"}
-"""Older releases have them under another name."""
+"""Arguments that have another name in older releases."""
 _NOT_NEEDED = {"rope_type": "yarn"}
-"""A value that older releases have without the argument."""
+"""Values that older releases have without the argument."""
 _YARN = Version(0, 19)
-"""`--position-embedding-type yarn` (megatron/training/arguments.py)."""
+"""The first release with `--position-embedding-type yarn` (megatron/training/arguments.py)."""
 
 
 def table() -> dict[str, dict[str, Any]]:
-    """By model type: the release, and the models."""
+    """Return the release and the models by model type."""
     since: dict[str, list[Version]] = defaultdict(list)
     models: dict[str, list[str]] = defaultdict(list)
     for name, config in [*_published(), *_tiny()]:
@@ -53,7 +53,7 @@ def table() -> dict[str, dict[str, Any]]:
         if name:
             models[family.model_type].append(name)
     for family in FAMILIES:
-        if not since[family.model_type]:  # the same model under another type
+        if not since[family.model_type]:  # the same model with another type
             since[family.model_type] = since[type(family).__mro__[1].model_type]
     return {
         kind: {"since": str(min(since[kind])), "models": [*dict.fromkeys(models[kind])]}
@@ -62,7 +62,7 @@ def table() -> dict[str, dict[str, Any]]:
 
 
 def _published() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and configurations; one that repositories vendor for its type alone has no name."""
+    """Yield names and configurations; one that is only there for its type has no name."""
     for file in sorted((_MODELS / "published").glob("*.json")):
         origin, _, name = file.stem.rpartition("--")
         yield "" if origin == _BY_TYPE else name, json.loads(file.read_text())
@@ -71,14 +71,14 @@ def _published() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _tiny() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The models of the tests, which are no published ones."""
+    """Yield the models of the tests, which are not published ones."""
     from tests.harness.huggingface import CONFIGS
 
     return (("", make().to_dict()) for make in CONFIGS.values())
 
 
 def _release(arguments: ModelArguments) -> Version:
-    """The oldest release that has the arguments of a model."""
+    """Return the oldest release with the arguments of a model."""
     needed = [OLDEST]
     for name, value in arguments.as_dict().items():
         row = ROWS.get(name)

@@ -1,14 +1,14 @@
-"""Generate the table of what the model classes of transformers declare and read of `config.json`.
+"""Generate the table of `config.json` keys that model classes of transformers declare and read.
 
-Run it once for each release of transformers, with that release on the path: the release's column is made anew, the
-others stay.
+Run it once for each release of transformers, with that release on the path. It replaces the column of the release and
+keeps the others.
 
     python scripts/config_reads.py
     PYTHONPATH=/folder/with/transformers-4.57.1 python scripts/config_reads.py
 
-What counts as read: every attribute of a recording configuration that is looked up while a tiny model of the class is
-built and run, every key that its constructor takes out of its keyword arguments, and, because no run takes all
-branches, every `config.NAME` and `getattr(config, "NAME")` in the modeling file.
+A key counts as read if a tiny model of the class looks up this attribute of a recording configuration while it is built
+and run, if the constructor takes it from its keyword arguments, or, because no run takes all branches, if the modeling
+file contains `config.NAME` or `getattr(config, "NAME")`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from scripts.scaled_configs import VOCABULARY, scaled
 
 _BASE = "PretrainedConfig"
 _TOKENS = torch.arange(24).view(1, 24) % VOCABULARY
-# Sizes that a class needs and has no default for.
+# Sizes that a class requires without a default.
 _NEEDED = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_key_value_heads": 1}
 
-# How the frequencies of a scaled head are divided among the axes of images, where the class does not scale it.
+# Frequencies of a scaled head for each axis of images, for classes that do not scale them.
 _AXES = {
     "Qwen2VLTextConfig": [3, 3, 2], "Qwen2_5_VLTextConfig": [3, 3, 2], "Qwen3VLTextConfig": [3, 3, 2],
     "Qwen3VLMoeTextConfig": [3, 3, 2],
@@ -48,7 +48,7 @@ _AXES = {
 
 
 class _RecordedArguments(dict[str, Any]):
-    """Keyword arguments that note which of them are asked for."""
+    """Keyword arguments that record which of them are looked up."""
 
     def __init__(self, given: dict[str, Any], seen: set[str]) -> None:
         super().__init__(given)
@@ -76,7 +76,7 @@ class _RecordedArguments(dict[str, Any]):
 
 
 def _recording(function: Callable[..., Any], seen: set[str]) -> Callable[..., Any] | None:
-    """The function with its `**kwargs` recorded; None where it has none, or no source."""
+    """Return a function with its `**kwargs` recorded; None if it has no `**kwargs` or no source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
@@ -102,7 +102,7 @@ def _recording(function: Callable[..., Any], seen: set[str]) -> Callable[..., An
 
 @contextlib.contextmanager
 def _recorded(config_class: type) -> Iterator[set[str]]:
-    """Note every attribute that is looked up on configurations of a class, and every keyword argument it takes."""
+    """Record every attribute that is looked up on configurations of a class, and every keyword argument it takes."""
     seen: set[str] = set()
     replaced: list[tuple[type, str, Any]] = []
     for owner in config_class.__mro__:
@@ -130,7 +130,7 @@ def _recorded(config_class: type) -> Iterator[set[str]]:
 
 
 def _declared(config_class: type) -> dict[str, Any]:
-    """The parameters of the constructor with their defaults, of all classes up to the base."""
+    """Return the constructor's parameters with their defaults, of all classes up to the base."""
     found: dict[str, Any] = {}
     for owner in reversed(config_class.__mro__):
         if owner.__module__.startswith("transformers.") and "__init__" in vars(owner):
@@ -141,7 +141,7 @@ def _declared(config_class: type) -> dict[str, Any]:
 
 
 def _in_text(module: Any) -> set[str]:
-    """What a modeling file reads of a configuration in any branch."""
+    """Return the keys that a modeling file reads in any branch."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
         if isinstance(node, ast.Attribute) and _is_config(node.value):
@@ -159,7 +159,7 @@ def _is_config(node: ast.expr) -> bool:
 
 
 def _run(config_class: type) -> set[str]:
-    """All that is read while a tiny model is built and run, with each kind of attention."""
+    """Return all keys that are read while a tiny model is built and run, with each kind of attention."""
     plain = config_class().to_dict()
     plain = {key: value for key, value in plain.items() if not key.startswith("_") and value is not None}
     stated = {key: value for key, value in scaled(plain).items() if value != plain[key]}
@@ -178,7 +178,7 @@ def _run(config_class: type) -> set[str]:
 
 
 def _built_by(config_class: type) -> Any:
-    """What builds a model of a configuration; of the text of a model that also sees images, there is no head."""
+    """Return the class for a configuration; a language model of a vision-language model has no head."""
     return AutoModelForCausalLM if config_class in AutoModelForCausalLM._model_mapping else AutoModel
 
 
@@ -194,7 +194,7 @@ def _text_class(model_type: str) -> type | None:
 
 
 def _plain(value: Any) -> Any:
-    """A default as JSON has it; a text that no configuration has for what JSON does not have."""
+    """Return a default as a JSON value, or as a text that no configuration has if JSON cannot express it."""
     try:
         json.dumps(value)
     except TypeError:
@@ -203,7 +203,7 @@ def _plain(value: Any) -> Any:
 
 
 def table() -> dict[str, Any]:
-    """What the installed release's classes declare, with defaults, and read."""
+    """Return the keys that classes of the installed release declare, with defaults, and read."""
     base = transformers.PretrainedConfig
     of_base = {name: _plain(value) for name, value in _declared(base).items()}
     names = sorted(name for name in dir(base()) if not name.startswith("__"))

@@ -1,9 +1,9 @@
-"""The demonstration: genuine Megatron-LM resumes its checkpoint under other layouts, on CPU ranks.
+"""Demonstrates how genuine Megatron-LM resumes its checkpoint under other layouts, on CPU ranks.
 
     python3 scripts/demo.py [FOLDER] [--megatron CHECKOUT]
 
-Makes its own environment in `.venv` (about two minutes and 5 GB on a fresh machine); results go to FOLDER (`demo`).
-With --megatron, the `pretrain_gpt.py` of your checkout runs, instead of the release on PyPI.
+It creates an environment in `.venv` (about two minutes and 5 GB on a new machine), and writes results to FOLDER
+(default: `demo`). With --megatron, it runs the `pretrain_gpt.py` of your checkout instead of the release on PyPI.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from environment import REPOSITORY, SetupError, prepared
 from how_far import installing
 
-# Of a checkout: what is run, and what says that it is Megatron-LM.
+# Files of a checkout: the script, and a file by which Megatron-LM is recognized.
 _NEEDED = ("pretrain_gpt.py", "megatron/core/package_info.py")
 
 
 def main() -> int:
-    """Install, then hand over to the environment's own Python."""
+    """Install, then continue with the environment's own Python."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("demo"), help="for the results (default: demo)")
     parser.add_argument("--megatron", type=Path, metavar="CHECKOUT", help="a checkout of Megatron-LM, 0.16 or later")

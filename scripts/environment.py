@@ -1,4 +1,4 @@
-"""A virtual environment with this package and the real frameworks, on a machine that has nothing but Python.
+"""Creates a virtual environment with this package and the real frameworks on a machine with only Python.
 
 Used by the demonstration and by the test command; standard library only.
 """
@@ -13,53 +13,53 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-# ColossalAI's last release pins torch and uvicorn to versions it does not need; what it really imports stands apart.
+# ColossalAI's last release pins torch and uvicorn to versions that it does not need; its real imports are listed
+# separately.
 COLOSSALAI = ("colossalai==0.5.0", "galore_torch==1.0")
 COLOSSALAI_NEEDS = (
     "accelerate==1.15.0", "bitsandbytes==0.50.2", "click", "contexttimer==0.3.3", "einops", "numpy", "packaging",
     "peft==0.13.2", "psutil", "pydantic", "rich", "safetensors", "tqdm", "transformers==4.51.3",
 )  # fmt: skip
-# megatron-core 0.17 and later declare Python 3.12; their wheels hold a helper compiled for it.
+# megatron-core 0.17 and later require Python 3.12; their wheels contain a helper compiled for it.
 PYTHON = (3, 12)
 
 
 class SetupError(RuntimeError):
-    """The environment cannot be made; the message says what was looked for."""
+    """The environment cannot be created; the message has the reason."""
 
 
 def prepared(
     folder: Path, extras: str, log: Path, *, pins: Sequence[str] = (), version: tuple[int, ...] = PYTHON
 ) -> Path:
-    """The interpreter of a virtual environment in `folder` that holds this package with some of its extras.
+    """Prepare a virtual environment in `folder` with this package and some extras, and return its interpreter.
 
-    An environment made earlier is used again; pip then finds everything in place. Programs that are started hereafter
-    keep what they compile, whatever the user's own environment says.
+    An existing environment is reused. Programs that are started afterwards write bytecode, regardless of the user's
+    environment.
 
     Args:
-        folder: where the environment is, or will be.
+        folder: folder of the environment.
         extras: `demo` or `demo,test,docs`, as in pyproject.toml.
-        log: pip's output.
+        log: file for pip's output.
         pins: releases of other packages, like `torch==2.9.1`.
-        version: of Python, major and minor.
+        version: version of Python, major and minor.
 
     Raises:
-        SetupError: no fitting interpreter, or the installation failed.
+        SetupError: there is no suitable interpreter, or the installation failed.
     """
-    # What is installed is compiled once, when it is first imported, by whichever program.
+    # Installed modules are compiled when they are first imported.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     python = folder / "bin" / "python"
     if not python.exists():
-        # Python 3.12's own pip takes three times as long to see which releases fit.
+        # Python 3.12's own pip takes three times as long to resolve releases.
         subprocess.run([find_python(version), "-m", "venv", "--upgrade-deps", str(folder)], check=True)
     _pip_install(python, log, "-e", f"{REPOSITORY}[{extras}]", *pins)
     return python
 
 
 def prepared_beside(base: Path, folder: Path, log: Path) -> Path:
-    """The interpreter of a second environment, with ColossalAI and the transformers it wants, before those of the
-    first.
+    """Prepare a second environment with ColossalAI and its transformers, and return its interpreter.
 
-    Whatever it does not have itself, torch above all, comes from the first.
+    All other packages, such as torch, come from the first environment.
 
     Args:
         base: the interpreter of the first environment, as `prepared` gives it.
@@ -77,7 +77,7 @@ def prepared_beside(base: Path, folder: Path, log: Path) -> Path:
 
 
 def prepared_with_megatron(base: Path, folder: Path, release: str, log: Path) -> Path:
-    """The interpreter of an environment with another release of Megatron Core than the first one's, and all else of it.
+    """Prepare an environment with another release of Megatron Core, and return its interpreter.
 
     Args:
         base: the interpreter of the first environment, as `prepared` gives it.
@@ -89,7 +89,7 @@ def prepared_with_megatron(base: Path, folder: Path, release: str, log: Path) ->
         SetupError: the installation failed.
     """
     python = _environment_of(base, folder)
-    # `megatron` is a namespace package: what only the other release has would be found as well, were the folder whole.
+    # `megatron` is a namespace package: modules of the other release would be found as well if its folder were visible.
     links = folder / "beside" / "site-packages"
     shutil.rmtree(links, ignore_errors=True)
     links.mkdir(parents=True)
@@ -102,7 +102,7 @@ def prepared_with_megatron(base: Path, folder: Path, release: str, log: Path) ->
 
 
 def _environment_of(base: Path, folder: Path) -> Path:
-    """The interpreter of an environment of the same Python as another's, made if it is not there."""
+    """Create an environment with the same Python as another one if needed, and return its interpreter."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([str(base), "-m", "venv", "--upgrade-deps", str(folder)], check=True)
@@ -110,13 +110,13 @@ def _environment_of(base: Path, folder: Path) -> Path:
 
 
 def _add_packages(python: Path, folder: Path) -> None:
-    """An environment finds the packages of a folder after its own."""
-    # As a site folder, not as a mere path: an editable installation is found by a file in it.
+    """Make an environment find the packages of a folder after its own."""
+    # As a site folder instead of a path, because an editable installation is found by a file in it.
     (_packages_folder(python) / "beside.pth").write_text(f"import site; site.addsitedir({str(folder)!r})\n")
 
 
 def _pip_install(python: Path, log: Path, *what: str) -> None:
-    # Most of what is installed is never imported, and need not be compiled.
+    # Most installed modules are never imported and need not be compiled.
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile", *what]
     with log.open("w") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
@@ -132,10 +132,10 @@ def _packages_folder(python: Path) -> Path:
 
 
 def find_python(wanted: tuple[int, ...] = PYTHON) -> str:
-    """An interpreter of a version, major and minor; by default the one that Megatron's release needs.
+    """Return an interpreter of a version (major and minor); by default that of Megatron's release.
 
     Raises:
-        SetupError: there is none.
+        SetupError: there is no such interpreter.
     """
     looked_at = []
     for candidate in _candidates(".".join(map(str, wanted))):

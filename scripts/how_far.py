@@ -1,4 +1,4 @@
-"""How far a long step is: one line that is rewritten on a terminal, and nothing elsewhere; standard library only."""
+"""Shows the progress of a long step in one line of a terminal, with the standard library only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAIL_BYTES = 4096
 
 
 class MovingLine:
-    """Shows a text, again and again, with the seconds since it began."""
+    """Shows a text repeatedly, with the elapsed seconds."""
 
     def __init__(self, text: Callable[[], str]) -> None:
         self._text = text
@@ -28,7 +28,7 @@ class MovingLine:
         self._thread = threading.Thread(target=self._run, daemon=True) if sys.stdout.isatty() else None
 
     def __enter__(self) -> MovingLine:
-        """Begin to show it."""
+        """Start showing the line."""
         if self._thread is not None:
             self._thread.start()
         return self
@@ -36,14 +36,14 @@ class MovingLine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take it away."""
+        """Remove the line."""
         if self._thread is not None:
             self._done.set()
             self._thread.join()
             self.clear()
 
     def clear(self) -> None:
-        """Make room for a line that stays."""
+        """Clear the line, so that a permanent line can be written."""
         if self._thread is not None:
             sys.stdout.write("\r" + " " * _WIDTH + "\r")
             sys.stdout.flush()
@@ -56,24 +56,24 @@ class MovingLine:
 
 
 class Iterations:
-    """A stream that is given a job's output, and knows from it how far the training is."""
+    """A stream for a job's output, which recognizes the progress of the training."""
 
     def __init__(self) -> None:
         self.text = "starting the ranks"
 
     def write(self, line: str) -> int:
-        """Take note of a line."""
+        """Look for an iteration in a line of output."""
         if match := _ITERATION.search(line):
             self.text = f"iteration {match[1]} of {match[2]}"
         return len(line)
 
     def flush(self) -> None:
-        """There is nothing to flush."""
+        """Do nothing: there is nothing to flush."""
 
 
 @contextmanager
 def installing(log: Path) -> Iterator[None]:
-    """While pip runs and writes this log, show what it is at."""
+    """Show the progress of pip while it writes this log."""
     with MovingLine(lambda: _last_of_pip(log)):
         yield
 

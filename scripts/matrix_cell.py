@@ -1,4 +1,4 @@
-"""A cell of the test matrix: another release of Megatron, Python or torch than those of the test command."""
+"""A cell of the test matrix: tests with another release of Megatron, Python or torch."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 
 from environment import PYTHON, REPOSITORY, prepared, prepared_with_megatron
 
-# Since 0.17 the wheels of PyPI have Megatron's own training loop, `megatron.training`; older ones have its core alone.
+# Since 0.17 PyPI's wheels contain Megatron's own training loop, `megatron.training`; older ones only contain its core.
 FIRST_WITH_LOOP = (0, 17)
-# Of the oldest Python, the oldest torch that is supported; of each other one, a torch that its users have.
+# For the oldest Python, the oldest supported torch; for each other one, a torch that its users have.
 TORCH_OF_PYTHON = {(3, 10): "2.4.1", (3, 11): "2.9.1", (3, 12): "2.13.0", (3, 13): "2.15.0"}
 MEGATRON = "0.19.2"
-# What a release of Megatron with a loop may change: the hooks, saving, resuming.
+# Tests for releases of Megatron with a loop: hooks, saving, resuming.
 LOOP_TESTS = (
     "tests/megatron", "tests/patching", "tests/jobs/test_first_step.py", "tests/jobs/test_flags.py",
     "tests/jobs/test_formats.py", "tests/jobs/test_legacy.py", "tests/jobs/test_resume.py", "tests/jobs/test_saving.py",
     "tests/jobs/test_sidecar.py", "tests/jobs/test_stock.py", "tests/jobs/test_stock_resumes.py",
     "tests/jobs/test_whole.py",
 )  # fmt: skip
-# The genuine DistributedOptimizer of the releases that TEST_RELEASES names.
+# Tests with the genuine DistributedOptimizer of the releases in TEST_RELEASES.
 CORE_TESTS = ("tests/jobs/versions",)
-# What a release of Python or torch may change: everything that runs without Megatron.
+# Tests for releases of Python or torch: all tests that run without Megatron.
 PACKAGE_TESTS = (
     "tests/cli", "tests/formats", "tests/job", "tests/layout", "tests/model_space", "tests/operations",
     "tests/optimizers", "tests/patching", "tests/planning", "tests/storage",
@@ -32,12 +32,12 @@ PACKAGE_TESTS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """What the command line names; None stands for the test command's own.
+    """Releases from the command line; None is the test command's default.
 
     Attributes:
-        megatron: a release of megatron-core.
-        python: major and minor version.
-        torch: a release.
+        megatron: release of megatron-core.
+        python: major and minor version of Python.
+        torch: release of torch.
     """
 
     megatron: str | None = None
@@ -46,26 +46,26 @@ class Cell:
 
     @property
     def has_loop(self) -> bool:
-        """Whether Megatron's own training loop is in the release's wheel."""
+        """True if the release's wheel contains Megatron's own training loop."""
         return self.megatron is not None and _numbers(self.megatron)[:2] >= FIRST_WITH_LOOP
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """What is run, unless the command line names tests."""
+        """The tests to run, unless the command line names some."""
         if self.megatron is None:
             return PACKAGE_TESTS
         return LOOP_TESTS if self.has_loop else CORE_TESTS
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of the environment of the tests."""
+        """Environment variables of the tests."""
         return {} if self.megatron is None else {"TEST_RELEASES": self.megatron}
 
     def prepared(self, log: Path) -> Path:
-        """The interpreter of an environment for the cell.
+        """Prepare an environment for the cell, and return its interpreter.
 
         Raises:
-            SetupError: no fitting interpreter, or the installation failed.
+            SetupError: there is no suitable interpreter, or the installation failed.
         """
         if self.python is None and self.torch is None:
             base = prepared(REPOSITORY / ".venv", "demo,test,docs", log)
@@ -82,7 +82,7 @@ class Cell:
 
 
 def parse_cell(words: Sequence[str]) -> tuple[Cell, list[str]]:
-    """The cell that a command line names, and the other words."""
+    """Return the cell of a command line, and its other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--megatron")
     parser.add_argument("--python", type=_numbers)

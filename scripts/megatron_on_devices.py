@@ -1,6 +1,6 @@
 """Runs a training script of the installed Megatron-LM on the GPUs of this machine, one rank on each.
 
-Nothing is replaced: devices, NCCL, Transformer Engine and torch are those that are there. `megatron_on_cpu.launch` runs
+Nothing is replaced: it uses the installed devices, NCCL, Transformer Engine and torch. `megatron_on_cpu.launch` runs
 the same scripts on CPU ranks.
 """
 
@@ -19,7 +19,7 @@ from megatron_on_cpu.launch import RunResult
 from mcore_ckpt_ext.selftest.launcher import all_on_this_node, log_of, start
 
 _SCRIPTS = Path(__file__).parent
-# The variables come first: torch loads this package, and Megatron reads some of them, when they are imported.
+# Variables are set first: on import, torch loads this package, and Megatron reads some variables.
 _RANK = """
 import json, os, sys
 from pathlib import Path
@@ -46,16 +46,16 @@ def run(
     plugin_files: Sequence[Path | str] = (),
     log_file: Path | str | None = None,
 ) -> RunResult:
-    """Run a script on as many ranks, and wait for them; afterwards none of their processes is left.
+    """Run a script on several ranks, and wait for them; afterwards none of their processes remains.
 
     Args:
-        world_size: number of ranks, each of which has a GPU of its own.
+        world_size: number of ranks, each with its own GPU.
         script: the training script, run as `__main__` in every rank.
-        arguments: its command line.
+        arguments: command line of the script.
         timeout: seconds after which everything is killed.
         environment: additional environment variables.
         plugin_files: Python files that every rank executes before the script.
-        log_file: receives all the output.
+        log_file: receives all output.
     """
     own = dict(environment or {})
     paths = (own.get("PYTHONPATH"), str(_SCRIPTS), str(_SCRIPTS.parent), os.environ.get("PYTHONPATH"))

@@ -1,11 +1,11 @@
-"""Whether the tests fail when the code is wrong: a mutation run over functions chosen at random.
+"""Checks that tests fail when the code is wrong, by mutations of randomly chosen functions.
 
     python scripts/mutation_run.py [--functions 100] [--seed N] [--processes 2] [--only PATTERN]
 
 Each chosen function is changed in one place (a comparison turned round, a condition negated, a number shifted, a result
 replaced by None, ...) in a copy of the repository, and the tests nearest to its module run there, as
 `run_tests.py --changed` would, and ColossalAI's; then, while none fails, those of the modules that import it. A change
-that no test notices is printed with its line: it wants a test, or a reason. Run it with the Python of an environment
+that no test notices is printed with its line: it needs a test, or a reason. Run it with the Python of an environment
 where the tests run (`.venv/bin/python`). Exit status: 0 if at least nine of ten changes were noticed, 1 otherwise.
 """
 
@@ -31,7 +31,7 @@ from queue import Queue
 from changed_tests import PACKAGE, importers, rings_of_tests
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-LIMIT = 600.0  # seconds of one run of tests; a change that makes it longer than this is noticed, too
+LIMIT = 600.0  # seconds of one run of tests; a change that exceeds it counts as noticed
 ENOUGH = 0.9
 _LEFT_OUT = ("tests/jobs/", "tests/slow/")
 _COLOSSALAI = "tests/colossalai/"
@@ -62,11 +62,11 @@ class Mutant:
     """A function with one change.
 
     Attributes:
-        path: of the module, from the repository.
-        function: its name.
-        line: of the change.
-        change: what was changed into what.
-        source: of the whole module, with the change.
+        path: path of the module, relative to the repository.
+        function: name of the function.
+        line: line of the change.
+        change: the former and the new code.
+        source: source of the whole module, with the change.
     """
 
     path: str
@@ -77,7 +77,7 @@ class Mutant:
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Yield the functions and methods of a module that do something: no protocols, abstract methods or overloads."""
+    """Yield the functions and methods of a module, except protocols, abstract methods and overloads."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and any(changes(node)):
             names = {getattr(one, "id", getattr(one, "attr", "")) for one in node.decorator_list}
@@ -86,7 +86,7 @@ def functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 def changes(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """Yield the places of a function that can be changed, each with what takes its place.
+    """Yield the places of a function that can be changed, each with its replacement.
 
     Annotations, docstrings, defaults and the text of messages are left alone: no test should depend on them.
     """
@@ -115,7 +115,7 @@ def changes(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 
 def _reached(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes below one, without those whose change means nothing to a test."""
+    """Yield the nodes below a node, without those whose change does not affect tests."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return  # a docstring
     yield node
@@ -142,7 +142,7 @@ def _nothing(value: ast.AST | None) -> bool:
 
 
 def mutants(repository: Path, count: int, seed: int, pattern: str) -> list[Mutant]:
-    """Choose functions at random, and of each one change."""
+    """Choose functions at random, and one change for each."""
     chosen = random.Random(seed)
     found: list[tuple[str, str, int]] = []
     for path in sorted((repository / PACKAGE).rglob("*.py")):
@@ -177,7 +177,7 @@ def _short(text: str) -> str:
 
 
 def main() -> int:
-    """Run the tests of each change, and print what they did not notice."""
+    """Run the tests for each change, and print unnoticed changes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--functions", type=int, default=100)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
@@ -199,7 +199,7 @@ def main() -> int:
 
 
 def _copied(to: Path) -> Path:
-    """Copy what the repository tracks; the data of the tests is linked."""
+    """Copy the tracked files of the repository; the data of the tests is linked."""
     files = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, check=True, text=True, stdout=subprocess.PIPE).stdout
     for name in files.splitlines():
         if not name.startswith("tests/data/") and (REPOSITORY / name).is_file():
@@ -210,7 +210,7 @@ def _copied(to: Path) -> Path:
 
 
 def _noticed(mutant: Mutant, importing: Mapping[str, Set[str]], copies: Queue[Path]) -> bool:
-    """Return whether a test fails with the change, of the nearest two rings of tests."""
+    """Return whether a test in the nearest two rings fails with the change."""
     where = copies.get()
     begun, ran = time.monotonic(), 0
     try:

@@ -1,7 +1,7 @@
 """Trains, saves, and resumes under other layouts with genuine Megatron-LM; run by `demo.py` in its environment.
 
-Every step is a job of its own on CPU ranks. The optimizers are compared by dumps of the live tensors, which share
-no code with the plugin and never read a checkpoint.
+Every step is a separate job on CPU ranks. Optimizers are compared by dumps of live tensors, which share no code with
+this package and never read a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ SAVED, LAST = 10, 20
 SOURCE = (1, 4)
 TARGETS = ((2, 2), (1, 1), (4, 2))
 RANKS = 8
-# The padded vocabulary is a multiple of this times the tensor-parallel size; equal everywhere, losses are comparable.
+# The padded vocabulary is a multiple of this times the tensor-parallel size; it is equal in all jobs, so losses are
+# comparable.
 PADDED_VOCABULARY = 128
 TIME_LIMIT = 180
-# What of a job's output the demonstration repeats: the plugin's lines, and Megatron's that show an asynchronous save.
+# Lines of a job's output that are repeated: those of this package, and Megatron's about asynchronous saves.
 SHOWN = ("[mcore_ckpt_ext]", "scheduled an async checkpoint save", "successfully saved checkpoint")
 
 
@@ -45,7 +46,7 @@ class Job:
 
 
 class Demonstration:
-    """The steps, in order; each prints what it shows."""
+    """The steps in order; each prints its result."""
 
     def __init__(self, folder: Path, megatron: Path | None = None) -> None:
         self._folder = folder
@@ -54,7 +55,7 @@ class Demonstration:
         self._begun = time.monotonic()
 
     def run(self) -> int:
-        """Run all steps; 0 when every optimizer element was equal."""
+        """Run all steps, and return 0 if all elements of the optimizers are equal."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         source = self._train()
@@ -72,7 +73,7 @@ class Demonstration:
         print(f"      saved at iteration {SAVED} with --use-dist-ckpt --async-save", flush=True)
         flags = ["--use-dist-ckpt", "--async-save"]
         job = self._job("source", SOURCE, "save", save=self._checkpoints, more=flags)
-        # Resume from the middle: the newest checkpoint is the one of the last iteration.
+        # Resume from the middle; the newest checkpoint is that of the last iteration.
         (self._checkpoints / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
         return job
 
@@ -127,7 +128,7 @@ class Demonstration:
         return done
 
     def _table(self, source: Job, resumed: dict[tuple[int, int], Job]) -> int:
-        """Print the table; returns how many optimizer elements differ."""
+        """Print the table, and return the number of different elements of the optimizers."""
         truth = assemble(source.dumps / f"after_save_{SAVED:07d}")
         shown = range(SAVED + 1, SAVED + 4)
         head = "".join(f"{f'loss {iteration}':>12}" for iteration in shown)
@@ -158,7 +159,7 @@ class Demonstration:
 
 
 def compare(truth: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Elements of the optimizer compared and different, bit for bit; a missing tensor is all different."""
+    """Return the numbers of compared and of different elements; a missing tensor counts as different."""
     compared = different = 0
     for key, expected in truth.items():
         if key.startswith("weight."):

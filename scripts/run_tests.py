@@ -1,4 +1,4 @@
-"""The test command: makes its own environment, then runs the linters and all tests in it.
+"""The test command: creates an environment, then runs the linters and all tests in it.
 
     python3 scripts/run_tests.py                        everything
     python3 scripts/run_tests.py --quick                what needs no running job: minutes
@@ -8,8 +8,7 @@
                                                         a cell of the test matrix: what depends on that release
 
 Checkouts of Megatron-LM named by MEGATRON_LM_PATH, and of ColossalAI named by COLOSSALAI_PATH, are tested, too; without
-them those tests say that they were skipped. ColossalAI's tests run in an environment of their own beside the first,
-since it wants an older transformers.
+them those tests are skipped. ColossalAI's tests run in a second environment, because it needs an older transformers.
 """
 
 from __future__ import annotations
@@ -33,21 +32,20 @@ CHECKS = (
     ("ruff format", ["-m", "ruff", "format", "--check", "."]),
     ("mypy", ["-m", "mypy"]),
     ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as lint; lint()"]),
-    # -P: as the program `mkdocs`, without the current folder on the path.
+    # -P: without the current folder on the path, like the program `mkdocs`.
     ("documentation", ["-P", "-m", "mkdocs", "build", "--strict", "--quiet"]),
 )
 JOBS, COLOSSALAI, PEERS = "tests/jobs", "tests/colossalai", "tests/peers/test_run.py"
-# Tests wait for disks, and for the slowest rank of a job: one process more than there are cores keeps these busy, and
-# whichever is free takes the next file; the last are short. More than four would each start a Megatron of their own for
-# few files.
+# Tests wait for disks and for the slowest rank of a job, so there is one process more than cores. A free process takes
+# the next file, and the last files are short. More than four processes would each import Megatron for few files.
 PROCESSES = min(len(os.sched_getaffinity(0)) + 1, 4)
 IN_TURN = ("-n", str(PROCESSES), "--dist", "loadfile", "--no-loadscope-reorder")
-# Without jobs, tests of a file share little: whichever process is free takes some of what the other still has.
+# Without jobs, tests of a file share little, so a free process takes tests from the other.
 BALANCED = ("-n", str(PROCESSES), "--dist", "worksteal")
 
 
 def main() -> int:
-    """Run what was asked for; the exit status is that of the first check that failed, else pytest's."""
+    """Run the requested checks; return the exit status of the first failed check, otherwise pytest's."""
     cell, arguments = parse_cell(sys.argv[1:])
     if cell != Cell():
         return _cell(cell, arguments)
@@ -58,10 +56,10 @@ def main() -> int:
             return 0
     quick = arguments == ["--quick"]
     print("installing the test environments (.venv*): about three minutes and 6 GB on a fresh machine", flush=True)
-    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # of the theme, about a release of MkDocs that is not used here
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # a warning of the theme about a release of MkDocs that is not used here
     started = time.monotonic()
     log = REPOSITORY / ".venv-install.log"
-    with ThreadPoolExecutor(1) as executor:  # for what concerns ColossalAI, beside all else
+    with ThreadPoolExecutor(1) as executor:  # for ColossalAI's environment, in parallel
         try:
             python = prepared(REPOSITORY / ".venv", "demo,test,docs", log)
             other = None if quick else executor.submit(prepared_beside, python, REPOSITORY / ".venv-colossalai", log)
@@ -79,7 +77,7 @@ def main() -> int:
             if arguments:
                 named = beside if any(COLOSSALAI in argument for argument in arguments) else python
                 return _pytest(named, arguments).returncode
-            # The main environment leaves ColossalAI's tests out by itself.
+            # The main environment skips ColossalAI's tests by itself.
             of_colossalai = executor.submit(_pytest, beside, [COLOSSALAI], stdout=subprocess.PIPE)
             statuses = [_pytest(python, IN_TURN).returncode, of_colossalai.result().returncode]
             print(of_colossalai.result().stdout, end="", flush=True)
@@ -100,14 +98,14 @@ def _cell(cell: Cell, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _shared_checkpoints() -> Iterator[None]:
-    """All processes share what they unpack of tests/data (tests/harness/checkpoints.py)."""
+    """Share unpacked checkpoints of tests/data between all processes (tests/harness/checkpoints.py)."""
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as unpacked:
         os.environ["TEST_DATA_UNPACKED"] = unpacked
         yield
 
 
 def _checks(python: Path) -> int:
-    """Run the linters beside each other, and tell them in turn; the exit status of the first that failed."""
+    """Run the linters in parallel, print their output in order, and return the first failed exit status."""
 
     def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

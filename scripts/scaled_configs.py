@@ -1,6 +1,7 @@
-"""Scale a published `config.json` down in size: every kind of layer stays, and every key that is no size.
+"""Scales a published `config.json` down: all kinds of layers and all keys other than sizes remain.
 
-Standard library only. Used by the table of what classes of transformers read (`scripts/config_reads.py`) and by the
+Standard library only. Used by the table of keys that classes of transformers read (`scripts/config_reads.py`) and by
+the
 tests of published configurations.
 """
 
@@ -13,14 +14,14 @@ VOCABULARY = 300
 _HEADS = ("num_attention_heads", "n_head")
 _GROUPS = ("num_key_value_heads", "num_query_groups", "multi_query_group_num", "num_kv_heads")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer")
-# The number of layers after which a pattern begins again.
+# The number of layers after which a pattern repeats.
 _INTERVALS = (
     "full_attention_interval", "sliding_window_pattern", "_sliding_window_pattern", "index_topk_freq",
     "no_rope_layer_interval", "decoder_sparse_step",
 )  # fmt: skip
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_topk", "top_k_experts")
-# Sizes of a head, all divided by one number, so that sums and fractions of them stay what they are.
+# Sizes of a head, all divided by one number, so that their sums and fractions remain consistent.
 _HEAD_SIZES = (
     "head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "rotary_dim", "index_head_dim",
     "linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim", "ssm_state_size", "kv_channels",
@@ -42,7 +43,7 @@ _HIDDEN_OF_TEXT = ("out_hidden_size", "text_hidden_size")
 
 
 def scaled(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a tiny model that differs from the published one in size alone."""
+    """Return the configuration of a tiny model that differs from the published one only in size."""
     inside = config.get("text_config")
     if isinstance(inside, Mapping):
         text = scaled(inside)
@@ -73,7 +74,7 @@ def _scaled_text(config: Mapping[str, Any]) -> dict[str, Any]:
     narrow = 24 if hidden != 48 else 40
     changes |= {"moe_intermediate_size": narrow, "moe_ffn_hidden_size": narrow, "index_topk": 8, "index_n_heads": 4}
     changes |= _scaled_experts(config) | _scaled_mixers(config)
-    if config.get("expand") and config.get("num_heads"):  # Mamba 2: its heads fill the width of a mixer
+    if config.get("expand") and config.get("num_heads"):  # Mamba 2: the heads fill the width of a mixer
         changes["num_heads"] = config["expand"] * hidden // changes["head_dim"]
     found |= {key: value for key, value in changes.items() if config.get(key) is not None}
     _scale_layers(found)
@@ -99,7 +100,7 @@ def _scaled_experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaled_mixers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Heads of Mamba mixers and of gated delta nets."""
+    """Scale the heads of Mamba mixers and of gated delta nets."""
     keys, values = config.get("linear_num_key_heads") or 1, config.get("linear_num_value_heads") or 1
     return {
         "linear_num_key_heads": 2, "linear_num_value_heads": 2 * max(1, values // keys), "mamba_num_heads": 8,
@@ -108,7 +109,7 @@ def _scaled_mixers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scale_layers(config: dict[str, Any]) -> None:
-    """Keep the first layers, so many that each kind of them occurs."""
+    """Keep as many of the first layers as are needed for all kinds of layers."""
     key = next((key for key in _LAYERS if key in config), None)
     pattern = config.get("hybrid_override_pattern")
     total = len(pattern) if pattern else config[key] if key else 0
@@ -124,7 +125,7 @@ def _scale_layers(config: dict[str, Any]) -> None:
 
 
 def _scale_axes(config: dict[str, Any]) -> None:
-    """What has a number for each frequency of a head, or divides them among the axes of a position in an image."""
+    """Scale lists with a number for each frequency of a head, or for each axis of a position in an image."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = config.get(name)
         if not isinstance(scaling, Mapping):
@@ -147,7 +148,7 @@ def _scaled_vision(config: Mapping[str, Any], hidden: int) -> dict[str, Any]:
 
 
 def _scaled_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of tokens, which lie in the vocabulary."""
+    """Limit token IDs to the vocabulary."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if key.endswith(("_token_id", "_token_index")):

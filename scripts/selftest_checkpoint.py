@@ -1,4 +1,4 @@
-"""Makes the checkpoint of eight ranks that `mcore-ckpt selftest` resumes: genuine Megatron on CPU ranks.
+"""Creates the checkpoint of eight ranks that `mcore-ckpt selftest` resumes, with genuine Megatron on CPU ranks.
 
 python scripts/selftest_checkpoint.py        in the environment of the tests
 """
@@ -17,7 +17,7 @@ from mcore_ckpt_ext.selftest.plan import saved_by_eight_ranks
 from mcore_ckpt_ext.selftest.shipped import ARCHIVE, pack
 from mcore_ckpt_ext.selftest.state import State, merged
 
-# Its name becomes part of the checkpoint, among the arguments of the job.
+# The name becomes part of the checkpoint, as an argument of the job.
 FOLDER = Path("/tmp/selftest")
 TIME_LIMIT = 200
 

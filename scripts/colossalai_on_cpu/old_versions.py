@@ -1,7 +1,7 @@
-"""Lets checkouts of ColossalAI 0.2 and 0.3 be imported beside today's Python and torch, on a machine without a GPU.
+"""Makes checkouts of ColossalAI 0.2 and 0.3 importable with current Python and torch, without a GPU.
 
-Call ``install`` before the first import of ColossalAI. What it puts right: modules that torch has since dropped, a
-rule of dataclasses that Python 3.11 brought, and kernels that 0.2 compiles when it is imported.
+Call ``install`` before the first import of ColossalAI. It provides modules that torch has removed, relaxes a rule of
+dataclasses since Python 3.11, and replaces kernels that 0.2 compiles on import.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KERNELS = "colossalai.kernel.op_builder"
 
 
 class _Kernels(types.ModuleType):
-    """A module with any builder one asks for; none of them builds anything."""
+    """A module with builders of any name, which build nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -47,7 +47,7 @@ class _KernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _lenient(dataclass: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``dataclass`` that takes defaults without a hash, as Python did before 3.11, where they are ColossalAI's."""
+    """Return a ``dataclass`` that accepts unhashable defaults of ColossalAI, as Python did before 3.11."""
 
     def decorate(cls: type) -> type:
         for default in list(vars(cls).values()):
@@ -65,7 +65,7 @@ def _lenient(dataclass: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(checkout: Path) -> None:
-    """Make ``import colossalai`` find the checkout, and what it needs."""
+    """Make ``import colossalai`` find the checkout and its requirements."""
     sys.path.insert(0, str(checkout))
     sys.meta_path.insert(0, _KernelFinder())
     dropped: Any = types.ModuleType("torch._six")

@@ -1,7 +1,7 @@
-"""Runs a function on forked CPU ranks that talk over gloo, and hands back what each returned.
+"""Runs a function on forked CPU ranks that communicate over gloo, and returns the results.
 
-The parent has imported everything slow; a world of four starts in a fraction of a second. It must itself hold no
-process group and no running threads.
+The parent has imported all slow modules, so four ranks start in a fraction of a second. The parent must have no process
+group and no running threads.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 class RankError(RuntimeError):
-    """A rank failed, or the ranks did not finish in time; the message holds their tracebacks."""
+    """A rank failed, or the ranks did not finish in time; the message has their tracebacks."""
 
 
 def run(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
-    """Call ``function(*arguments)`` on every rank of a fresh world; its results in rank order.
+    """Call ``function(*arguments)`` on every rank of a new world, and return the results in rank order.
 
     Args:
         world_size: number of ranks.
-        function: what each rank does; it may be a closure, only its result is pickled.
-        arguments: for the function.
-        timeout: seconds until the world is ended.
+        function: function that each rank calls; it may be a closure, only its result is pickled.
+        arguments: arguments of the function.
+        timeout: seconds after which all ranks are ended.
 
     Raises:
-        RankError: some rank raised or died, or the time ran out.
+        RankError: a rank raised an error or died, or the time limit was reached.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -53,7 +53,7 @@ def run(world_size: int, function: Callable[..., Any], *arguments: Any, timeout:
         ]
         for process, (_, end) in zip(processes, ends, strict=True):
             with warnings.catch_warnings():
-                # numpy's BLAS keeps a thread that waits for work; it is made for being forked.
+                # numpy's BLAS has a thread that waits for work; it supports forking.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process.start()
             end.close()
@@ -82,7 +82,7 @@ def _collected(receivers: list[Any], timeout: float) -> list[Any]:
                 succeeded, answer = False, "the process died without a word"
             (results if succeeded else failures)[rank] = answer
             if not succeeded:
-                # The others may hang in a collective; those that fail, too, get this long to say why.
+                # The other ranks may hang in a collective; ranks that also fail have this long to report why.
                 end = min(end, time.monotonic() + _GRACE_SECONDS)
     if len(results) < len(receivers):
         silent = sorted(set(range(len(receivers))) - set(results) - set(failures))
@@ -95,8 +95,8 @@ def _rank(
     rank: int, world_size: int, store: Path, end: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # torch's own threads do not survive a fork. The thread that first needs them makes them anew, and where two
-    # do at once, as with gloo's, one of them fails ("Invalid thread pool!").
+    # torch's own threads do not survive a fork. The first thread that needs them creates them again, and if two threads
+    # do so at once, as with gloo's, one of them fails ("Invalid thread pool!").
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
     try:
@@ -107,8 +107,8 @@ def _rank(
         answer = (True, function(*arguments))
     except BaseException:  # noqa: BLE001 - whatever it was, the rank has failed and says so
         answer = (False, traceback.format_exc())
-    # Not by `send`: torch would share the memory of tensors with a process that is about to end.
+    # Not with `send`: torch would share the memory of tensors with a process that is about to end.
     end.send_bytes(pickle.dumps(answer))
     end.close()
-    # The interpreter's own teardown would wait for peers that may be gone.
+    # Python's own shutdown would wait for peers that may have ended.
     os._exit(0)

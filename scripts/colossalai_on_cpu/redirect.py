@@ -1,9 +1,10 @@
-"""Lets ColossalAI, which knows GPUs and an almost empty CPU accelerator, keep its "GPU" tensors in CPU memory.
+"""Keeps ColossalAI's "GPU" tensors in CPU memory, because its own CPU accelerator is almost empty.
 
 ColossalAI sees an accelerator named "cuda" whose device is ``cuda:0``: the name decides whether a chunk counts as
-offloaded (``Chunk.device_type``), so placements behave as on GPUs. What asks torch for that device gets CPU memory.
-A move between the two is always a copy, as between a GPU and its host. A ``TorchFunctionMode`` would not do: it is off
-while it handles a call, and Gemini works inside such calls (the gradient hooks run within ``Tensor.backward``).
+offloaded (``Chunk.device_type``), so placements behave as on GPUs. Requests to torch for that device get CPU memory. A
+move between the two devices is always a copy, as between a GPU and its host. A ``TorchFunctionMode`` is not sufficient:
+it is disabled while it handles a call, and Gemini works inside such calls (the gradient hooks run within
+``Tensor.backward``).
 
 This shows that logic, formats and numbers are right; it says nothing about CUDA memory, streams or NCCL.
 """
@@ -27,13 +28,13 @@ _FACTORIES = (
 
 
 class Stream:
-    """A stream on which everything has already happened, so that there is nothing to wait for."""
+    """A stream whose work is always finished, so that there is nothing to wait for."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def wait_stream(self, *_: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def synchronize(self) -> None:
         """Nothing."""
@@ -78,7 +79,7 @@ def _copied(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 class _CpuAdam:
-    """Stands in for ColossalAI's compiled CPU Adam: same arguments, the arithmetic of its ``torch_adam_update``."""
+    """Replaces ColossalAI's compiled CPU Adam: the same arguments, and the arithmetic of its ``torch_adam_update``."""
 
     def __init__(self, *arguments: Any) -> None:
         self._decoupled = bool(arguments[5])
@@ -101,7 +102,7 @@ class _CpuAdam:
 
 
 class _CpuAdamExtension:
-    """What ColossalAI's kernel loader asks of an extension; theirs links the CUDA runtime, also for the CPU."""
+    """An extension for ColossalAI's kernel loader; its own needs the CUDA runtime even on a CPU."""
 
     name = "cpu_adam_torch"
     priority = 99
@@ -117,7 +118,7 @@ class _CpuAdamExtension:
 
 
 def _accelerator() -> Any:
-    """ColossalAI's own CPU accelerator under the name of the other one."""
+    """Return ColossalAI's CPU accelerator under the name of the CUDA accelerator."""
     from colossalai.accelerator.cpu_accelerator import CpuAccelerator
 
     answers = {
@@ -146,7 +147,7 @@ def _accelerator() -> Any:
 
 
 def redirect_torch() -> None:
-    """Let torch keep in CPU memory whatever is asked for on a GPU."""
+    """Make torch allocate CPU memory for all requests for a GPU."""
     for name in _FACTORIES:
         setattr(torch, name, _made_on_cpu(getattr(torch, name)))
     torch.Tensor.to = _moved(torch.Tensor.to)  # type: ignore[method-assign]
@@ -169,7 +170,8 @@ def install() -> None:
 
     redirect_torch()
     set_accelerator(_accelerator())
-    # ColossalAI asks every process group whether it is of this backend, which torch has no name for (pipeline/p2p.py).
+    # ColossalAI compares the backend of every process group with this one, which torch does not define
+    # (pipeline/p2p.py).
     torch.distributed.Backend.HCCL = "hccl"  # type: ignore[attr-defined]
     from colossalai.kernel.kernel_loader import CPUAdamLoader
 

@@ -1,1 +1,1 @@
-"""The documentation's machinery: what is generated for its pages, its pictures, and its screenshots."""
+"""Generates parts of the documentation's pages, its pictures and its screenshots."""

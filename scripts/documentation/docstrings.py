@@ -1,6 +1,6 @@
-"""An extension of griffe, which reads docstrings for the documentation: `Example:` is a section of examples.
+"""An extension of griffe, which parses docstrings for the documentation: it supports `Example:`.
 
-Its Google parser knows `Examples:` alone, and takes the former for prose, in which brackets are links.
+Griffe's Google parser only supports `Examples:`, and treats `Example:` as prose, in which brackets are links.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import griffe
 
 
 class Examples(griffe.Extension):
-    """Renames the section while an object is read."""
+    """Renames the section while an object is parsed."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Take note of an object's docstring."""
+        """Rename the section in an object's docstring."""
         if obj.docstring is not None:
             obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")

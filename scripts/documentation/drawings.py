@@ -1,4 +1,4 @@
-"""The drawings of the documentation, made from the real checkpoints of `tests/data`: what is drawn is what lies there.
+"""Draws the pictures of the documentation from the real checkpoints in `tests/data`.
 
 python scripts/documentation/drawings.py
 """
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[2]
 PICTURES = REPOSITORY / "docs" / "pictures"
 WIDTH = 960
 TRACED = "decoder.layers.1.mlp.linear_fc1.weight"
-# Of each format: the fixture, the picture's name, and who writes it.
+# For each format: the fixture, the name of the picture, and the writer.
 FORMATS = (
     ("p01", "dp_reshardable", "Megatron 0.15 and later, default"),
     ("p04", "fully_reshardable", "Megatron 0.15 and later, opt-in"),
@@ -30,7 +30,7 @@ FORMATS = (
     ("p08c", "legacy_torch_per_parameter", "all, with --ckpt-format torch and without distributed optimizer"),
     ("p32", "zarr", "Megatron 0.7 to 0.11"),
 )
-# These no framework's fixture has: they are converted from one.
+# Formats without a fixture of a framework; they are converted from one.
 CONVERTED = "p02"
 _KINDS = ("weight", "fp32_param", "exp_avg", "exp_avg_sq", "other")
 _STYLE = """
@@ -57,17 +57,17 @@ class Drawing:
         self.height = 0.0
 
     def rect(self, x: float, y: float, width: float, height: float, kind: str) -> None:
-        """A box of the style class `kind`."""
+        """Add a box of style class `kind`."""
         self._parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" class="{kind}"/>')
         self.height = max(self.height, y + height)
 
     def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
-        """A line of text whose baseline is at `y`."""
+        """Add a line of text with its baseline at `y`."""
         self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>')
         self.height = max(self.height, y + 4)
 
     def flow(self, upper: tuple[float, float], lower: tuple[float, float], top: float, bottom: float) -> None:
-        """What leads from one stretch (left and right end) at `top` to another at `bottom`."""
+        """Connect one stretch (left and right end) at `top` with another at `bottom`."""
         corners = ((upper[0], top), (upper[1], top), (lower[1], bottom), (lower[0], bottom))
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
         self._parts.append(f'<polygon points="{points}" class="flow"/>')
@@ -83,7 +83,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements `first` to `last` (one past the end) of a row of the drawing, and the parameter that they are of."""
+    """Elements `first` to `last` (one past the end) of a row of the drawing, and their parameter."""
 
     name: str
     first: int
@@ -91,7 +91,7 @@ class Stretch:
 
 
 def layouts(one: Path, other: Path) -> str:
-    """Gradient buffers of two layouts, and the model space between them."""
+    """Draw the gradient buffers of two layouts, and the model space between them."""
     from mcore_ckpt_ext import inspect, open_checkpoint
 
     upper, lower = inspect(one, buffers=True), inspect(other, buffers=True)
@@ -134,7 +134,7 @@ def _where(found: Any) -> str:
 
 
 def _buffers(found: Any) -> list[tuple[str, int, list[Stretch]]]:
-    """A row's buffers: label, elements, parameters; the buckets of one group stand one after the other."""
+    """Return the buffers of a row: label, elements, parameters; buckets of a group are concatenated."""
     groups: dict[str, tuple[int, list[Stretch]]] = {}
     for buffer in found.buffers:
         begin, stretches = groups.get(buffer.group, (0, []))
@@ -144,14 +144,14 @@ def _buffers(found: Any) -> list[tuple[str, int, list[Stretch]]]:
 
 
 def _rank(group: str) -> str:
-    """`TP 0, PP 1` of `optimizer 0, dp_group_idx_1 (tensor rank 0, pipeline rank 1)`."""
+    """Return `TP 0, PP 1` for `optimizer 0, dp_group_idx_1 (tensor rank 0, pipeline rank 1)`."""
     return group.partition("(")[2].rstrip(")").replace("tensor rank", "TP").replace("pipeline rank", "PP")
 
 
 def _rows(
     picture: Drawing, buffers: Sequence[tuple[str, int, list[Stretch]]], top: float
 ) -> dict[int, dict[str, tuple[float, float]]]:
-    """Draw buffers side by side; returns where each of their parameters begins and ends, by the buffer's number."""
+    """Draw buffers next to each other, and return the ends of each parameter by the number of the buffer."""
     gap = 14
     scale = (WIDTH - 40 - gap * (len(buffers) - 1)) / sum(numel for _, numel, _ in buffers)
     places: dict[int, dict[str, tuple[float, float]]] = {}
@@ -175,9 +175,7 @@ def _colour(name: str) -> str:
 
 
 def stored(path: Path, name: str, who: str) -> str:
-    """The files of a checkpoint with what they hold, and where one parameter lies in them: its first moment, if there
-    is one.
-    """
+    """Draw the files of a checkpoint, and the location of one parameter (its first moment, if there is one)."""
     from mcore_ckpt_ext import inspect, open_checkpoint
 
     found = inspect(path)
@@ -212,7 +210,7 @@ def stored(path: Path, name: str, who: str) -> str:
 
 
 def _trace(picture: Drawing, checkpoint: Any, y: float) -> None:
-    """Where one parameter lies: its elements above, the pieces of files below."""
+    """Draw the location of one parameter: its elements above, the pieces of files below."""
     kind = "exp_avg" if "exp_avg" in checkpoint.kinds() else "weight"
     names = checkpoint.names(kind)
     name = TRACED if TRACED in names else next(name for name in reversed(names) if "linear_fc1.weight" in name)
@@ -233,7 +231,7 @@ def _trace(picture: Drawing, checkpoint: Any, y: float) -> None:
 
 
 def _folders(files: Sequence[tuple[str, dict[str, int]]]) -> list[tuple[str, dict[str, int]]]:
-    """Files of many folders, as zarr has them, added up by folder."""
+    """Combine files by folder if there are many folders, as in zarr."""
     folders: dict[str, dict[str, int]] = {}
     for file, kinds in files:
         sums = folders.setdefault(f"{file.rpartition('/')[0]}/", dict.fromkeys(_KINDS, 0))
@@ -247,7 +245,7 @@ def _short(text: str, most: int = 46) -> str:
 
 
 def pictures(run_of: Callable[[str], Path]) -> dict[str, str]:
-    """All drawings by file name; `run_of` gives the run folder of a fixture's number."""
+    """Return all drawings by file name; `run_of` returns the run folder for a fixture's number."""
     from mcore_ckpt_ext import Canonical, HuggingFace, convert
 
     drawn = {f"{name}.svg": stored(run_of(number), name, who) for number, name, who in FORMATS}

@@ -1,4 +1,4 @@
-"""What the reference takes from the code: the command line, the settings, and every error message.
+"""Generates parts of the reference from the code: the command line, the settings, and all error messages.
 
 python scripts/documentation/generated.py settings        prints one part, as Markdown
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "mcore_ckpt_ext"
 _UNKNOWN = "…"
-# What to do where a message itself does not say it.
+# Hints for messages that do not have their own.
 _IN_GENERAL = {
     "CheckpointError": "Read what was found and expected; where several ranks speak, the first reason is the cause.",
     "UnreadableCheckpointError": "Run `mcore-ckpt verify`. If it finds errors, use another iteration, or copy again.",
@@ -37,7 +37,7 @@ _IN_GENERAL = {
 
 
 def command_line() -> str:
-    """Each command: what it does, how it is called, its options; from argparse."""
+    """Describe each command with usage and options, from argparse."""
     from mcore_ckpt_ext.cli.main import COMMANDS, parser_of
 
     parts = []
@@ -70,7 +70,7 @@ def _option_row(action: argparse.Action) -> tuple[str, str]:
 
 
 def settings() -> str:
-    """A row for every variable that the package listens to."""
+    """Return a row for every environment variable of the package."""
     from mcore_ckpt_ext.settings import SETTINGS
 
     rows = []
@@ -85,7 +85,7 @@ def settings() -> str:
 
 @dataclass(frozen=True)
 class Message:
-    """An error that the code raises: its class, its sentence, and its hint; `…` stands for what is filled in."""
+    """An error that the code raises: class, message and hint; `…` stands for inserted values."""
 
     error: str
     sentence: str
@@ -93,7 +93,7 @@ class Message:
 
 
 def errors() -> str:
-    """Every message, by the class of the error."""
+    """Return all messages by the class of the error."""
     classes = _error_classes()
     by_class: dict[str, set[Message]] = defaultdict(set)
     for message in messages():
@@ -110,7 +110,7 @@ def errors() -> str:
 
 
 def messages() -> Iterator[Message]:
-    """What every place in the package says that makes one of its errors."""
+    """Yield the messages of all places in the package that create an error."""
     classes = _error_classes()
     shared = _constants(ast.parse((PACKAGE / "errors.py").read_text(encoding="utf-8")))
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -125,7 +125,7 @@ def messages() -> Iterator[Message]:
 
 
 def _error_classes() -> dict[str, str]:
-    """The classes of errors.py with the first paragraph of their docstrings."""
+    """Return the classes of errors.py with the first paragraph of their docstrings."""
     tree = ast.parse((PACKAGE / "errors.py").read_text(encoding="utf-8"))
     found = {}
     for node in tree.body:
@@ -140,7 +140,7 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _text(node: ast.expr, constants: dict[str, ast.expr]) -> str:
-    """A string's text as far as the source says it."""
+    """Return the text of a string, as far as it is in the source."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -155,7 +155,7 @@ def _text(node: ast.expr, constants: dict[str, ast.expr]) -> str:
 
 
 def families() -> str:
-    """A table for each group of families: a row for each file, with its models and what the tests show of them."""
+    """Return a table for each group of families: a row for each file, with its models and their tests."""
     from mcore_ckpt_ext.families.recognition import FAMILIES
     from tests.harness.witnesses import COMPUTES_AS, OF_OWN_CODE, SHOWN
 
@@ -187,7 +187,7 @@ def _has_parameters(*marks: str) -> Callable[[Family], bool]:
     return lambda family: any(mark in str(rule.megatron) for rule in family.rules for mark in marks)
 
 
-# The first group that a family belongs to is its own.
+# A family is listed in the first matching group.
 _FAMILY_GROUPS: tuple[tuple[str, Callable[[Family], bool]], ...] = (
     ("Trained by Megatron-Bridge only", lambda family: bool(family.bridge_only_reason)),
     ("Linear attention and Mamba", _has_parameters(".in_proj")),
@@ -198,7 +198,7 @@ _FAMILY_GROUPS: tuple[tuple[str, Callable[[Family], bool]], ...] = (
 
 
 def unsupported() -> str:
-    """A row for each reason why Megatron Core has no model of a family, or no family here converts it."""
+    """Return a row for each reason why a model type is not supported."""
     from mcore_ckpt_ext.families.unsupported import NOT_CONVERTED, NOT_IN_MEGATRON
 
     by_reason: dict[str, list[str]] = defaultdict(list)
@@ -213,7 +213,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text inside a table: outside of code, what Markdown or HTML would take for its own is escaped."""
+    """Escape Markdown and HTML in the text of a table cell, except in code."""
     parts = " ".join(text.split()).replace("|", "\\|").split("`")
     if len(parts) % 2:
         return "`".join(part if index % 2 else _escaped(part) for index, part in enumerate(parts))

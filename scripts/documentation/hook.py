@@ -1,9 +1,9 @@
-"""MkDocs calls this for every page: marks in the text are replaced by what they name.
+"""A hook of MkDocs that replaces marks in the text of every page.
 
 <!-- generated: settings -->    what `generated.py` makes of the code
 <!-- file: CHANGELOG.md -->     a file of the repository's root
 
-In the HTML, each command-line flag becomes an element of its own, which the style sheet keeps on one line.
+In the HTML, each command-line flag becomes a separate element, which the style sheet keeps on one line.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _GENERATED = re.compile(r"<!-- generated: ([\w ]+) -->")
 _FILE = re.compile(r"<!-- file: ([\w./]+) -->")
 # `--name` in text, not in a tag.
 _FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)(?=[^<>]*<)")
-# Files of the root link each other by name; on the site these are pages.
+# Files of the root link to each other by name; on the site they are pages.
 _PAGES = {"SECURITY.md": "security.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The text of a page with its marks replaced."""
+    """Replace the marks in the text of a page."""
     markdown = _FILE.sub(lambda match: _file(match[1]), markdown)
     return _GENERATED.sub(lambda match: PARTS[match[1]](), markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """The HTML of a page with its flags marked."""
+    """Mark the flags in the HTML of a page."""
     return _FLAG.sub(r'<span class="flag">\1</span>', html)
 
 

@@ -1,4 +1,4 @@
-"""Write the JSON Schemas of `--json`: into the package, and beside the page of the documentation.
+"""Write the JSON Schemas of `--json` to the package and to the documentation.
 
 python scripts/documentation/json_schemas.py        after a command's result has changed; raise its schema number, too
 """
@@ -14,7 +14,7 @@ FOLDERS = (REPOSITORY / "mcore_ckpt_ext/cli/schemas", REPOSITORY / "docs/referen
 
 
 def texts() -> dict[str, str]:
-    """The text of each schema, by its file's name."""
+    """Return the text of each schema by file name."""
     from mcore_ckpt_ext.cli.json_schema import RESULTS, schema_of
 
     return {f"{command}.json": json.dumps(schema_of(command), indent=1) + "\n" for command in RESULTS}

@@ -1,4 +1,4 @@
-"""Screenshots of the pages that `mcore-ckpt` writes, by a Chromium without a window.
+"""Takes screenshots of the pages that `mcore-ckpt` writes, with headless Chromium.
 
 python scripts/documentation/screenshots.py [FOLDER]        into docs/pictures, or another folder
 """
@@ -19,7 +19,7 @@ TIME_LIMIT = 60
 
 @dataclass(frozen=True)
 class Shot:
-    """A picture: its name, the command whose page it shows, with fixtures in braces, and the window."""
+    """A picture: its name, the command that writes the page (fixtures in braces), and the window."""
 
     name: str
     words: tuple[str, ...]
@@ -36,12 +36,12 @@ SHOTS = (
 
 
 def browser() -> str | None:
-    """A Chromium of this machine; None where there is none."""
+    """Return the path of Chromium; None if it is not installed."""
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
 def take(program: str, page: Path, picture: Path, shot: Shot) -> None:
-    """Photograph a page."""
+    """Take a screenshot of a page."""
     command = [
         program, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1",
         f"--user-data-dir={page.parent / 'profile'}", f"--window-size={shot.width},{shot.height}",
@@ -51,7 +51,7 @@ def take(program: str, page: Path, picture: Path, shot: Shot) -> None:
 
 
 def main() -> int:
-    """Take all of them."""
+    """Take all screenshots."""
     sys.path[:0] = [str(REPOSITORY)]
     from mcore_ckpt_ext.cli.main import main as command_line
     from tests.harness.checkpoints import FIXTURES, fixture_named
@@ -70,7 +70,7 @@ def main() -> int:
                 for word in shot.words
             ]
             command_line([*words, str(page)])
-            # What a reader would see: not where the fixture was unpacked for the picture.
+            # Without the temporary path of the fixture.
             text = page.read_text(encoding="utf-8")
             for number in numbers:
                 if f"{{{number}}}" in shot.words:

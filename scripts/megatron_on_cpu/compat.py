@@ -1,7 +1,7 @@
-"""What Megatron-LM 0.16.1, 0.19.0 and 0.19.2 need on CPU ranks beside the redirection of CUDA.
+"""Patches for Megatron-LM 0.16.1, 0.19.0 and 0.19.2 on CPU ranks, besides the redirection of CUDA.
 
-``apply()`` is called once, after ``redirect.install()``, before the ranks are forked.  Every function says why it is
-there; none touches how Megatron saves or loads a checkpoint.
+``apply()`` is called once, after ``redirect.install()``, before the ranks are forked.  Every function documents its
+reason, and none changes how Megatron saves or loads a checkpoint.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def apply() -> None:
 
 
 def _skip_compilation() -> None:
-    """Megatron compiles a dataset helper and (0.16.1) CUDA kernels at the start; neither is wanted here."""
+    """Skip the compilation of a dataset helper and (in 0.16.1) of CUDA kernels, which are not needed."""
     dataset_utilities: Any = importlib.import_module("megatron.core.datasets.utils")
     dataset_utilities.compile_helpers = lambda: None
     try:
         fused_kernels: Any = importlib.import_module("megatron.legacy.fused_kernels")
     except ModuleNotFoundError:
-        return  # 0.19 has none
+        return  # 0.19 does not have it
     fused_kernels.load = lambda args: None
 
 
 def _read_argument_docstrings_once() -> None:
-    """0.16.1 and later read the help of options from the source of two dozen dataclasses, in every rank, twice."""
+    """Cache the help of options, which 0.16.1 and later read twice per rank from the source of 24 dataclasses."""
     if importlib.util.find_spec("megatron.training.argument_utils") is None:
         return
     factory: Any = importlib.import_module("megatron.training.argument_utils").ArgumentGroupFactory
@@ -70,7 +70,7 @@ def _read_argument_docstrings_once() -> None:
 
 
 def _provide_dataset_helper() -> None:
-    """A checkout has no compiled ``helpers_cpp``: take the one of the installed megatron-core, from the same source."""
+    """Provide ``helpers_cpp`` of the installed megatron-core, because a checkout has not compiled it."""
     if importlib.util.find_spec(_DATASET_HELPER) is not None:
         return
     installed = importlib.metadata.distribution("megatron-core")
@@ -91,7 +91,7 @@ def _shorten_mock_documents() -> None:
 
 
 def _provide_fused_adam() -> None:
-    """What an installation of Apex gives the optimizer, while ``import apex`` keeps failing for everybody else."""
+    """Provide Apex's FusedAdam to the optimizer, while ``import apex`` still fails elsewhere."""
     from megatron_on_cpu.fused_adam import FusedAdam
 
     optimizer: Any = importlib.import_module("megatron.core.optimizer")
@@ -105,14 +105,14 @@ def _provide_fused_adam() -> None:
 
 
 class _Done:
-    """A collective that has ended."""
+    """The handle of a finished collective."""
 
     def wait(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing: the collective is finished."""
 
 
 def _keep_coalesced_collectives_apart() -> None:
-    """Coalesced, gloo takes tensors of several dtypes for one: the fp8 bytes of some buffers become numbers."""
+    """Run coalesced collectives one by one, because gloo treats tensors of several dtypes as one dtype."""
     buffers: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     buffers._coalescing_manager = lambda *_, **__: contextlib.nullcontext(_Done())
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
@@ -125,9 +125,10 @@ def _at_once(collective: Callable[..., Any], *positional: Any, **keywords: Any) 
 
 
 def _keep_pipeline_outputs_of_interleaved_schedules() -> None:
-    """Keep a sent tensor: gloo's isend still reads it after it returned, where a CUDA stream would keep the order.
+    """Keep sent tensors alive: gloo's isend reads them after it has returned, unlike a CUDA stream.
 
-    Only for interleaved schedules; the plain ones wait for the send, and their backward wants the freed output.
+    This is only needed for interleaved schedules; others wait for the send, and their backward pass needs the freed
+    output.
     """
     from megatron.core.model_parallel_config import ModelParallelConfig
 
@@ -142,7 +143,7 @@ def _keep_pipeline_outputs_of_interleaved_schedules() -> None:
 
 
 def allow_torch_norms_under_sequence_parallelism() -> None:
-    """The torch norm of the local spec refuses sequence parallelism; all that is missing is the mark on its weights."""
+    """Allow the torch norm of the local spec with sequence parallelism by marking its weights."""
     norm_class: Any = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     original = norm_class.__new__
 
@@ -168,7 +169,7 @@ def _complete_mixture_of_experts() -> None:
 
 
 def _allow_uneven_collectives() -> None:
-    """Give gloo the collectives of NCCL that experts use: split sizes as tensors, and parts of different lengths."""
+    """Emulate with gloo NCCL's collectives for experts: split sizes as tensors, and parts of different lengths."""
     distributed: Any = torch.distributed
     all_to_all_single = distributed.all_to_all_single
     all_gather = distributed.all_gather
@@ -217,7 +218,7 @@ def _equally_long(parts: list[torch.Tensor]) -> bool:
 
 
 def _complete_latent_attention() -> None:
-    """MLA with the local spec: classes for isinstance in place of Transformer Engine's, and the width of its values."""
+    """Complete MLA in the local spec: classes in place of Transformer Engine's for isinstance, and the value size."""
     latent_attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     for name in ("TEColumnParallelLinear", "TELinear", "Linear"):
         if not isinstance(getattr(latent_attention, name, None), type):

@@ -1,8 +1,8 @@
 """``--optimizer-cpu-offload`` on CPU ranks: a plugin of ``launch.run``.
 
-Megatron's HybridDeviceOptimizer runs as it is. It asks a tensor whether it lies on a GPU while it shares its parameters
-out between the devices; here it gets the answer that a machine with a GPU would give: no for what it has just fetched
-with ``.cpu()`` and whatever it made of that, yes for all else.
+Megatron's HybridDeviceOptimizer runs unchanged. It uses ``is_cuda`` of tensors to distribute its parameters between the
+devices. Here ``is_cuda`` has the value of a machine with a GPU: False for tensors that were fetched with ``.cpu()`` or
+derived from them, and True for all others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 class _TwoDevices(TorchFunctionMode):
-    """Remembers which tensors would lie on the CPU."""
+    """Records which tensors would be on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _TwoDevices(TorchFunctionMode):
 
 
 def install() -> None:
-    """Have the parameters shared out as with a GPU; 0.16.1 also asks for the version of Transformer Engine."""
+    """Distribute parameters as with a GPU; 0.16.1 also needs the version of Transformer Engine."""
     hybrid: Any = importlib.import_module("megatron.core.optimizer.cpu_offloading.hybrid_optimizer")
     config: Any = importlib.import_module("megatron.core.optimizer.optimizer_config")
     original = hybrid.HybridDeviceOptimizer._get_sub_optimizer_param_groups

@@ -1,6 +1,6 @@
-"""Dumps the live parameters and optimizer of every rank, and puts dumps together into the model's own shape.
+"""Dumps the live parameters and optimizer of every rank, and assembles dumps into whole tensors.
 
-This is the witness of the tests: it reads the tensors that training works with, never a checkpoint.
+The tests compare checkpoints with these dumps: they are made from the tensors of the training, never from a checkpoint.
 
 Writing (in the ranks): set ``MEGATRON_ON_CPU_DUMP`` to a folder, and ``MEGATRON_ON_CPU_DUMP_AT`` to ``load``, ``save``
 or ``load,save`` (the default).  ``after_load`` is written when the model and the optimizer are set up, which includes
@@ -36,10 +36,10 @@ MOMENTS_VARIABLE = "MEGATRON_ON_CPU_DUMP_AT"
 """Environment variable with the moments to dump at."""
 
 _STATE_NAMES = ("fp32_param", *MOMENTS)
-# Of multi-token prediction, too, whose layers checkpoints call otherwise.
+# Also layers of multi-token prediction, which have other names in checkpoints.
 _LAYER = re.compile(r"(?:\w+\.)*?(?:decoder|encoder)\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer")
 _LOCAL_EXPERT = re.compile(r"(?P<before>.*\.experts\.)local_experts\.(?P<number>\d+)\.(?P<rest>.*)")
-# Transformer Engine's grouped linear layers count their experts' parameters.
+# Transformer Engine's grouped linear layers number the parameters of their experts.
 _GROUPED_EXPERT = re.compile(r"(?P<before>.*\.experts\.)(?P<rest>linear_fc\d\.(?:weight|bias))(?P<number>\d+)")
 
 
@@ -71,7 +71,7 @@ class Piece:
 
 
 def install() -> None:
-    """Wrap setting up and saving, if a folder is asked for; which one, and when, is looked up at each call."""
+    """Wrap setup and saving if the environment names a folder; folder and moments are looked up at each call."""
     if FOLDER_VARIABLE not in os.environ:
         return
     training: Any = importlib.import_module("megatron.training.training")
@@ -80,7 +80,7 @@ def install() -> None:
 
 
 def _folder_at(moment: str) -> Path | None:
-    """Where to dump at that moment; None where nobody wants it."""
+    """Return the folder for dumps at a moment; None if no dump is requested."""
     wanted = moment in os.environ.get(MOMENTS_VARIABLE, "load,save").split(",")
     return Path(os.environ[FOLDER_VARIABLE]) if wanted else None
 
@@ -133,12 +133,14 @@ def dump(folder: Path, iteration: int, model: list[torch.nn.Module], optimizer: 
 
 
 def _scaling(model: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    told: Any = importlib.import_module("megatron_on_cpu.fp8_scaling").told  # which needs the names from here
-    return {name: values for chunk in model for name, values in told(chunk).items()}
+    scaling_by_module: Any = importlib.import_module(
+        "megatron_on_cpu.fp8_scaling"
+    ).scaling_by_module  # imports names of this module
+    return {name: values for chunk in model for name, values in scaling_by_module(chunk).items()}
 
 
 def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool) -> Iterator[Piece]:
-    """This rank's part of every parameter of a model chunk."""
+    """Yield this rank's part of every parameter of a model chunk."""
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     while hasattr(chunk, "module"):
         chunk = chunk.module
@@ -166,7 +168,7 @@ def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool
 
 
 def _config_of(chunk: Any, local_name: str) -> Any:
-    """The configuration of what a parameter belongs to: a tower has another than the language model."""
+    """Return the configuration of a parameter's module: a vision tower has another than the language model."""
     found, module = chunk.config, chunk
     for part in local_name.split(".")[:-1]:
         module = getattr(module, part)
@@ -176,7 +178,7 @@ def _config_of(chunk: Any, local_name: str) -> Any:
 
 
 def _sections(local_name: str, parameter: torch.nn.Parameter, config: Any) -> tuple[int, ...]:
-    # Of an adapter, what answers for both the gate and the up projection.
+    # The part of an adapter for both the gate and the up projection.
     in_parts = local_name.endswith(
         (".linear_in.weight", ".adapter_gate.linear_out.weight", ".adapter_up.linear_out.weight")
     )
@@ -188,7 +190,7 @@ def _sections(local_name: str, parameter: torch.nn.Parameter, config: Any) -> tu
 
 
 def _sections_of_net(config: Any, *, projected: bool) -> tuple[int, ...]:
-    """Rows of query, key and value of a gated delta net, and where it is projected of z, beta and alpha."""
+    """Return the rows of query, key and value of a gated delta net, and if `projected` of z, beta and alpha."""
     ranks = config.tensor_model_parallel_size
     keys = config.linear_num_key_heads * config.linear_key_head_dim // ranks
     values = config.linear_num_value_heads * config.linear_value_head_dim // ranks
@@ -201,7 +203,7 @@ def names_of_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, dict[str, st
     return {
         name: (_layer_in_model(name, module), module.submodules_config.sharded_state_dict_keys_map)
         for name, module in chunk.named_modules()
-        if _LAYER.fullmatch(name) and hasattr(module, "layer_number")  # not those of a tower of transformers
+        if _LAYER.fullmatch(name) and hasattr(module, "layer_number")  # not of a vision tower
     }
 
 

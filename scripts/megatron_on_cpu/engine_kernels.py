@@ -1,8 +1,8 @@
-"""Transformer Engine without its kernels: a stand-in for the compiled extension that its Python code calls.
+"""Replaces the compiled extension of Transformer Engine, so that its Python code runs without kernels.
 
-That code runs unchanged over it: modules, parameters, recipes, quantized tensors, FusedAdam.  What constructors and the
-optimizer need of the extension is here, in torch; any other name can be imported, and raises when it is called.  So no
-forward pass runs: training needs ``synthetic_training``.
+Modules, parameters, recipes, quantized tensors and FusedAdam run unchanged. Functions for constructors and the
+optimizer are implemented here with torch; any other name can be imported and raises an error when it is called. So no
+forward pass runs, and training needs ``synthetic_training``.
 
 Read in Transformer Engine 2.20.2: transformer_engine/common/__init__.py, common/multi_tensor/adam.cu,
 and under transformer_engine/pytorch csrc/extensions/pybind.cpp, optimizers/fused_adam.py, module/base.py and
@@ -29,7 +29,7 @@ FOLDER_VARIABLE = "MEGATRON_ON_CPU_TRANSFORMER_ENGINE"
 """Environment variable: the folder with Transformer Engine's Python part, for jobs that have it."""
 
 _EXTENSION = "transformer_engine_torch"
-# Imported with the rest, and wants a library for ONNX files; nothing of it is used in training.
+# This module needs a library for ONNX files and is not used in training.
 _ONNX = "transformer_engine.pytorch.onnx_extensions"
 
 
@@ -51,7 +51,7 @@ FP8BwdTensors = enum.IntEnum(
 NVTE_Fused_Attn_Backend = enum.IntEnum(
     "NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
 )
-# A member of it in 2.13; later releases insist that it is none.
+# A member of the enum in 2.13; later releases require that it is not.
 NVTE_Fused_Attn_Backend.NVTE_F16_max512_seqlen = 0
 
 
@@ -63,7 +63,7 @@ class FP8TensorMeta:
 
 
 class _Numbered(type):
-    """Any attribute is a number of its own, as of an enum."""
+    """An object whose attributes are distinct numbers, like members of an enum."""
 
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
@@ -82,7 +82,7 @@ def _missing(name: str) -> Any:
 
 
 class _Extension(types.ModuleType):
-    """A module of which every name can be imported."""
+    """A module from which every name can be imported."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -93,7 +93,7 @@ class _Extension(types.ModuleType):
 
 @torch.no_grad()
 def multi_tensor_adam(chunk: int, no_op: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], *options: Any) -> None:
-    """Adam over lists of gradients, parameters, first and second moments, and masters where they are kept apart."""
+    """Run Adam over lists of gradients, parameters, first and second moments, and separate masters if any."""
     for gradient, parameter, *moments_and_master in zip(*lists, strict=True):
         first, second, *masters = moments_and_master
         master = masters[0] if masters else parameter
@@ -106,7 +106,7 @@ def multi_tensor_adam(chunk: int, no_op: torch.Tensor, lists: Sequence[Sequence[
 def multi_tensor_adam_param_remainder(
     chunk: int, no_op: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], *options: Any
 ) -> None:
-    """The same where the master is a bf16 parameter and an int16 remainder."""
+    """Run Adam with masters that consist of a bf16 parameter and an int16 remainder."""
     for gradient, parameter, first, second, remainder in zip(*lists, strict=True):
         master = join(parameter.reshape(-1), remainder.reshape(-1)).reshape(parameter.shape)
         _advance(master, gradient, first, second, *options)
@@ -136,20 +136,20 @@ def _advance(
 def multi_tensor_l2norm(
     chunk: int, no_op: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], of_each: bool = False, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of all tensors together."""
+    """Return the norm of all tensors together."""
     squares = [values.float().square().sum() for values in lists[0]]
     norm = torch.stack(squares).sum().sqrt().reshape(1) if squares else torch.zeros(1)
     return norm, norm
 
 
 def multi_tensor_scale(chunk: int, no_op: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], scale: float) -> None:
-    """Copies, scaled."""
+    """Copy tensors, multiplied by a scale."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)
 
 
 def quantize(values: torch.Tensor, quantizer: Any, output: Any = None, no_op: torch.Tensor | None = None) -> Any:
-    """Quantize to fp8 with the quantizer's scale, or by the largest value where the scale is the current one."""
+    """Quantize to fp8 with the quantizer's scale, or by the largest value for current scaling."""
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
     dtype = _FLOAT8[int(quantizer.dtype)]
     largest, found = torch.finfo(dtype).max, values.detach().float()
@@ -176,32 +176,32 @@ def quantize(values: torch.Tensor, quantizer: Any, output: Any = None, no_op: to
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pinned: bool
 ) -> Any:
-    """A tensor in fp8 whose numbers are written later."""
+    """Return an fp8 tensor whose elements are written later."""
     return quantize(torch.zeros(tuple(shape), dtype=dtype), quantizer)
 
 
 def dequantize(values: Any, dtype: Any) -> torch.Tensor:
-    """The numbers that fp8 bytes and their scale stand for."""
+    """Return the numbers for fp8 bytes and their scale."""
     numbers = values._data.view(_FLOAT8[int(values._fp8_dtype)]).float() * values._scale_inv
     return numbers.to({4: torch.float32, 5: torch.float16, 6: torch.bfloat16}[int(dtype)])
 
 
 def compute_amax(values: torch.Tensor, amax: torch.Tensor) -> None:
-    """The largest absolute value."""
+    """Compute the largest absolute value."""
     amax.copy_(values.abs().max().reshape(amax.shape))
 
 
 def multi_tensor_compute_scale_and_scale_inv(
     chunk: int, no_op: torch.Tensor, lists: Sequence[Sequence[torch.Tensor]], largest: float, powers: bool, least: float
 ) -> None:
-    """Scales for largest values, and their inverses."""
+    """Compute scales for largest values, and their inverses."""
     for amax, scale, inverse in zip(*lists, strict=True):
         scale.copy_(torch.where(amax > 0, largest / amax.clamp(min=least), torch.ones_like(amax)))
         inverse.copy_(1 / scale)
 
 
 def fp8_transpose(data: torch.Tensor, dtype: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows become columns; bytes stay what they are."""
+    """Transpose a matrix of fp8 bytes."""
     turned = data.reshape(-1, data.shape[-1]).t().contiguous()
     return turned if out is None else out.copy_(turned.reshape(out.shape))
 
@@ -223,7 +223,7 @@ def install() -> None:
     if not folder:
         return
     sys.path.insert(0, str(Path(folder)))
-    # Its package then neither looks for a shared library nor asks how it was installed.
+    # The package then neither searches a shared library nor checks how it was installed.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     extension, onnx = _Extension(_EXTENSION), _Extension(_ONNX)
     _fill(extension, _GIVEN)
@@ -233,14 +233,14 @@ def install() -> None:
     common: Any = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda _: None
     importlib.import_module("transformer_engine.pytorch")
-    # It asks for a GPU that has the kernels of the recipe, none of which is called.
+    # It checks for a GPU with the recipe's kernels, which are never called.
     recipes: Any = importlib.import_module("transformer_engine.pytorch.quantization")
     recipes.check_mxfp8_support = lambda: (True, "")
     _put_on_the_cpu(importlib.import_module("transformer_engine.pytorch.quantized_tensor").QuantizedTensor)
 
 
 def _put_on_the_cpu(kind: Any) -> None:
-    """Its tensors name no device when they are made of others, up to 2.13; that is then the present GPU."""
+    """Create tensors on the CPU; up to 2.13, tensors derived from others are on the current GPU."""
     make = kind.__new__
 
     @functools.wraps(make)

@@ -1,8 +1,8 @@
 """Forward passes in torch for the modules of Transformer Engine's stand-in: a plugin of ``launch.run``.
 
-What a module computes is what Transformer Engine documents of it: a norm, a product with its weights, attention.  The
-modules, their parameters and everything around them stay genuine, so the answer of a model shows what each parameter is
-to Megatron.  Gated delta nets get the functions of flash-linear-attention that Megatron imports by name.
+A module computes what Transformer Engine documents: a norm, a product with its weights, or attention. The modules,
+their parameters and all other code are genuine, so the output of a model shows how Megatron uses each parameter. Gated
+delta nets get the functions of flash-linear-attention that Megatron imports by name.
 
 Read in Transformer Engine 2.20.2: transformer_engine/pytorch/module (linear, layernorm_linear, grouped_linear, rmsnorm,
 layernorm) and attention/dot_product_attention; megatron/core/ssm/gated_delta_net/common.py (core_v0.19.2).
@@ -77,7 +77,7 @@ def _grouped_linear(self: Any, values: torch.Tensor, splits: Sequence[int], *_: 
 def _attention(
     self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> torch.Tensor:
-    """Causal, with the window and the sinks that the module has; `[sequence, batch, heads, width]`."""
+    """Compute causal attention with the module's window and sinks; `[sequence, batch, heads, width]`."""
     shared = query.shape[2] // key.shape[2]
     query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
     key, value = (part.repeat_interleave(shared, dim=1) for part in (key, value))
@@ -101,7 +101,7 @@ def _unit_length(values: torch.Tensor, dim: int = -1, eps: float = 1e-6) -> torc
 
 
 def _causal_convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, **_: Any) -> tuple[torch.Tensor, None]:
-    """`[batch, sequence, channels]`, then SiLU."""
+    """Compute a causal convolution of `[batch, sequence, channels]`, then SiLU."""
     length, width = x.shape[1], weight.shape[-1]
     found = functions.conv1d(x.transpose(1, 2), weight[:, None], bias, padding=width - 1, groups=weight.shape[0])
     return functions.silu(found[..., :length]).transpose(1, 2), None
@@ -110,9 +110,10 @@ def _causal_convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, **_: A
 def _gated_delta_rule(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    """The rule as it is defined, token after token; all `[batch, sequence, heads]`, the first three with a width.
+    """Compute the gated delta rule token by token; all `[batch, sequence, heads]`, the first three with a width.
 
-    In double precision: Megatron's own in torch (`torch_chunk_gated_delta_rule`) inverts a matrix in single precision,
+    It uses double precision: Megatron's own function (`torch_chunk_gated_delta_rule`) inverts a matrix in single
+    precision,
     whose rounding differs between processors by more than a wrong epsilon would.
     """
     steps = [part.double().transpose(0, 1) for part in (query * query.shape[-1] ** -0.5, key, value, g.exp(), beta)]

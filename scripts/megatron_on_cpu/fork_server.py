@@ -1,7 +1,7 @@
-"""A process that has imported torch and one Megatron, and forks a job for every order.
+"""A process that has imported torch and Megatron, and forks a job for every order.
 
-Importing takes longer than most jobs. This module imports neither itself. A job sees no difference: torch, the hooks
-and Megatron were imported by a fresh interpreter, in the environment of the job, and nothing happens there but forking.
+Importing takes longer than most jobs. This module itself imports neither. Jobs are not affected: a new interpreter has
+imported torch, the hooks and Megatron in the environment of the job, and only forks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, TextIO
 
 READY = b"ready"
 MOST_BYTES = 1 << 17
-"""Of an order or an answer."""
-# Read by a job when it is used; every other variable may count while Megatron is imported.
+"""Upper limit for the size of an order or an answer."""
+# Variables that a job reads later; every other variable may affect the import of Megatron.
 _READ_LATE = ("MEGATRON_ON_CPU_DUMP", "MEGATRON_ON_CPU_LOSSES", "MCORE_CKPT_EXT_", "TEST_", "PYTEST_CURRENT_TEST")
 _MOST_SERVERS = 3
 _SECONDS_TO_IMPORT = 240
@@ -35,20 +35,20 @@ class NotStartedError(RuntimeError):
 
 
 class ForkServer:
-    """The process, and the way to it."""
+    """The process, and the connection to it."""
 
     def __init__(self, megatron: Path | str | None, environment: Mapping[str, str]) -> None:
-        """Start it and wait until it has imported everything.
+        """Start the process and wait until it has imported everything.
 
         Args:
             megatron: a checkout of Megatron-LM; without it, the installed megatron-core.
-            environment: all of its environment.
+            environment: the complete environment of the process.
 
         Raises:
-            NotStartedError: see there.
+            NotStartedError: torch or Megatron could not be imported.
         """
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # -P: no module of the working folder is taken for one of Python's.
+        # -P: modules of the working folder do not replace Python's.
         command = [sys.executable, "-P", "-m", "megatron_on_cpu.forked_ranks", "--socket", str(other.fileno())]
         if megatron is not None:
             command += ["--megatron", str(megatron)]
@@ -79,11 +79,11 @@ class ForkServer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can take orders."""
+        """Return whether the process accepts orders."""
         return self._process.poll() is None
 
     def fork(self, order: Mapping[str, Any]) -> tuple[int, TextIO]:
-        """Start a job, one at a time: its process, which leads a session of its own, and its output.
+        """Start a job, one at a time, and return its process, which leads its own session, and its output.
 
         Args:
             order: see `forked_ranks`.
@@ -96,12 +96,12 @@ class ForkServer:
         return int(self._socket.recv(MOST_BYTES)), os.fdopen(read_end, errors="replace")
 
     def wait(self) -> int:
-        """Wait for the job's end; its return code."""
+        """Wait for the end of the job, and return its exit code."""
         code = int(self._socket.recv(MOST_BYTES))
         return code if code >= 0 else 128 - code
 
     def close(self) -> None:
-        """End it, and a job that may still run."""
+        """End the process, and a job that may still run."""
         self._socket.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -109,7 +109,7 @@ class ForkServer:
 
 
 def fork_server(megatron: Path | str | None, environment: Mapping[str, str]) -> ForkServer:
-    """The process for this Megatron and this environment, kept for the next job; the last few are."""
+    """Return the process for a Megatron and an environment; the last few are kept for further jobs."""
     counted = frozenset(item for item in environment.items() if not item[0].startswith(_READ_LATE))
     key = (os.getpid(), str(megatron), counted)
     server = _servers.pop(key, None)

@@ -1,7 +1,7 @@
-"""Imports torch and Megatron once, then forks a job for every order; a job forks its ranks and passes on their output.
+"""Imports torch and Megatron once, then forks a job for every order, which forks its ranks.
 
-Started by ``fork_server``, in a session of its own, as every job has one: ``launch.run`` ends a job at its time limit,
-and clears up after it.
+``fork_server`` starts it in a separate session, and every job has its own: ``launch.run`` ends a job at its time limit
+and cleans up after it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from megatron_on_cpu.fork_server import MOST_BYTES, READY
 from megatron_on_cpu.groups import share_device
 from megatron_on_cpu.process import die_with_parent
 
-# When a rank fails, the others usually hang in a collective; those that fail too get this long to say why.
+# When a rank fails, the others usually hang in a collective; ranks that also fail have this long to report why.
 _GRACE_SECONDS = 5.0
-# Whatever the ranks import themselves, they all import at the same time.
+# Modules that all ranks would import at the same time.
 _MEGATRON_MODULES = ("megatron.training", "megatron.training.checkpointing", "megatron.core.models.gpt")
 _TOKENIZER_MODULES = ("transformers", "transformers.models.auto.tokenization_auto", "sentencepiece", "tiktoken")
 
 
 def main() -> None:
-    """Import everything, then take orders from the socket until the other side closes it."""
+    """Import everything, then execute orders from the socket until the other side closes it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--megatron", type=Path)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _serve(orders: socket.socket) -> bool:
-    """Fork one job: answers with its process at once, and with its return code when it has ended."""
+    """Fork one job; send its process ID at once, and its exit code when it has ended."""
     message, streams, *_ = socket.recv_fds(orders, MOST_BYTES, 1)
     if not message:
         return False
@@ -75,7 +75,7 @@ def _run_job(order: dict[str, Any], output: int) -> int:
     """Fork the ranks of a job and wait for them.
 
     Args:
-        order: `ranks` (their number), `script`, `arguments`, `plugins` (files), `environment` (all of it), `folder`.
+        order: `ranks` (their number), `script`, `arguments`, `plugins` (files), `environment` (complete), `folder`.
         output: the file descriptor for everything that is printed.
     """
     os.setsid()
@@ -98,14 +98,14 @@ def _run_job(order: dict[str, Any], output: int) -> int:
 
 
 def _import_megatron(checkout: Path | None) -> None:
-    """Import everything slow, redirected to the CPU, before forking."""
+    """Import all slow modules, redirected to the CPU, before forking."""
     torch.set_num_threads(1)
     redirect.install()
     if checkout is not None:
         sys.path.insert(0, str(checkout))
         import megatron
 
-        # A namespace package: without this, what the checkout lacks would come from the installed version.
+        # A namespace package: without this, modules that the checkout lacks would come from the installed version.
         megatron.__path__ = [str(checkout / "megatron")]
     engine_kernels.install()
     compat.apply()
@@ -117,14 +117,13 @@ def _import_megatron(checkout: Path | None) -> None:
 
 
 def prepare_to_fork() -> None:
-    """When everything is imported: keep it, and make what Megatron spawns start right.
+    """Prepare for forking after all imports, and for processes that Megatron spawns.
 
-    No collection of garbage in a rank shall look at all that was imported, and so write to its pages, again.
-
-    The checkpoint writers shall start with the redirection, and the queues fast.
-    A spawned Python runs the parent's main module again before anything else.  That would be the training script, which
-    a writer does not need; it gets the module that installs the redirection instead.  The managers, which only pass on
-    what was written, are forked: they need not import torch again.
+    Garbage collection in a rank must not scan imported objects, because this writes to their pages. Checkpoint writers
+    must start with the redirection, and queues must start fast.
+    A spawned Python runs the parent's main module again before anything else.  This would be the training script, which
+    a writer does not need, so it gets the module that installs the redirection instead. Managers only forward results;
+    they are forked and need not import torch again.
     """
     gc.collect()
     gc.freeze()
@@ -142,10 +141,10 @@ def prepare_to_fork() -> None:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port for the ranks' store, kept from other jobs of this machine until the ranks are done.
+    """Reserve a port for the ranks' store until the ranks have finished.
 
-    A socket that is bound and does not listen keeps Linux from giving the port to a connection, and does not keep the
-    store from listening on it: both have SO_REUSEADDR.
+    A socket that is bound but does not listen prevents Linux from assigning the port to a connection. The store can
+    still listen on it, because both sockets have SO_REUSEADDR.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -172,7 +171,7 @@ def _run_rank(rank: int, order: dict[str, Any], port: int) -> None:
 
 
 class Ranks:
-    """The forked processes: their return codes and their output."""
+    """The forked processes, with their exit codes and output."""
 
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}
@@ -190,8 +189,8 @@ class Ranks:
             die_with_parent()
             for stream in (1, 2):
                 os.dup2(write_end, stream)
-            # torch's own threads do not survive a fork. The thread that first needs them makes them anew, and where two
-            # do at once, as with gloo's, one of them fails ("Invalid thread pool!").
+            # torch's own threads do not survive a fork. The first thread that needs them creates them again, and if two
+            # threads do so at once, as with gloo's, one of them fails ("Invalid thread pool!").
             torch.set_num_threads(1)
             os._exit(_exit_code_of(body))
         os.close(write_end)
@@ -201,7 +200,7 @@ class Ranks:
         self._selector.register(read_end, selectors.EVENT_READ, rank)
 
     def wait(self) -> int:
-        """Wait for all ranks; the first failure ends the others and gives the return code."""
+        """Wait for all ranks, and return the exit code; the first failure ends the others."""
         while self._pids:
             self._pass_on_output(timeout=0.05)
             self._reap()
@@ -239,7 +238,7 @@ class Ranks:
 
 
 def _exit_code_of(body: Callable[[], None]) -> int:
-    """Run a rank to its end; the interpreter's own teardown is left out, it only waits for processes that are done."""
+    """Run a rank to its end, without Python's own shutdown, which would wait for finished processes."""
     code = 1
     try:
         body()

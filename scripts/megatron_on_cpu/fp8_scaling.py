@@ -1,8 +1,9 @@
-"""What Transformer Engine's modules keep of fp8 with delayed scaling, where no kernel runs: filled, and told by name.
+"""Fills and returns the fp8 scales of Transformer Engine's modules (delayed scaling) without kernels.
 
-A first forward pass initialises the metadata of a module (``init_fp8_metadata``, transformer_engine/pytorch/module/
-base.py, 2.0 to 2.20.2), and each pass changes its scales and histories.  Here they become numbers of the module's name
-in the whole model, of the expert's and of the iteration.  A grouped linear keeps those of its experts side by side:
+The first forward pass initializes the metadata of a module (``init_fp8_metadata``, transformer_engine/pytorch/module/
+base.py, 2.0 to 2.20.2), and each pass changes its scales and histories.  Here they become functions of the module's
+name in the whole model, of the expert and of the iteration. A grouped linear layer stores those of its experts next to
+each other:
 ``view(places, experts)`` of a scale, ``view(length, places, experts)`` of a history.
 """
 
@@ -23,7 +24,7 @@ _DIRECTIONS = ("fwd", "bwd")
 
 
 def advance(chunks: list[Any], iteration: int) -> None:
-    """What a pass through the model does to the scales and histories of its modules."""
+    """Change the scales and histories of the modules as a pass through the model does."""
     for chunk in chunks:
         config = importlib.import_module("megatron.core.utils").get_model_config(chunk)
         if not config.fp8:
@@ -37,13 +38,13 @@ def advance(chunks: list[Any], iteration: int) -> None:
             values.copy_(_numbers(name, iteration, values))
 
 
-def told(chunk: Any) -> dict[str, torch.Tensor]:
-    """Scales and histories of a model chunk, by the module's name in the whole model; nothing without fp8."""
+def scaling_by_module(chunk: Any) -> dict[str, torch.Tensor]:
+    """Return the scales and histories of a model chunk by the module's name; empty without fp8."""
     return {name: values.clone() for name, values in _by_name(chunk)}
 
 
 def _by_name(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Views of the scales and histories of each module, or of each expert of a grouped one."""
+    """Yield views of the scales and histories of each module, or of each expert of a grouped one."""
     for module, names in _modules(chunk):
         for direction in _DIRECTIONS:
             meta = module.fp8_meta.get(f"scaling_{direction}")
@@ -56,7 +57,7 @@ def _by_name(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _modules(chunk: Any) -> Iterator[tuple[Any, list[str]]]:
-    """Transformer Engine's modules that may compute in fp8, and their names: one, or one for each expert."""
+    """Yield Transformer Engine's modules that may use fp8, with their name, or a name for each expert."""
     if _BASE not in sys.modules:
         return
     while hasattr(chunk, "module"):

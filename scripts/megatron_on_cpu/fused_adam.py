@@ -1,6 +1,6 @@
-"""A CPU stand-in for the FusedAdam of Apex and Transformer Engine.
+"""Replaces the FusedAdam of Apex and Transformer Engine on the CPU.
 
-The point is not the arithmetic alone but the *layout of the state*, which ends up in checkpoints: ``step`` lives in the
+It has the same arithmetic and the same *layout of the state*, which is stored in checkpoints: ``step`` is in the
 parameter group, and a parameter's state holds only ``exp_avg`` and ``exp_avg_sq``.  With torch's AdamW, ``step`` is a
 tensor per parameter, and stock Megatron cannot resume its own checkpoints.
 """
@@ -67,7 +67,7 @@ def advance(
     group: dict[str, Any],
     adam_w_mode: bool,
 ) -> None:
-    """One step of Adam on fp32 tensors, in place."""
+    """Do one step of Adam on fp32 tensors, in place."""
     beta1, beta2 = group["betas"]
     correction1 = 1 - beta1 ** group["step"] if group["bias_correction"] else 1.0
     correction2 = 1 - beta2 ** group["step"] if group["bias_correction"] else 1.0

@@ -1,4 +1,4 @@
-"""Process groups of ranks on one machine: what they cost, and how they end before their process does."""
+"""Reduces the cost of process groups of ranks on one machine, and ends them before their process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.distributed import ProcessGroupGloo
 
 
 def share_device() -> None:
-    """Let all process groups of this rank be served by one thread, before the first is made.
+    """Make all process groups of this rank share one thread; call it before the first group is created.
 
-    Each would have a device, with a thread that looks for work a hundred times a second. Megatron makes dozens of
-    groups a rank, so a few jobs of eight ranks kept a small machine busy with nothing else.
+    Otherwise each group has a device with a thread that polls a hundred times per second. Megatron creates dozens of
+    groups per rank, so a few jobs of eight ranks would use up a small machine.
     """
     original: Any = ProcessGroupGloo.__init__
     options_of: Any = ProcessGroupGloo._Options  # type: ignore[attr-defined]
@@ -28,9 +28,9 @@ def share_device() -> None:
 
 
 def leave_groups() -> None:
-    """End all process groups but the world's.
+    """End all process groups except the world group.
 
-    Megatron's `destroy_model_parallel` only forgets them, and each keeps threads that look for work.
+    Megatron's `destroy_model_parallel` only drops references to them, and their threads continue to poll.
     """
     groups = torch.distributed.distributed_c10d._world.pg_map
     for group in [group for group in groups if group is not torch.distributed.group.WORLD]:

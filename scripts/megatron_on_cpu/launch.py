@@ -10,7 +10,7 @@ From a shell::
     python -m megatron_on_cpu.launch --nproc 8 [--megatron CHECKOUT] [--timeout 180] script.py [arguments]
 
 This module imports neither torch nor Megatron: both are imported once in a subprocess (``fork_server``), which then
-forks job after job and each job its ranks, so that eight of them start in a moment.
+forks jobs, and each job forks its ranks, so that eight ranks start at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_on_cpu.fork_server import NotStartedError, fork_server
 from megatron_on_cpu.time_limit import TimeLimit
 
 TRAIN_GPT = Path(__file__).with_name("train_gpt.py")
-"""This package's own training script, for Megatron-LM 0.19, which the PyPI package comes without."""
+"""This package's own training script for Megatron-LM 0.19, which the PyPI package lacks."""
 
 PRECISION_AWARE = Path(__file__).with_name("precision_aware.py")
 """Plugin for jobs with ``--use-precision-aware-optimizer``."""
@@ -42,7 +42,7 @@ SYNTHETIC_TRAINING = Path(__file__).with_name("synthetic_training.py")
 """Plugin for jobs whose model cannot run on a CPU."""
 
 ENGINE_PASSES = Path(__file__).with_name("engine_passes.py")
-"""Plugin that lets models of Transformer Engine's modules answer on a CPU."""
+"""Plugin with which models of Transformer Engine's modules run on a CPU."""
 
 CPU_OFFLOAD = Path(__file__).with_name("cpu_offload.py")
 """Plugin for jobs with ``--optimizer-cpu-offload``."""
@@ -64,7 +64,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: the return code, every rank's output with its lines marked ``[rank N]``, and the duration."""
+    """The result of a run: the exit code, the output of all ranks (lines marked ``[rank N]``), and the duration."""
 
     returncode: int
     output: str
@@ -88,14 +88,14 @@ def run(
     Args:
         world_size: number of ranks.
         script: the training script, run as ``__main__`` in every rank.
-        arguments: its command line.
+        arguments: command line of the script.
         timeout: seconds after which everything is killed; the return code is then ``TIMED_OUT``. Time in which the
             job waits for a processor does not count.
         megatron: a checkout of Megatron-LM; without it, the installed megatron-core.
         environment: additional environment variables.
         plugin_files: Python files that every rank executes before the script.
-        log_file: receives all the output as it comes.
-        echo: receives the output of the first and the last rank, and of the launcher, as it comes.
+        log_file: receives all output as it is written.
+        echo: receives the output of the first and the last rank, and of the launcher, as it is written.
     """
     order = {
         "ranks": world_size,
@@ -115,7 +115,7 @@ def run(
             return RunResult(1, str(error), time.monotonic() - started)
         job, stream = server.fork(order)
         stack.enter_context(stream)
-        # Leaves no rank and no writer process behind, however this ends.
+        # No rank and no writer process remains, regardless of how the run ends.
         stack.callback(_kill_session, job)
         expired = threading.Event()
 
@@ -128,7 +128,7 @@ def run(
             output = _collect(stream, log, echo, shown_ranks={0, world_size - 1})
             returncode = server.wait()
         except BaseException:
-            server.close()  # it would take this job's end for that of the next
+            server.close()  # otherwise it would report the end of this job as that of the next
             raise
     return RunResult(TIMED_OUT if expired.is_set() else returncode, output, time.monotonic() - started)
 

@@ -1,4 +1,4 @@
-"""What the live optimizers of a rank hold of one parameter, whatever kind they are of: the witness's eyes."""
+"""Finds the state of a parameter in the live optimizers of a rank, of any kind, for dumps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from megatron_on_cpu.precision_aware import MASTER, join
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-# How HybridDeviceOptimizer computes, and with which classes; not what.
+# Settings of HybridDeviceOptimizer about classes and execution, not about the computation.
 _OWN = ("params", "offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32", "pin_cpu_grads",
         "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "fused")  # fmt: skip
 
@@ -17,7 +17,7 @@ Part = tuple[int, dict[str, torch.Tensor], dict[str, Any]]
 
 
 def optimizers_of(optimizer: Any) -> list[Any]:
-    """The optimizers that step parameters, of a chain that may hold chains (LayerWiseDistributedOptimizer is one)."""
+    """Yield the optimizers in a chain, which may be nested (LayerWiseDistributedOptimizer is a chain)."""
     children = getattr(optimizer, "chained_optimizers", None)
     return [optimizer] if children is None else [leaf for child in children for leaf in optimizers_of(child)]
 
@@ -35,7 +35,7 @@ def optimizer_part(parameter: torch.nn.Parameter, optimizers: list[Any]) -> Part
 
 
 def _distributed(parameter: torch.nn.Parameter, optimizer: Any) -> Part | None:
-    """With --use-distributed-optimizer."""
+    """Find the part in a distributed optimizer."""
     place = getattr(optimizer, "model_param_group_index_map", {}).get(parameter)
     if place is None:
         return None
@@ -52,18 +52,18 @@ def _distributed(parameter: torch.nn.Parameter, optimizer: Any) -> Part | None:
         tensors = {name: inner.get_unscaled_state(stepped, name) for name in state}
         master = tensors.pop(MASTER)
         tensors["fp32_param"] = join(stepped, master) if master.dtype == torch.int16 else master
-    # torch's AdamW keeps its step beside the moments.
+    # torch's AdamW stores its step with the moments.
     return start, tensors, {**group, **({"step": int(state["step"])} if "step" in state else {})}
 
 
 def _offloaded(stepped: torch.Tensor, group: dict[str, Any], hybrid: Any) -> tuple[Any, Any]:
-    """What the sub-optimizer that steps a shard works with: its next step is one after the `step` given here."""
+    """Return the settings of the sub-optimizer that steps a shard; its next step follows the `step` here."""
     inner = hybrid.param_to_inner_param[stepped]
     for stepper in hybrid.sub_optimizers:
         for own in stepper.param_groups:
             if any(inner is candidate for candidate in own["params"]):
                 state = stepper.state.get(inner, {})
-                # Before each step the outer group is copied over the inner one.
+                # Before each step the outer group is copied to the inner one.
                 counted = int(state["step"]) if "step" in state else {**own, **group}.get("step")
                 tensors = {"fp32_param": inner, **{name: state[name] for name in MOMENTS if name in state}}
                 return tensors, {**group, "step": counted}
@@ -71,7 +71,7 @@ def _offloaded(stepped: torch.Tensor, group: dict[str, Any], hybrid: Any) -> tup
 
 
 def _undistributed(parameter: torch.nn.Parameter, optimizer: Any) -> Part | None:
-    """Whole parameters, all of them or, layer-wise, this rank's; in fp32 training they are their own masters."""
+    """Find the part in an optimizer of whole parameters; in fp32 training, parameters are their own masters."""
     pairs = zip(
         getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", []), strict=True
     )

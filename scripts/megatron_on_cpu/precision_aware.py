@@ -1,7 +1,7 @@
-"""``--use-precision-aware-optimizer`` on CPU ranks: a plugin of ``launch.run`` (and what it puts in, to be tested).
+"""``--use-precision-aware-optimizer`` on CPU ranks: a plugin of ``launch.run``, and its optimizer.
 
-Megatron then wants the FusedAdam of Transformer Engine, which keeps the masters itself.  What matters here is *what it
-keeps and in which shape*, since that ends up in checkpoints; it was read in Transformer Engine 2.20.2,
+Megatron then uses the FusedAdam of Transformer Engine, which stores the masters itself. Its *state and the shapes in
+it* are reproduced here, because they are stored in checkpoints. Source: Transformer Engine 2.20.2,
 transformer_engine/pytorch/optimizers/fused_adam.py and transformer_engine/common/multi_tensor/adam.cu:
 
 - the step in the parameter group; ``exp_avg``, ``exp_avg_sq`` and ``master_param`` in the state;
@@ -35,20 +35,20 @@ _OPTIMIZERS = f"{_TRANSFORMER_ENGINE}.pytorch.optimizers"
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bf16 parameter and the int16 remainder of fp32 masters, 1-D."""
+    """Split 1-D fp32 masters into bf16 parameters and int16 remainders."""
     halves = master.contiguous().view(torch.int16).view(-1, 2)
     remainder = halves[:, 0].clone()
     return (halves[:, 1] + (remainder < 0)).view(torch.bfloat16), remainder
 
 
 def join(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 masters of a bf16 parameter and its int16 remainder, 1-D."""
+    """Join a 1-D bf16 parameter and its int16 remainder to fp32 masters."""
     leading = parameter.view(torch.int16) - (remainder < 0).to(torch.int16)
     return torch.stack([remainder, leading], dim=1).view(torch.float32).view(-1)
 
 
 class PrecisionAwareAdam(FusedAdam):
-    """As much of Transformer Engine's FusedAdam as Megatron uses."""
+    """The part of Transformer Engine's FusedAdam that Megatron uses."""
 
     def __init__(
         self,
@@ -75,14 +75,14 @@ class PrecisionAwareAdam(FusedAdam):
         return self.dtypes[name]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         name = "decoupled_grad" if self.use_decoupled_grad else "grad"
         for group in self.param_groups:
             for parameter in group["params"]:
                 setattr(parameter, name, None)
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool | None = None) -> None:
-        """Moments of zero; the master is the parameter."""
+        """Initialize the moments with zeros, and the master with the parameter."""
         for name in MOMENTS:
             self.state[param][name] = torch.zeros_like(param, dtype=self.dtypes[name])
             self.scales[param, name] = torch.ones(())
@@ -94,7 +94,7 @@ class PrecisionAwareAdam(FusedAdam):
             self.set_scaled_state(param, MASTER, param.detach().clone().float())
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
-        """A tensor of the state as fp32, or the remainders as they are; fp32 is handed out as it is kept."""
+        """Return a tensor of the state as fp32, or the remainders; fp32 tensors are not copied."""
         kept = self.state[param][state_name]
         if kept.dtype == torch.float16:
             return kept.float() * self.scales[param, state_name]

@@ -1,4 +1,4 @@
-"""Records every iteration's loss in full precision, where Megatron's log prints seven digits.
+"""Records the loss of every iteration in full precision; Megatron's log has seven digits.
 
 Set ``MEGATRON_ON_CPU_LOSSES`` to a file.  The last rank, which is on the last pipeline stage, writes a JSON object to
 it, one item for each iteration: ``{"5": {"lm loss": 4.709, "grad_norm": 1.104, "learning_rate": 0.00097}, ...}``.
@@ -22,7 +22,7 @@ FILE_VARIABLE = "MEGATRON_ON_CPU_LOSSES"
 
 
 def install() -> None:
-    """Wrap ``training_log``, if a file is asked for; which one is looked up at each call."""
+    """Wrap ``training_log`` if the environment names a file, which is looked up at each call."""
     if FILE_VARIABLE not in os.environ:
         return
     training: Any = importlib.import_module("megatron.training.training")

@@ -1,7 +1,7 @@
-"""Lets code that is written for CUDA tensors run on CPU tensors.
+"""Runs code for CUDA tensors on CPU tensors.
 
-Megatron-LM asks for GPUs everywhere: ``device="cuda"``, ``tensor.cuda()``, streams, events, memory statistics.
-``install()`` answers all of that with the CPU, once per process and before the first import of Megatron, so that
+Megatron-LM uses GPUs everywhere: ``device="cuda"``, ``tensor.cuda()``, streams, events, memory statistics.
+``install()`` redirects all of this to the CPU, once per process and before the first import of Megatron, so that
 Megatron itself stays unchanged.  This shows that logic, formats and numbers are right; it says nothing about CUDA
 memory, streams or NCCL.
 """
@@ -22,7 +22,7 @@ _TENSOR_TYPES = ("FloatTensor", "IntTensor", "LongTensor", "HalfTensor", "BFloat
 
 
 class _Stream:
-    """A stream on which everything has already happened."""
+    """A stream whose work is always finished."""
 
     cuda_stream = 0
 
@@ -74,7 +74,7 @@ class _Event:
 
 
 def _means_gpu(device: object) -> bool:
-    """Whether a ``device`` argument names a GPU: "cuda...", a torch.device of that type, or a bare index."""
+    """Return whether a ``device`` argument names a GPU: "cuda...", a torch.device of that type, or an index."""
     if isinstance(device, str):
         return device.startswith("cuda")
     if isinstance(device, torch.device):
@@ -86,7 +86,7 @@ def _means_cpu(device: object) -> bool:
     return device in ("cpu", torch.device("cpu"))
 
 
-# Functions that need no keyword to name a device, or ask for one.
+# Functions that take a device as positional argument, or return one.
 _BY_POSITION = frozenset(
     {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.to}
 )
@@ -104,7 +104,7 @@ class _CudaCallsOnCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # DistributedOptimizer sorts parameters by this very string.
+            # DistributedOptimizer sorts parameters by this string.
             return func(*args).replace("torch.", "torch.cuda.")
         leaves_gpu = func is torch.Tensor.cpu or (
             func is torch.Tensor.to and any(_means_cpu(value) for value in (*args[1:2], kwargs.get("device")))
@@ -123,7 +123,7 @@ class _CudaCallsOnCpu(TorchFunctionMode):
 
 
 def _always(answer: object) -> Callable[..., Any]:
-    """Return a function that ignores its arguments; a new one each time: torch's compiler tells them by identity."""
+    """Return a new function that ignores its arguments; torch's compiler distinguishes functions by identity."""
     return lambda *_, **__: answer
 
 
@@ -137,7 +137,7 @@ def _device_properties(*_: Any) -> types.SimpleNamespace:
 
 
 def _cuda_stand_ins() -> dict[str, object]:
-    """The attributes of ``torch.cuda`` that Megatron and torch use, answered without a GPU."""
+    """Return replacements for the attributes of ``torch.cuda`` that Megatron and torch use."""
     devices: dict[str, object] = {
         "is_available": _always(True),
         "is_initialized": _always(False),
@@ -184,8 +184,8 @@ def _cuda_stand_ins() -> dict[str, object]:
     return devices | streams | memory | random | tensor_types
 
 
-# torch itself (for example inside Adam's step) asks torch.accelerator, which must not claim a GPU: its answers would be
-# used for real CUDA calls.
+# torch itself uses torch.accelerator (for example in Adam's step), which must not report a GPU: real CUDA calls would
+# follow.
 _ACCELERATOR_STAND_INS: dict[str, object] = {
     "is_available": _always(False),
     "current_accelerator": _always(None),

@@ -1,4 +1,4 @@
-"""How a script starts a job of megatron-core 0.17 to 0.19: who parses arguments and builds the model differs."""
+"""Starts jobs of megatron-core 0.17 to 0.19, which differ in parsing arguments and building the model."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from megatron.training.arguments import core_transformer_config_from_args
 
 
 def predicts_further_tokens(vp_stage: int | None) -> bool:
-    """Whether a stage has layers of multi-token prediction; 0.17 and 0.18 look for them in the configuration."""
+    """Return whether a stage has layers of multi-token prediction; 0.17 and 0.18 use the configuration."""
     args = get_args()
     if "config" in inspect.signature(mtp_on_this_rank).parameters:
         config = core_transformer_config_from_args(args)
         return bool(mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp_stage))
-    stated = args.pipeline_model_parallel_layout
-    layout = PipelineParallelLayerLayout.from_str(stated, args.pipeline_model_parallel_size) if stated else None
+    text = args.pipeline_model_parallel_layout
+    layout = PipelineParallelLayerLayout.from_str(text, args.pipeline_model_parallel_size) if text else None
     return bool(mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage))
 
 
 def part_of_this_rank(batch: dict[str, Any], group: Any) -> dict[str, Any]:
-    """The part of the sequence that this context-parallel rank computes."""
+    """Return the part of the sequence for this context-parallel rank."""
     also = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else {}
     part: dict[str, Any] = get_batch_on_this_cp_rank(batch, cp_group=group, **also)
     return part
 
 
 def parse_arguments() -> None:
-    """Parse the command line, where the release leaves that to the script; in 0.17 `initialize_megatron` does it."""
+    """Parse the command line, except in 0.17, where `initialize_megatron` does it."""
     arguments: Any = importlib.import_module("megatron.training.arguments")
     if hasattr(arguments, "parse_and_validate_args"):
         arguments.parse_and_validate_args()
@@ -45,8 +45,8 @@ def parse_arguments() -> None:
 def train(build_datasets: Any, forward_step: Any, ranks_with_embeddings: Callable[[list[int]], list[int]]) -> None:
     """Call the release's `pretrain` (megatron/training/training.py) as its own `pretrain_gpt.py` does.
 
-    0.17 parses the command line itself. Since 0.18 the script parses it, and since 0.19 its configuration says what the
-    model is.
+    0.17 parses the command line itself. Since 0.18 the script parses it, and since 0.19 its configuration describes the
+    model.
     """
     arguments: Any = importlib.import_module("megatron.training.arguments")
     if not hasattr(arguments, "parse_and_validate_args"):

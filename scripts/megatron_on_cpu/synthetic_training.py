@@ -1,8 +1,8 @@
-"""Training without forward and backward passes: a plugin of ``launch.run`` for models whose kernels need a GPU.
+"""Trains without forward and backward passes: a plugin of ``launch.run`` for models whose kernels need a GPU.
 
-Each element's gradient is made of that element's weight and the iteration.  The genuine gradient buffers reduce it and
-the genuine optimizer takes it, so a job that resumes exactly goes on exactly, under whatever layout: with
-``--clip-grad 0``, since a norm is summed up in an order that depends on it.  The loss is made of the iteration alone.
+The gradient of each element is computed from its weight and the iteration. It passes through the genuine gradient
+buffers and optimizer, so a job that resumes exactly continues exactly under any layout. This requires ``--clip-grad
+0``, because a norm is summed in an order that depends on the layout. The loss is computed from the iteration only.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch.distributed as dist
 from megatron_on_cpu import fp8_scaling
 
 _SIZE = 2.0**-4
-# Neither has a short period among the numbers that bf16 holds.
+# Neither has a short period among the numbers of bf16.
 _OF_WEIGHT, _OF_ITERATION = 1013.13, 0.618034
 
 
 def gradient(weight: torch.Tensor, iteration: int) -> torch.Tensor:
-    """Of each element alone, between plus and minus a thirty-second."""
+    """Return the gradient for each element, between -1/32 and 1/32."""
     return (torch.frac(weight.detach().float() * _OF_WEIGHT + iteration * _OF_ITERATION)) * _SIZE / 2
 
 
 def install() -> None:
-    """Replace the passes; start with vectors of which no two elements are equal, as initial norms and biases are."""
+    """Replace the passes, and initialize norms and biases with distinct elements."""
     training: Any = importlib.import_module("megatron.training.training")
     make_optimizer = training.get_megatron_optimizer
 
@@ -41,14 +41,14 @@ def install() -> None:
         return make_optimizer(config, model_chunks, *more, **options)
 
     training.get_megatron_optimizer = get_megatron_optimizer
-    with contextlib.suppress(ImportError):  # since 0.19; only running a gated delta net needs its kernels
+    with contextlib.suppress(ImportError):  # since 0.19; only a forward pass of a gated delta net needs its kernels
         nets: Any = [importlib.import_module(f"megatron.core.ssm.gated_delta_net.{name}") for name in ("common", "gdn")]
         nets[0].HAVE_FLA, nets[1].chunk_gated_delta_rule = True, _passes
     training.get_forward_backward_func = lambda *_, **__: _passes
 
 
 def _scatter(model: torch.nn.Module, chunk: int) -> None:
-    """Equal on all ranks that have a copy, and on no others."""
+    """Initialize vectors with values that are equal only on ranks with a copy of the same parameter."""
     state: Any = importlib.import_module("megatron.core.parallel_state")
     for name, parameter in model.named_parameters():
         if parameter.dim() != 1:
@@ -65,7 +65,7 @@ def _scatter(model: torch.nn.Module, chunk: int) -> None:
 
 @torch.no_grad()
 def _passes(*, model: Any, **_: Any) -> list[dict[str, torch.Tensor]]:
-    """What a schedule of Megatron leaves behind: reduced gradients, and the losses on the last stage."""
+    """Produce the results of a schedule: reduced gradients, and the losses on the last stage."""
     iteration = importlib.import_module("megatron.training").get_args().curr_iteration
     chunks = model if isinstance(model, list) else [model]
     fp8_scaling.advance(chunks, iteration)
@@ -80,7 +80,7 @@ def _passes(*, model: Any, **_: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def _scaled(chunk: Any) -> Iterator[tuple[Any, float]]:
-    """Parameters, with what the reduction of their buffers multiplies equal gradients by."""
+    """Yield parameters with the factor by which the reduction of their buffers multiplies equal gradients."""
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         factor = buffer.gradient_scaling_factor * dist.get_world_size(buffer.data_parallel_group)
         for parameter in buffer.param_index_map:

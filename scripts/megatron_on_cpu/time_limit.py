@@ -1,7 +1,7 @@
-"""A time limit that a busy machine does not reach: time in which a job waits for a processor does not count.
+"""A time limit without the time in which a job waits for a processor.
 
-A limit is there to end a job that hangs. A job that hangs sleeps or spins, on a busy machine as well; a job that is
-starved by others wants processors and does not get them, which Linux counts for each thread (`/proc/PID/schedstat`,
+The limit ends jobs that hang. Such a job sleeps or spins, even on a busy machine. A job that waits for processors is
+ready to run, which Linux measures for each thread (`/proc/PID/schedstat`,
 see Documentation/scheduler/sched-stats.rst).
 """
 
@@ -17,11 +17,11 @@ from pathlib import Path
 _INTERVAL = 1.0
 _NANOSECONDS = 1e9
 Usage = dict[str, tuple[float, float]]
-"""By thread: seconds that it has run, and seconds that it has waited for a processor."""
+"""For each thread: seconds that it has run, and seconds that it has waited for a processor."""
 
 
 class TimeLimit:
-    """Calls `expire` once a process group has had so many seconds; a context, at whose end it no longer does."""
+    """A context in which `expire` is called when a process group has used its seconds."""
 
     def __init__(self, group: int, seconds: float, expire: Callable[[], None]) -> None:
         self._group, self._seconds, self._expire = group, seconds, expire
@@ -50,20 +50,20 @@ class TimeLimit:
 
 
 def difference(before: Usage, after: Usage) -> tuple[float, float]:
-    """What all threads have had between two looks; those that have come or gone in between are left out."""
+    """Return the usage of all threads between two measurements, without threads that started or ended."""
     known = [(before[thread], values) for thread, values in after.items() if thread in before]
     ran = sum(max(0.0, now[0] - then[0]) for then, now in known)
     return ran, sum(max(0.0, now[1] - then[1]) for then, now in known)
 
 
 def charge(elapsed: float, ran: float, waited: float, processors: int) -> float:
-    """The part of an interval in which a job had what it wanted of the machine, in seconds.
+    """Return the part of an interval that counts for a job, in seconds.
 
     Args:
         elapsed: length of the interval.
-        ran: processor time that the job's threads had.
-        waited: time for which they were ready to run, and did not.
-        processors: of the machine; a job with more threads than that waits for itself, which counts.
+        ran: processor time of the job's threads.
+        waited: time in which they were ready to run but did not.
+        processors: number of processors; a job with more threads also waits for itself, which counts.
     """
     possible = min(ran + waited, processors * elapsed)
     lost = max(0.0, possible - ran) / max(1.0, possible / elapsed)
@@ -71,10 +71,10 @@ def charge(elapsed: float, ran: float, waited: float, processors: int) -> float:
 
 
 def usage_of(group: int) -> Usage:
-    """What each thread of a process group has had so far; empty where the system does not say."""
+    """Return the usage of each thread of a process group; empty if the system does not measure it."""
     found: Usage = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        # A process may end while it is looked at.
+        # A process may end meanwhile.
         with contextlib.suppress(OSError, ValueError, IndexError):
             if int((folder / "stat").read_text().rpartition(")")[2].split()[2]) != group:
                 continue

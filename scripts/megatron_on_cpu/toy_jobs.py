@@ -1,4 +1,4 @@
-"""Command lines of toy training jobs, as ``pretrain_gpt.py`` and ``train_gpt.py`` take them."""
+"""Command lines of toy training jobs for ``pretrain_gpt.py`` and ``train_gpt.py``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CPU = _words(
     " --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-gelu-fusion"
     " --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion"
 )
-"""What every job on CPU ranks needs: no NCCL, no Transformer Engine, no fused kernels."""
+"""Arguments of every job on CPU ranks: no NCCL, no Transformer Engine, no fused kernels."""
 
 GPU = ("--distributed-backend", "nccl", *CPU[2:])
-"""The same on GPUs: the local spec, whose parameters may be as small as those of the tests' checkpoints."""
+"""Arguments of jobs on GPUs: the local spec, which allows the small parameters of the tests' checkpoints."""
 
 TINY_GPT = _words(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
@@ -26,16 +26,16 @@ TINY_GPT = _words(
     " --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 99,1,0 --eval-iters 0 --eval-interval 1000"
     " --attention-dropout 0 --hidden-dropout 0 --log-interval 1"
 )
-"""A GPT-2-like model with four layers that trains for a moment."""
+"""A small GPT-2-like model with four layers."""
 
 LLAMA = _words(
     "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention --num-query-groups 2"
     " --untie-embeddings-and-output-weights --disable-bias-linear"
 )
-"""Turns the tiny GPT into a Llama-like one."""
+"""Arguments that turn the tiny GPT into a Llama-like model."""
 
 ASYNCHRONOUS_SAVE = ("--async-save", "--use-persistent-ckpt-worker")
-"""Save in the background, in a process that stays (0.19 needs ``--async-strategy mcore`` in addition)."""
+"""Arguments for saving in a persistent background process (0.19 also needs ``--async-strategy mcore``)."""
 
 
 def tiny_gpt(

@@ -1,8 +1,8 @@
 """Trains a small GPT on Megatron's mock data with the genuine ``megatron.training.pretrain`` (0.17 to 0.19).
 
-The PyPI package of Megatron-LM comes without ``pretrain_gpt.py``.  This script stands in for it: it takes the same
-arguments, has Megatron build the model from them, and sees the same samples, so it has the same losses.  Context
-parallelism needs an attention that knows it: the local spec's does not.
+The PyPI package of Megatron-LM lacks ``pretrain_gpt.py``. This script replaces it: it takes the same arguments, builds
+the model with Megatron, and uses the same samples, so it has the same losses. Context parallelism needs an attention
+that supports it; the local spec's does not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_on_cpu.release_api import part_of_this_rank, predicts_further_toke
 
 
 def takes_samples(vp_stage: int | None) -> bool:
-    """Whether a stage reads tokens or labels: the first, the last, and the one that predicts further tokens."""
+    """Return whether a stage reads tokens or labels: the first, the last, and the one with MTP layers."""
     return predicts_further_tokens(vp_stage) or is_first_or_last_pipeline_stage(vp_stage)
 
 
@@ -48,12 +48,12 @@ def build_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     return BlendedMegatronDatasetBuilder(MockGPTDataset, samples, reads_data, config).build()
 
 
-# Every rank builds its own: Megatron then does not expect the tensor-parallel ranks to hand samples on.
+# Every rank builds its own datasets, so tensor-parallel ranks need not broadcast samples.
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def ranks_with_embeddings(ranks: list[int]) -> list[int]:
-    """Return those of a pipeline's ranks that hold a copy of the word embeddings, whose gradients are one sum."""
+    """Return the pipeline ranks with a copy of the word embeddings, whose gradients are summed."""
     args = get_args()
     holding = {ranks[0], *get_mtp_ranks(ranks, core_transformer_config_from_args(args))}
     return sorted(holding if args.untie_embeddings_and_output_weights else {*holding, ranks[-1]})
