@@ -17,7 +17,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.config_keys import OF_THE_FILE, accepting, neutral_keys
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.flags import training_flags, unsaid
+from mcore_ckpt_ext.families.flags import training_flags, without_flag
 from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, NOTED, ONLY_WITH, SIZES, unknown
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_named, family_of_config
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -439,7 +439,7 @@ def test_settings_without_a_flag_are_reported(tmp_path: Path) -> None:
             in notices
         )
         assert "train it with:" not in notices
-    assert not unsaid(arguments_of("deepseek_v3"), since_0_19=False)
+    assert not without_flag(arguments_of("deepseek_v3"), since_0_19=False)
 
 
 def test_the_flags_of_yarn() -> None:

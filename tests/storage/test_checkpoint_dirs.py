@@ -9,7 +9,7 @@ import pytest
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
-from mcore_ckpt_ext.operations.completeness import locate
+from mcore_ckpt_ext.operations.completeness import find_checkpoint
 from mcore_ckpt_ext.operations.iteration_health import iteration_health_of
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_folders, read_tracker
 from tests.harness.checkpoints import fixture_named
@@ -33,7 +33,7 @@ def test_a_tracker_that_names_nothing_is_reported_by_every_reader(tmp_path: Path
     with pytest.raises(UnreadableCheckpointError, match="names no iteration") as caught:
         iteration_folder(tmp_path)
     assert len(str(caught.value)) < 400
-    (finding,) = locate(tmp_path).findings
+    (finding,) = find_checkpoint(tmp_path).findings
     assert "names no iteration" in finding.what
     health = iteration_health_of(tmp_path)
     assert health is not None
