@@ -115,7 +115,7 @@ class Images:
         return HuggingFaceTensor(theirs, shape[::-1] if rule.transposed else shape, regions, rule.transposed)
 
     def in_megatron(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape in Megatron of a tensor with a shape in a folder."""
+        """Convert the shape of a tensor in a folder to its shape in Megatron."""
         rule = next(rule for rule in self.rules if _translated(ours, rule.ours, rule.ours))
         return shape[::-1] if rule.transposed else shape
 

@@ -95,7 +95,7 @@ def _contradiction(
     others: Sequence[Proposal],
     read: Bytes,
 ) -> str | None:
-    """Return which known layer spec also fits and contradicts the sidecar's packing; None without one.
+    """Return a known layer spec that also fits but contradicts the sidecar's packing; None if there is none.
 
     A model's observed order, or any known spec, may confirm the sidecar. No known spec covers a user's own modules.
     """

@@ -67,7 +67,7 @@ def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tu
 
 
 def shifted_names(checkpoint: CheckpointView, kind: str) -> frozenset[str]:
-    """Return the parameters of which a kind is stored shifted (`workarounds/fully_reshardable_padding.py`)."""
+    """Return the parameters whose arrays of a kind are stored shifted (`workarounds/fully_reshardable_padding.py`)."""
     return frozenset(checkpoint.optimizer.shifted if kind != WEIGHT else ())
 
 

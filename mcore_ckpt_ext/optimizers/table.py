@@ -14,7 +14,7 @@ from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.state_view import joined
 from mcore_ckpt_ext.optimizers.unsupported import check_provable
 
-# Encodings that name their parameters precede gradient buffers, which contain the others.
+# Gradient buffers come last: they contain the parameters that no other encoding names.
 ENCODINGS: tuple[Encoding, ...] = (
     *model_space_formats.ENCODINGS,
     *bucket_formats.ENCODINGS,

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.storage.budget import Budget
 # An item on the unpickler's stack: the size of an object without parts, the parts of a tuple or of an object that a
 # call created, or the list of parts of an object that can grow.
 _Cell = Any
-# Opcodes with the length of their argument, or of the number before it that gives its length.
+# Length of an opcode's argument, or of the number before the argument that gives its length.
 _FIXED = dict.fromkeys(b"N\x88\x89)", 0) | {ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("G"): 8}
 _COUNTED = {
     ord("\x8c"): 1, ord("X"): 4, 0x8D: 8, ord("U"): 1, ord("T"): 4, ord("C"): 1, ord("B"): 4, 0x8E: 8, 0x96: 8,

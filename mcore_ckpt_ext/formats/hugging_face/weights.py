@@ -70,7 +70,7 @@ class ModelSpaceWeights(StoredOnce):
 
 
 def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[str, StoredSlice]]:
-    """Yield the slices of each parameter in a tensor, in which the regions of a parameter are contiguous."""
+    """Yield the slices of each parameter in a tensor; the regions of one parameter are adjacent there."""
     transposed = tensor.transposed != stored.turned
     first = stored.first
     for name, found in groupby(tensor.regions, key=lambda region: region.name):

@@ -39,8 +39,8 @@ class OffloadedAdapter(DistributedAdapter):
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
         """Set the groups, the step of every sub-optimizer, and the gradient scaler.
 
-        The outer groups are copied into those of the sub-optimizers before every step. A step among them, which stock
-        leaves there when it loads, would reset FusedAdam to that step each time.
+        The outer groups are copied into those of the sub-optimizers before every step. Stock Megatron leaves a step in
+        them when it loads, which would reset FusedAdam's step each time.
         """
         hybrid, step = self._hybrid, max((int(group[_STEP]) for group in groups if _STEP in group), default=0)
         for group, values in zip(hybrid.param_groups, groups, strict=True):
