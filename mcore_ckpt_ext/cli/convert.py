@@ -255,7 +255,7 @@ def _not_read(unread: Iterable[UnreadState]) -> Iterator[str]:
     """Yield a line for each key; keys that differ only in numbers share a line, as there may be thousands."""
     for items in alike(unread, lambda item: (item.carried, item.why, without_numbers(item.key))):
         carried, why = items[0].carried, items[0].why
-        keys = items[0].key if len(items) == 1 else f"{items[0].key}, and {len(items) - 1:,} more with other numbers"
+        keys = items[0].key if len(items) == 1 else f"{items[0].key} and {len(items) - 1:,} similar keys"
         size = format_bytes(sum(item.nbytes for item in items))
         yield f"{'copied unchanged' if carried else 'left out'}: {keys}, {size}: {why or 'unknown key'}"
 

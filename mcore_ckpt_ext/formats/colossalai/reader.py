@@ -136,6 +136,11 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
     def starts_jobs(self) -> str:
         return ""
 
+    @property
+    @override
+    def conversion(self) -> str:
+        return f"{super().conversion}{' --drop optimizer' if self._indices else ''}"
+
     @override
     def stored_parts(self) -> Iterator[StoredPart]:
         yield from super().stored_parts()

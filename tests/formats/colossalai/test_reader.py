@@ -51,6 +51,10 @@ def test_an_optimizer_that_the_target_cannot_hold_ends_the_conversion_unless_it_
         convert(saved, tmp_path / "out", TorchDist())
     with pytest.raises(UnsupportedCheckpointError, match="fp32_param of parameter"):
         convert(saved, tmp_path / "out", TorchDist(), drop=["exp_avg", "exp_avg_sq", "step", "unknown"])
+    assert (
+        inspect(saved).resumptions[0].note
+        == "convert it first: mcore-ckpt convert SRC DST --to torch_dist --drop optimizer"
+    )
     convert(saved, tmp_path / "out", TorchDist(), drop=["optimizer"])
     assert open_checkpoint(tmp_path / "out").optimizer_format is None
 
@@ -63,7 +67,7 @@ def test_a_terminal_gets_a_line_for_keys_that_differ_in_numbers(
     assert main(["convert", str(saved), str(tmp_path / "out"), "--to", "torch_dist", "--drop", "optimizer"]) == 0
     lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("left out: ")]
     assert len(lines) == len(MOMENTS_AND_MASTERS) + len(("step", "groups"))
-    counted = sum(int(match[1]) + 1 if (match := re.search(r", and (\d+) more", text)) else 1 for text in lines)
+    counted = sum(int(match[1]) + 1 if (match := re.search(r" and (\d+) similar keys", text)) else 1 for text in lines)
     assert counted == len(report.unread)
 
 
