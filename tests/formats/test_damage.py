@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints, read offline: a clear error each time, never a wrong number."""
+"""Tests damaged and hostile checkpoints offline: each causes a clear error, never a wrong number."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_checksums_see_any_byte(damaged: Fixture, kind: str) -> None:
 
 
 def test_a_sampled_flip_leaves_no_layout_at_all(damaged: Fixture) -> None:
-    """The first elements of every parameter choose the layout: damaged there, no witness is believed."""
+    """The first elements of every parameter determine the layout; if they are damaged, no source is trusted."""
     flip(*payload_position(open_checkpoint(damaged.run), WEIGHT, MATRIX, 0))
     with pytest.raises(PackingError, match="no packing of the gradient buffers could be verified.*would be master"):
         open_checkpoint(damaged.run).names(FP32_PARAM)
@@ -76,7 +76,7 @@ def test_the_metadata_of_another_checkpoint_is_an_error(damaged: Fixture) -> Non
 
 
 def test_weights_edited_after_the_save_are_refused(damaged: Fixture) -> None:
-    """As a pruning script would: a whole matrix of weights set to zero."""
+    """Set a whole matrix of weights to zero, as a pruning script would."""
     checkpoint = open_checkpoint(damaged.run)
     path, position = payload_position(checkpoint, WEIGHT, MATRIX, 0)
     with path.open("r+b") as file:
@@ -94,7 +94,7 @@ def test_an_unfinished_checkpoint_is_refused(damaged: Fixture, name: str) -> Non
 
 
 def test_an_empty_index_is_refused_as_that(damaged: Fixture) -> None:
-    """What a full disk, or a killed save, leaves behind."""
+    """A full disk or a killed save leaves an empty index."""
     (damaged.iteration / ".metadata").write_bytes(b"")
     with pytest.raises(UnreadableCheckpointError, match="index is empty.*use another iteration"):
         open_checkpoint(damaged.run)
@@ -149,7 +149,7 @@ LAYER = "decoder.layers"
     ],
 )
 def test_two_exchanged_parameters_are_refused(fixture_name: str, first: str, second: str, tmp_path: Path) -> None:
-    """Same shape, both intact, in each other's place: discovery may not talk itself into it either."""
+    """Two intact parameters of equal shape are exchanged; the search by content must not accept this either."""
     fixture = fixture_named(fixture_name).copy_to(tmp_path / "copy")
     swap_masters(fixture, first, second)
     with pytest.raises(CheckpointError, match="could be verified"):

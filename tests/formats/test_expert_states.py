@@ -1,4 +1,4 @@
-"""Extra states of experts between models that keep one for each and models that keep one for all."""
+"""Tests extra states of experts: converted between one for each expert and one for all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EMPTY = torch.empty(0, dtype=torch.uint8)
 
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Classes by the names of Transformer Engine's, so that they can be pickled."""
+    """Provide classes with Transformer Engine's names, so that they can be pickled."""
     module = types.ModuleType("transformer_engine.common.recipe")
     for name in ("transformer_engine", "transformer_engine.common"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -64,7 +64,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def content(recipe: Any, experts: int = EXPERTS, **more: Any) -> dict[str, Any]:
-    """What a grouped linear keeps: the number of each expert is in each of its elements' hundreds."""
+    """Return the state of a grouped linear layer; the hundreds of each element are the expert's number."""
 
     def numbers(*shape: int) -> torch.Tensor:
         of_experts = 100.0 * torch.arange(experts)
@@ -94,7 +94,7 @@ def pickled(found: Any) -> torch.Tensor:
 
 
 def test_each_expert_gets_its_own_numbers(recipe: Any) -> None:
-    """By Megatron's rule, `view(length, places, experts)[:, :, expert]`."""
+    """The values of an expert are `view(length, places, experts)[:, :, expert]`, as in Megatron."""
     whole = content(recipe)
     for number, state in enumerate(split_state(pickled(whole), EXPERTS)):
         found = pickle.loads(content_of(state) or b"")
@@ -117,7 +117,7 @@ def test_split_and_joined_it_is_what_it_was(recipe: Any) -> None:
 
 
 def test_views_of_a_larger_storage_are_read(recipe: Any) -> None:
-    """As Megatron pickles them."""
+    """Megatron pickles views of a larger storage."""
     whole = content(recipe)
     view = whole["amax_history_fwd"].view(LENGTH, 3, EXPERTS)[:, :, 1]
     assert torch.equal(scaling_of(pickled({"amax_history_fwd": view}))["amax_history_fwd"], view)
@@ -135,7 +135,7 @@ def test_streams_of_1_x(recipe: Any) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_long_histories_of_many_experts(stream: bool) -> None:
-    """1,024 is Transformer Engine's own default; what was joined is split again."""
+    """Transformer Engine's default is 1,024; joined states can be split again."""
     whole = {"amax_history_fwd": torch.rand(1024, 3 * 64), "extra_fp8_variables": {"num_gemms": 64}}
     state = as_stream(whole) if stream else pickled(whole)
     for _ in range(2):
@@ -190,7 +190,7 @@ def test_an_emptied_state_is_of_the_same_type(state: Any) -> None:
 
 
 class Runs:
-    """Pickled as a call."""
+    """An object that is pickled as a call."""
 
     def __init__(self, call: Any = print, *arguments: Any) -> None:
         self.call = call, arguments or ("run",)
@@ -228,13 +228,13 @@ HOSTILE: dict[str, Callable[[Any], Any]] = {
 
 
 def oldest(values: torch.Tensor) -> bytes:
-    """A storage in torch's oldest format, as a pickled tensor has it."""
+    """Return a storage in torch's oldest format, as in a pickled tensor."""
     typed = torch.storage.TypedStorage(wrap_storage=values.untyped_storage(), dtype=values.dtype, _internal=True)
     return saved(typed, _use_new_zipfile_serialization=False)
 
 
 def archived(found: Any, compression: int, copies: int = 0) -> bytes:
-    """A torch archive whose records are written in such a way, and whose directory names the last one again."""
+    """Return a torch archive with some compression, whose directory repeats the last record."""
     content = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(saved(found))) as source, zipfile.ZipFile(content, "w", compression) as target:
         for record in source.infolist():
@@ -264,7 +264,7 @@ def test_what_is_more_than_data_is_not_written(name: str, recipe: Any) -> None:
 
 
 def test_many_copies_of_one_storage_are_not_made() -> None:
-    """Each a transposed view, which would be copied."""
+    """Each tensor is a transposed view, which would be copied."""
     shared, rebuild = from_bytes(oldest(torch.zeros(1 << 18))), torch._utils._rebuild_tensor_v2
     views = [Runs(rebuild, shared, 0, (512, 512), (1, 512), False, {}) for _ in range(5000)]
     with pytest.raises(UnknownStateError, match="OverBudgetError"):

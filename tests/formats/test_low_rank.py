@@ -1,4 +1,4 @@
-"""Any slice of a merged weight is that of the whole, however blocks and layouts cut it."""
+"""Tests that any slice of a merged weight equals that of the whole, for all blocks and layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.plan import StoredSlice, TargetSlice
 
 ROWS, COLUMNS, RANK = 8, 5, 2
-# Whole numbers, whose sums have no rounding.
+# Integers, whose sums are exact.
 TENSORS = {
     "weight": torch.randint(-4, 5, (ROWS, COLUMNS)).float(), "a": torch.randint(-4, 5, (RANK, COLUMNS)).float(),
     "b": torch.randint(-4, 5, (ROWS, RANK)).float(), "m": torch.rand(ROWS),
@@ -23,7 +23,7 @@ TENSORS = {
 
 
 class Memory:
-    """A source of those tensors."""
+    """A source of tensors in memory."""
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor:
         return LogicalTensor(name, tuple(TENSORS[name].shape), "float32")
@@ -41,7 +41,7 @@ def cut(tensor: torch.Tensor, wanted: Slice) -> torch.Tensor:
 
 
 def merged(whole: torch.Tensor, magnitudes: bool) -> tuple[torch.Tensor, Merged]:
-    """Rows 1 to 3 and 5 to 7, of which the second are those of the first rows of B."""
+    """Return a merged weight of rows 1 to 3 and 5 to 7; the latter come first in B."""
     parts, truth = [], whole.clone()
     for first, count, row in ((5, 3, 0), (1, 3, 4)):
         parts.append(Part(first, count, "a", ("b", row), ("m", row) if magnitudes else None, 0.5))

@@ -1,6 +1,6 @@
-"""Mutations that leave every file whole and every size right: none is ever taken for the truth.
+"""Tests mutations that keep all files and sizes valid: none is accepted.
 
-What no proof can see by nature, moments that belong to another state, is shown to be outside of it.
+Moments of another state cannot be detected by the master check, which is shown as well.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAYER = "decoder.layers"
 
 
 def write(checkpoint: Checkpoint, stored: StoredSlice, values: torch.Tensor) -> None:
-    """Put other values into a stored slice on disk."""
+    """Write other values to a stored slice on disk."""
     payload = checkpoint.transfer.locate(stored.extent)
     with (checkpoint.folder / payload.file).open("r+b") as file:
         file.seek(payload.offset + stored.first * payload.dtype.itemsize)
@@ -31,7 +31,7 @@ def write(checkpoint: Checkpoint, stored: StoredSlice, values: torch.Tensor) -> 
 
 
 def rewrite(fixture: Fixture, kind: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    """Replace the values of every tensor of a kind, slice by slice, by what `change` makes of the old global ones."""
+    """Replace the values of every tensor of a kind, slice by slice, by `change` of the old global values."""
     checkpoint = open_checkpoint(fixture.run)
     changed = {name: change(name, fixture.truth[f"{kind}.{name}"]) for name in checkpoint.names(kind)}
     for name, values in changed.items():
@@ -48,12 +48,12 @@ def read_all(fixture: Fixture) -> None:
 
 @pytest.fixture(params=FORMATS)
 def copied(request: pytest.FixtureRequest, tmp_path: Path) -> Fixture:
-    """A private copy of a checkpoint of each optimizer format."""
+    """Return a private copy of a checkpoint of each optimizer format."""
     return fixture_named(request.param).copy_to(tmp_path / "copy")
 
 
 def test_a_rewrite_without_a_change_is_no_mutation(copied: Fixture) -> None:
-    """Negative control: `rewrite` writes what was there."""
+    """Negative control: `rewrite` writes the same values."""
     rewrite(copied, FP32_PARAM, lambda name, values: values)
     read_all(copied)
 
@@ -93,7 +93,7 @@ def test_two_exchanged_tensor_parallel_ranks(tmp_path: Path) -> None:
 
 
 def test_moments_of_another_state_are_outside_of_the_proof(copied: Fixture) -> None:
-    """They have no second copy to compare with; they are read as they stand, as the documentation says."""
+    """Moments have no second copy to compare with, so they are read as they are, as documented."""
     name = f"{LAYER}.1.mlp.linear_fc1.weight"
     kind = EXP_AVG if f"{EXP_AVG}.{name}" in copied.truth else MOMENTUM
     rewrite(copied, kind, lambda name, values: values + 1)
@@ -103,7 +103,7 @@ def test_moments_of_another_state_are_outside_of_the_proof(copied: Fixture) -> N
 
 @pytest.mark.parametrize(("name", "kind"), [("p42", WEIGHT), ("p47", PARAM_REMAINDER), ("p47b", PARAM_REMAINDER)])
 def test_so_are_masters_that_have_no_rounded_copy(name: str, kind: str, tmp_path: Path) -> None:
-    """In fp32 weights are the masters; a remainder is what a weight lacks to its master, and any fits any weight."""
+    """In fp32, weights are the masters; any remainder fits any weight."""
     fixture = fixture_named(name).copy_to(tmp_path / "copy")
     pair = [f"{LAYER}.{layer}.self_attention.linear_proj.weight" for layer in (0, 1)]
     other = dict(zip(pair, reversed(pair), strict=True))

@@ -1,4 +1,4 @@
-"""Which format a folder is in, and that no format is missing from the one list of them."""
+"""Tests the recognition of formats, and that the list of formats is complete."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ MARK = "own.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Own(Target):
-    """A format that this test makes up."""
+    """A format that only this test has."""
 
     name: ClassVar[str] = "own"
     for_any_optimizer: ClassVar[bool] = True
@@ -125,7 +125,7 @@ class OwnFormat(Format[Own]):
 
 
 def test_a_further_format_is_a_line_of_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is written, opened, verified, compared and converted back, and nothing else has to know of it."""
+    """The format can be written, opened, verified, compared and converted back without other changes."""
     monkeypatch.setattr(registry, "FORMATS", (OwnFormat(), *FORMATS))
     run = fixture_named("p01").run
     mcore_ckpt_ext.convert(run, tmp_path / "own", Own())

@@ -1,4 +1,4 @@
-"""ColossalAI's sharded folders, laid out by torch as its Booster does; its own are in tests/colossalai."""
+"""Tests ColossalAI's sharded folders, written with torch like its Booster; real ones are in tests/colossalai."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_optimizer_that_the_target_cannot_hold_ends_the_conversion_unless_it_
 def test_a_terminal_gets_a_line_for_keys_that_differ_in_numbers(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A large model has thousands of them; each is in the report, and counted here."""
+    """A large model has thousands of such keys; the report lists each, the terminal counts them."""
     report = convert(saved, tmp_path / "report", TorchDist(), drop=["optimizer"])
     assert main(["convert", str(saved), str(tmp_path / "out"), "--to", "torch_dist", "--drop", "optimizer"]) == 0
     lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("left out: ")]
@@ -75,7 +75,7 @@ def test_both_in_one_folder(tmp_path: Path) -> None:
     one = colossalai_checkpoint(tmp_path, weights=".", optimizer=".")
     assert inspect(one).format == "colossalai"
     assert verify(one).sound
-    # Weights alone are known by how their shards are named.
+    # Folders with weights only are recognized by the names of their shards.
     for file in one.glob("pytorch_optim*"):
         file.unlink()
     assert open_checkpoint(one).format == "colossalai"

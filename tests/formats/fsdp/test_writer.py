@@ -1,4 +1,4 @@
-"""Megatron-FSDP's `fsdp_dtensor`: read as any other format, and written as such a job asks for it."""
+"""Tests Megatron-FSDP's `fsdp_dtensor`: read like any other format, and written as such a job requests it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.harness.damage import without_digests
 
 WRITTEN = "iter_0000004"
 STATE = "optimizer.state.module.module.module."
-# One for each way of storing an optimizer, of naming modules, and of storing weights.
+# One source for each way of storing an optimizer, of naming modules, and of storing weights.
 SOURCES = ("p02", "p06", "p08", "p09", "p21", "p22", "p31", "p41", "p42", "p45", "p50")
 
 
@@ -45,7 +45,7 @@ def edit(folder: Path, change: Callable[[Any], None]) -> None:
 
 
 def by_torch(folder: Path, keys: list[str]) -> dict[str, Any]:
-    """Entries as torch's own reader has them."""
+    """Read entries with torch's own reader."""
     entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     found: dict[str, Any] = {
         key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) if hasattr(entries[key], "size") else 0
@@ -107,7 +107,7 @@ def test_from_every_format(name: str, tmp_path: Path) -> None:
 
 
 def test_as_torch_reads_it(tmp_path: Path) -> None:
-    """Names and halves are those that Megatron-FSDP asks for; objects are themselves."""
+    """Names and halves are those that Megatron-FSDP requests; objects are unchanged."""
     fixture = fixture_named("p02")
     convert(fixture.run, tmp_path / "out", FsdpDtensor())
     fc1, name = "decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.input_layernorm.weight"
@@ -124,7 +124,7 @@ def test_as_torch_reads_it(tmp_path: Path) -> None:
 
 
 def test_experts_of_transformer_engine(tmp_path: Path) -> None:
-    """Numbered through the model, in grouped linears; and in groups of their own where the reader has them so."""
+    """Experts are numbered across the model in grouped linear layers, and have separate groups if the reader has."""
     fixture = fixture_named("p22")
     for expert in (1, 2):
         convert(fixture.run, tmp_path / str(expert), FsdpDtensor(expert_model_parallel_size=expert))
@@ -137,7 +137,7 @@ def test_experts_of_transformer_engine(tmp_path: Path) -> None:
 
 
 def test_weights_alone(tmp_path: Path) -> None:
-    """In the masters' dtype, as such a job loads them, and no less."""
+    """Weights are written in the masters' dtype, as such a job loads them."""
     run = fixture_named("p02").run
     convert(run, tmp_path / "out", FsdpDtensor(), drop=["optimizer"])
     written = open_checkpoint(tmp_path / "out")
@@ -149,7 +149,7 @@ def test_weights_alone(tmp_path: Path) -> None:
 
 
 def test_possible_rounding_is_reported(tmp_path: Path) -> None:
-    """Transformer Engine rounds exact ties otherwise than whoever makes weights of masters."""
+    """Transformer Engine rounds exact ties differently from the conversion of masters to weights."""
     report = convert(fixture_named("p47").run, tmp_path / "out", FsdpDtensor())
     assert any(note.startswith("the weights are not written: ") for note in report.notes)
     assert compare(fixture_named("p47").run, tmp_path / "out", kinds=["fp32_param", "exp_avg"]).equal

@@ -1,6 +1,6 @@
-"""The legacy format: what each rank stored under its own names, put together; and what is refused.
+"""Tests the legacy format: state of all ranks is combined, and invalid files are refused.
 
-That everything equals the truth is shown for p08, p08b (distributed optimizer) and p08c (without) in test_fixtures.py.
+test_fixtures.py compares p08, p08b (distributed optimizer) and p08c (without) with the ground truth.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ LOCAL, ENGINE = {"transformer_impl": "local"}, {"transformer_impl": "transformer
 
 @pytest.fixture
 def split(tmp_path: Path) -> Fixture:
-    """A private copy of p08: TP2 x PP2 x DP2, tied embeddings, distributed optimizer."""
+    """Return a private copy of p08: TP2 x PP2 x DP2, tied embeddings, distributed optimizer."""
     return fixture_named("p08").copy_to(tmp_path / "p08")
 
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Fixture:
-    """A private copy of p08c: TP2, without distributed optimizer."""
+    """Return a private copy of p08c: TP2, without distributed optimizer."""
     return fixture_named("p08c").copy_to(tmp_path / "p08c")
 
 
@@ -58,7 +58,7 @@ def opened(fixture: Fixture) -> Checkpoint:
 
 @pytest.mark.parametrize(("prefix", "norm_copies", "embedding_copies"), [("p08", 2, 2), ("p08b", 1, 2)])
 def test_all_copies_of_a_weight_are_equal(prefix: str, norm_copies: int, embedding_copies: int) -> None:
-    """Norms on every tensor-parallel rank, the tied embeddings on the first and on the last stage."""
+    """Norms have a copy on every tensor-parallel rank, tied embeddings on the first and the last stage."""
     checkpoint = opened(fixture_named(prefix))
     for name in checkpoint.names("weight"):
         for copies in checkpoint.weights.copies("weight", name):
@@ -72,7 +72,7 @@ def test_all_copies_of_a_weight_are_equal(prefix: str, norm_copies: int, embeddi
 
 
 class _Alone:
-    """A source that knows one stored slice."""
+    """A source with one stored slice."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, stored: Any) -> None:
         self._tensor = checkpoint.logical_tensor("weight", name)
@@ -141,7 +141,7 @@ def test_a_truncated_file_is_refused(file: str, split: Fixture) -> None:
 
 
 def written(folder: Path, **state: Any) -> Path:
-    """A checkpoint of one rank with that state."""
+    """Write a checkpoint of one rank with a state."""
     (folder / "mp_rank_00").mkdir(parents=True)
     torch.save(state, folder / "mp_rank_00" / "model_optim_rng.pt")
     return folder
@@ -175,7 +175,7 @@ def flip_exponent(fixture: Fixture, element: int) -> None:
 
 
 def test_files_of_a_layer_wise_optimizer_are_named_and_refused(plain: Fixture) -> None:
-    """The model's file then holds what the first data-parallel rank steps, and looks like an optimizer of its own."""
+    """The model's file then has the optimizer of the first data-parallel rank, and looks like a complete one."""
     (plain.iteration / "mp_rank_00" / "layer_wise_optimizer_1.pt").write_bytes(b"")
     with pytest.raises(UnsupportedCheckpointError, match="layer_wise_optimizer_1.pt.*--ckpt-format torch"):
         _ = open_checkpoint(plain.run).optimizer
@@ -251,7 +251,7 @@ def test_fused_experts_are_refused() -> None:
 
 
 def bands(name: str, shape: tuple[int, ...], **arguments: Any) -> tuple[tuple[int, ...], list[Any]]:
-    """The whole shape, and (offsets, sizes) of what rank 1 of 2 holds."""
+    """Return the whole shape, and (offsets, sizes) of the part of rank 1 of 2."""
     whole, regions = regions_of(name, shape, TensorPart(1, 2), JobArguments.of(arguments))
     assert all(isinstance(region, Region) and region.name == name for region in regions)
     return whole, [(region.offsets, region.sizes) for region in regions]

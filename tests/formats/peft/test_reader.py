@@ -1,4 +1,4 @@
-"""PEFT folders: what is merged of them, and what is refused by name."""
+"""Tests PEFT folders: the merged weights, and the refusal of unsupported adapters by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def of_queries_and_values() -> Tensors:
-    """As peft adapts a Llama where nobody says what."""
+    """Return peft's default adapters of a Llama."""
     found: Tensors = {}
     for layer in range(2):
         before = f"model.layers.{layer}.self_attn"
@@ -184,7 +184,7 @@ def of_every_layer(module: str, out: int, into: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_adapters_in_some_layers_only(layer: int, models: dict[str, Path], tmp_path: Path) -> None:
-    """Megatron-Bridge has none like them: those of the first layers stood for a model of fewer layers."""
+    """Megatron-Bridge does not support such adapters; those of the first layers would fit a smaller model."""
     there = peft_folder(tmp_path / "peft", adapter(f"model.layers.{layer}.self_attn.o_proj", 32, 32))
     with pytest.raises(
         CheckpointError, match=rf"every layer, or of none.*layers\.{1 - layer}\.self_attention\.linear_proj"

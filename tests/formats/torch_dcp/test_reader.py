@@ -1,4 +1,4 @@
-"""`torch_dcp`, which jobs with `--use-torch-fsdp2` write: read as any other format, and converted from."""
+"""Tests `torch_dcp`, the format of jobs with `--use-torch-fsdp2`: read like any other, and converted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fsdp2(tmp_path: Path) -> Fixture:
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any], dict[Any, Any]], None]) -> None:
-    """Change what the index says of the arrays, and where they lie."""
+    """Change arrays and their locations in the index."""
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     change(metadata.state_dict_metadata, metadata.storage_data)
@@ -76,7 +76,7 @@ def test_to_every_format(target: Target, tmp_path: Path) -> None:
 
 
 def test_masters_that_are_not_those_of_their_weights(fsdp2: Fixture, tmp_path: Path) -> None:
-    """Of equal shape they could be exchanged: the proof sees it, whoever exchanged them."""
+    """Masters of equal shape could be exchanged; the master check detects it."""
 
     def exchange(arrays: dict[str, Any], places: dict[Any, Any]) -> None:
         one, other = f"{MASTER}.0.2", f"{MASTER}.0.6"  # the output projections of the two layers

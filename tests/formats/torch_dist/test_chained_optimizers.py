@@ -1,4 +1,4 @@
-"""Which optimizer of a chain a conversion writes each parameter for, by release: real checkpoints of Muon."""
+"""Tests for which optimizer of a chain each parameter is written, by release: real checkpoints of Muon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.harness.jobs import differing
 @pytest.mark.parametrize(
     ("fixture", "release", "distributed"),
     [
-        # A layer-wise optimizer; the development head gives what Muon does not step to a DistributedOptimizer.
+        # A layer-wise optimizer; in the development head, a DistributedOptimizer steps the parameters that Muon does
+        # not.
         ("p44", "0.20.0", True),
         ("p44", "0.19.2", False),
         ("p44", "0.16.1", False),
@@ -37,14 +38,14 @@ def test_what_muon_does_not_step_is_written_as_the_release_keeps_it(
     assert by_muon and by_adam
     assert not any(written.optimizer.is_distributed(name) for name in by_muon)
     assert {written.optimizer.is_distributed(name) for name in by_adam} == {distributed}
-    # Stock takes the entries by position: the layer-wise optimizer comes first.
+    # Stock Megatron matches entries by position: the layer-wise optimizer comes first.
     assert [SHARDING_MARK in child for child in written.chained_optimizer_settings()] == [False, distributed]
     assert any("a DistributedOptimizer of its own" in note for note in report.notes) == distributed
     assert differing(source.truth, everything_in(written)) == []
 
 
 def test_a_job_without_the_layout_keeps_its_optimizer_whole() -> None:
-    """`--no-use-layer-wise-param-layout` in the source's arguments."""
+    """The source's arguments have `--no-use-layer-wise-param-layout`."""
     source = open_checkpoint(fixture_named("p44").run)
     for layout, split in ((True, [False, True]), (False, [False, False])):
         arguments = source.arguments.replace(use_layer_wise_param_layout=layout)

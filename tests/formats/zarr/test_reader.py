@@ -1,4 +1,4 @@
-"""Damaged and foreign zarr checkpoints are refused; `test_fixtures.py` compares intact ones with the truth."""
+"""Tests that damaged and foreign zarr checkpoints are refused; `test_fixtures.py` reads intact ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MASTER = f"optimizer.state.fp32_param.{MATRIX}"
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Fixture:
-    """A private copy of p33 to damage."""
+    """Return a private copy of p33 to damage."""
     return fixture_named("p33").copy_to(tmp_path / "p33")
 
 
@@ -39,7 +39,7 @@ def read_all(fixture: Fixture) -> None:
 
 
 def described(**values: object) -> Callable[[Path], None]:
-    """Other values in the description of an array."""
+    """Change values in the description of an array."""
 
     def damage(array: Path) -> None:
         path = array / ".zarray"
@@ -94,7 +94,7 @@ def test_an_exchange_of_two_chunks_is_seen_by_the_proof(copied: Fixture) -> None
 
 
 def test_a_last_chunk_may_reach_beyond_the_array(tmp_path: Path) -> None:
-    """`allow_shape_mismatch`: rows that the tensor-parallel size does not divide."""
+    """With `allow_shape_mismatch`, the tensor-parallel size need not divide the rows."""
     array = tmp_path / "embedding.word_embeddings.weight"
     array.mkdir()
     plain = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", "fill_value": None}
