@@ -36,7 +36,7 @@ class Loading:
         in_megatron: whether it reads the format at all.
         flag: the flag that a job needs for it; empty if none.
         loaded_by: the releases that read it; None for all releases.
-        failure: why it fails nevertheless, under every layout; empty if it does not.
+        failure: why it fails under every layout although it reads the format; empty if it does not fail.
         by_rank: whether it locates files by the running layout, whatever the files contain.
     """
 

@@ -149,10 +149,10 @@ class FormatReader(FormatTraits, ABC):
     def chained_optimizer_settings(self) -> list[dict[str, Any]]:
         """Return the settings of each chained optimizer, as the common state of `torch_dist` has them.
 
-        They are groups without parameters, and the step if no group has it.
+        They are groups without parameters, with the step added if no group has it.
 
         Returns:
-            Empty if all chained optimizers are, or can become, DistributedOptimizers, which need only `param_groups`.
+            The settings; empty if all of them are or can become DistributedOptimizers, which need no settings.
         """
         return []
 

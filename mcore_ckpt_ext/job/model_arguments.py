@@ -22,7 +22,7 @@ _DEFAULTS = {name: row.values.default for name, row in MODEL_ARGUMENTS.items() i
 class ModelArguments(ModelTable, CompleteArguments):
     """All arguments that define a model: each row of `ModelTable` is an attribute with a value.
 
-    None is Megatron's own value None.
+    A value None means that Megatron itself uses None.
 
     Attributes:
         job: the arguments of the job.

@@ -53,8 +53,8 @@ _CROSS = _both(
     "pre_cross_attn_layernorm", *(f"cross_attention.{name}" for name in ("linear_proj", "linear_q", "linear_kv"))
 )
 _EXPERTS = ("experts",)
-# A gated delta net (gated_delta_net/common.py) and a Mamba mixer (mamba_mixer.py), whose filters are separate modules
-# up to 0.18, and its own parameters since 0.19; a split parameter has the name of its first part.
+# A gated delta net (gated_delta_net/common.py) and a Mamba mixer (mamba_mixer.py). Their filters are separate modules
+# up to 0.18, and parameters of the net or mixer itself since 0.19. A split parameter has the name of its first part.
 _NET = (
     *(f"self_attention.{name}" for name in ("dt_bias", "A_log")), *_norm("self_attention.in_proj"),
     *(f"self_attention.{name}" for name in (

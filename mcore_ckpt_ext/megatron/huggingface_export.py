@@ -104,8 +104,8 @@ class Exports:
         begun, place = time.monotonic(), destination(save)
         try:
             place.parent.mkdir(exist_ok=True)
-            # The output goes into a file, because a pipe would break, and the process has its own session: if the job
-            # ends earlier, the checkpoint is complete, and the export can still finish.
+            # The process has its own session and writes its output into a file, since a pipe would break: if the job
+            # ends earlier, its checkpoint is complete, and the export can still finish.
             with tempfile.TemporaryFile("w+", errors="replace") as output:
                 environment = environment_of(os.environ)
                 result = subprocess.run(

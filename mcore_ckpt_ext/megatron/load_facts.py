@@ -65,7 +65,7 @@ class LoadFacts:
         is_shifted: returns True if sampled masters do not match the weights of the same names.
         is_before_first_step: returns True if the optimizer was saved before its first step, without moments.
         has_new_tokens: the job has tokens without a row in the checkpoint.
-        is_packed_otherwise: the sidecar has other places in the buffers; set after all ranks have compared.
+        is_packed_otherwise: the sidecar's order of parameters in the buffers differs from the live one.
     """
 
     loop: Loop

@@ -71,7 +71,7 @@ def checked_optimizer(stored: Any) -> dict[Any, Any]:
 def rule_of(group: Group) -> str:
     """Return the update rule of a group: Adam, Lion, or momentum, which Muon and SGD use.
 
-    Groups of one model may differ in nothing else, and contain the name of their optimizer only since core_v0.17
+    The rule may be the only difference between groups, which have their optimizer's name only since core_v0.17
     (`_get_param_groups`, megatron/core/optimizer/__init__.py). Lion has Adam's `betas`, and no `eps`
     (emerging_optimizers/scalar_optimizers/lion.py, 0.3.0).
     """
@@ -81,7 +81,7 @@ def rule_of(group: Group) -> str:
 
 
 def rule_that_keeps(kinds: Collection[str]) -> str:
-    """Return the update rule for parameters with state of these kinds; SGD without momentum has none but masters."""
+    """Return the update rule for parameters with state of these kinds; no kinds but masters mean SGD."""
     if EXP_AVG in kinds:
         return ADAM if EXP_AVG_SQ in kinds else LION
     return MOMENTUM
@@ -93,7 +93,7 @@ def keeps_nothing(groups: Collection[Group]) -> bool:
 
 
 def with_defaults(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """Return the groups of one optimizer, adding settings of their identity that their writer left out.
+    """Return the groups of one optimizer, with defaults for identifying settings that the writer left out.
 
     ms-swift 4.1 and 4.2 remove `lr_mult` before they save. The scheduler writes the product of the job's weight decay
     and `wd_mult` to every group (`OptimizerParamScheduler.step`, megatron/core/optimizer_param_scheduler.py, 0.7 to
@@ -112,7 +112,7 @@ def with_defaults(groups: Iterable[Group]) -> list[dict[str, Any]]:
 
 
 def lacks(group: Group, key: str) -> bool:
-    """Return whether a group lacks a setting of its identity, which may have either of two names."""
+    """Return whether a group lacks an identifying setting under both of its possible names."""
     return key not in group and f"pre_{key}" not in group
 
 

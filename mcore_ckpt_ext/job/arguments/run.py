@@ -106,7 +106,7 @@ class RunTable:
     use_rotary_position_embeddings = Argument(
         SWITCH.optional,
         Alias("position_embedding_type"),
-        Flag("on", (WITH_BLOCKS,)),  # which the parser requires there
+        Flag("on", (WITH_BLOCKS,)),  # the parser requires it with such blocks
     )
     padded_vocab_size = Argument(ELEMENT_COUNT.optional, SHAPES)
     make_vocab_size_divisible_by = Argument(ELEMENT_COUNT.optional, NOTHING, None, SAME)
