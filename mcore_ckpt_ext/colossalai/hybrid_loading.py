@@ -115,7 +115,7 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
 
 
 def _own(value: Any) -> Any:
-    """Return a view, since ColossalAI pads its argument in place (``to_padded_tensor``, 0.5.0)."""
+    """Return a view, since ColossalAI pads in place (0.5.0, tensor/padded_tensor/api.py: ``to_padded_tensor``)."""
     return value.view_as(value) if isinstance(value, torch.Tensor) else value
 
 

@@ -174,7 +174,7 @@ def _without_place(names: Sequence[str]) -> UnsupportedCheckpointError:
 
 @dataclass(frozen=True)
 class _Linear:
-    """The part of an adapter of Megatron's linear layer `name` that serves number `part` of `parts` layers."""
+    """The adapter of Megatron's linear layer `name`, as far as it serves Hugging Face's layer `part` of `parts`."""
 
     name: str
     part: int
@@ -225,8 +225,8 @@ class _Linear:
     def _as_halves(self, rows: int) -> Iterator[tuple[int, int]]:
         """Yield rows that were stored as those of a gate and an up projection, although they belong to one of them.
 
-        `ParallelLinearAdapter.sharded_state_dict` treats every adapter of a `linear_fc1` as one of both: it stores the
-        first half of each rank's rows in the first half of the array, and the second half in the second.
+        `ParallelLinearAdapter.sharded_state_dict` treats every adapter of a `linear_fc1` as if it had both: it stores
+        the first half of each rank's rows in the first half of the array, and the second half in the second.
         """
         ranks = self._ranks()
         size = rows // (2 * ranks)

@@ -1,6 +1,7 @@
 """Wraps `dist_checkpointing.save` to write sidecars for training loops other than Megatron's.
 
 In Megatron's own loop the coordinator writes them. Source: `save`, and `AsyncRequest.add_finalize_fn`
+(megatron/core/dist_checkpointing/serialization.py, strategies/async_utils.py, core_v0.12.1 to 0.19.2).
 """
 
 from __future__ import annotations

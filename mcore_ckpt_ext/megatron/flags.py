@@ -1,6 +1,7 @@
 """Make Megatron's ``--async-save`` really asynchronous, and accept this package's own flags.
 
 Two defaults prevent an asynchronous save:
+
 - since 0.16.0, ``validate_args`` switches ``--async-save`` off, with a warning, unless
   ``--use-persistent-ckpt-worker`` is given too (megatron/training/arguments.py:1138@0.16.1, 1740@0.19.2).
   Up to 0.15 an asynchronous save needs no such flag, so these versions are left alone;
@@ -9,6 +10,7 @@ Two defaults prevent an asynchronous save:
   (megatron/core/dist_checkpointing/strategies/torch.py:1127@0.19.2).
 
 A flag that the user gave is never changed. The changes are made right after ``parse_args``: 0.16.x chooses
+the writer's queue before it calls ``validate_args`` (megatron/training/initialize.py:86-92@0.16.1).
 """
 
 from __future__ import annotations

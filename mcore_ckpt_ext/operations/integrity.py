@@ -166,7 +166,7 @@ def read_rest(confirmed: Confirmed, workers: int) -> None:
 def check_bare_arrays(
     checkpoint: CheckpointView, arrays: Sequence[RawArray], workers: int, advance: Advance, team: Team = ONE_PROCESS
 ) -> list[Finding]:
-    """Compare the CRC-32 of every array that lies bare in a file and has one."""
+    """Compare the CRC-32 of every array that is stored as bare elements, if it has one."""
 
     def check(array: RawArray) -> Finding | None:
         try:

@@ -1,8 +1,8 @@
 """Simulates a device whose memory the CPU cannot access, so that code that mixes the two fails as on a GPU.
 
 A `DeviceTensor` reports the device `cuda:0`; its elements are in a CPU tensor that only this module accesses. Operands
-on two devices are refused, and `numpy()`, addresses, buffers and all other functions that would read device memory as
-CPU memory. Copies between the two are allowed, and counted. Non-blocking copies happen as late as a stream allows:
+on two devices are refused. So are `numpy()`, addresses, buffers and all other functions that would read device memory
+as CPU memory. Copies between the two are allowed, and counted. Non-blocking copies happen as late as a stream allows:
 memory that is reused before its event is done has wrong bytes, as on a GPU.
 
     with device() as counts:             # factories with device="cuda", events, `torch.cuda.current_device`

@@ -52,7 +52,10 @@ def name_map_for(checkpoint: CheckpointView, live: set[str], arguments: JobArgum
 
 
 def becomes_hybrid(written: JobArguments, running: JobArguments) -> bool:
-    """Return True if a hybrid model resumes from a GPT (`_maybe_setup_gpt_to_hybrid_load`, 0.19.2)."""
+    """Return True if a hybrid model resumes from a GPT.
+
+    Source: `_maybe_setup_gpt_to_hybrid_load`, megatron/training/checkpointing.py, core_v0.19.2.
+    """
     was_hybrid = written.hybrid_layer_pattern or written.raw.get("hybrid_override_pattern")
     return bool(running.hybrid_layer_pattern) and not was_hybrid
 

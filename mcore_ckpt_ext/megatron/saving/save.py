@@ -55,7 +55,7 @@ class Ranks(Protocol):
         """Meet all ranks; return the problems of all ranks with their ranks, or None if no rank has one."""
 
     def barrier(self) -> None:
-        """Replace a barrier of Megatron's that this rank's failure has kept it from reaching."""
+        """Take part in a barrier of Megatron that this rank does not reach because it has failed."""
 
 
 @dataclass(frozen=True)

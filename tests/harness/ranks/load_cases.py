@@ -1,10 +1,11 @@
 """Runs the real `load_checkpoint` once for each case of the order, and reports the observations of each rank.
 
 A case is an object with a `name`, and optionally `arguments` and `environment` to change temporarily, `model` with
-arguments of a model to build for it, and `dump`, a folder for the live optimizer afterwards. TEST_READ_FAILS names a
-rank whose disk fails after this package has read the tensors that Megatron requests, TEST_OWN_READ_FAILS one whose disk
-fails when it reads for itself alone, TEST_SHARED_READ_FAILS when it reads what it has to send. TEST_SEES_NOTHING names
-one that gets no checkpoint.
+arguments of a model to build for it, and `dump`, a folder for the live optimizer afterwards.
+
+Environment variables name a rank: with TEST_READ_FAILS its disk fails after this package has read the tensors that
+Megatron requests, with TEST_OWN_READ_FAILS when it reads data that only it needs, with TEST_SHARED_READ_FAILS when it
+reads data to send. With TEST_SEES_NOTHING it gets no checkpoint.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ class Chain:
 
         With `--optimizer muon --use-distributed-optimizer` a chain holds a LayerWiseDistributedOptimizer, itself a
         chain, and the DistributedOptimizer for parameters that Muon does not step (`_get_megatron_emerging_optimizer`,
+        megatron/core/optimizer/__init__.py, core_v0.19.1, 0.19.2 and the development head of August 2026).
         """
         distributed, whole, unknown = [], [], []
         for child, layer_wise in _leaves(optimizer, None):
