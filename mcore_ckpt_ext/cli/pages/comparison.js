@@ -1,24 +1,24 @@
 const DRAWN = 300, AT_ONCE = 8;
 const different = data.kinds.flatMap((kind) => kind.different);
 const share = (tensor) => (tensor.elements ? tensor.different / tensor.elements : 0);
-// The largest difference first; what cannot be compared before all.
+// Sort by the largest difference; tensors that cannot be compared come first.
 different.sort((a, b) => (b.problem ? 1 : 0) - (a.problem ? 1 : 0) || b.largest - a.largest || share(b) - share(a));
 const number = (value) => (typeof value === "number" ? Number(value.toPrecision(3)).toString() : String(value));
 
-function told(tensor) {
-  const said = [];
-  if (tensor.problem) said.push(`cannot be compared: ${tensor.problem}`);
-  if (String(tensor.shapes[0]) !== String(tensor.shapes[1])) said.push(`shape ${tensor.shapes[0].join(" x ")} against ${tensor.shapes[1].join(" x ")}`);
-  if (tensor.dtypes[0] !== tensor.dtypes[1]) said.push(`${tensor.dtypes[0]} against ${tensor.dtypes[1]}`);
-  if (tensor.different) said.push(`${count(tensor.different)} of ${count(tensor.elements)} elements differ (${number(100 * share(tensor))} %)`);
-  if (tensor.largest) said.push(`by at most ${number(tensor.largest)}`);
-  if (tensor.signed_zeros) said.push(`${count(tensor.signed_zeros)} only in the sign of zero`);
-  if (tensor.padding) said.push(`${count(tensor.padding.rows)} rows more in ${tensor.padding.only_in}, ${count(tensor.padding.nonzero)} elements of them not zero`);
-  if (tensor.first) said.push(`the first at (${tensor.first[0].join(", ")}): ${tensor.first[1]} against ${tensor.first[2]}`);
-  return said.join("; ");
+function differences(tensor) {
+  const found = [];
+  if (tensor.problem) found.push(`cannot be compared: ${tensor.problem}`);
+  if (String(tensor.shapes[0]) !== String(tensor.shapes[1])) found.push(`shape ${tensor.shapes[0].join(" x ")} against ${tensor.shapes[1].join(" x ")}`);
+  if (tensor.dtypes[0] !== tensor.dtypes[1]) found.push(`${tensor.dtypes[0]} against ${tensor.dtypes[1]}`);
+  if (tensor.different) found.push(`${count(tensor.different)} of ${count(tensor.elements)} elements differ (${number(100 * share(tensor))} %)`);
+  if (tensor.largest) found.push(`by at most ${number(tensor.largest)}`);
+  if (tensor.signed_zeros) found.push(`${count(tensor.signed_zeros)} only in the sign of zero`);
+  if (tensor.padding) found.push(`${count(tensor.padding.rows)} rows more in ${tensor.padding.only_in}, ${count(tensor.padding.nonzero)} elements of them not zero`);
+  if (tensor.first) found.push(`the first at (${tensor.first[0].join(", ")}): ${tensor.first[1]} against ${tensor.first[2]}`);
+  return found.join("; ");
 }
 
-// The tensor as two axes, the first downwards: a cell is the fuller the more of it differs, its color says by how much.
+// A picture of a tensor with two axes, the first one downwards. The opacity of a cell shows the share of different elements, its color the largest difference.
 function picture(tensor) {
   const map = tensor.where, each = 10, tall = 14;
   const drawing = drawn("svg", { viewBox: `0 0 ${map.columns * each} ${map.rows * tall}`, role: "img", preserveAspectRatio: "none", style: `height:${map.rows * tall}px` });
@@ -33,7 +33,7 @@ function picture(tensor) {
   return drawing;
 }
 
-// All pictures but the first ones are made when they come into view.
+// All pictures except the first ones are created when they come into view.
 function drawings() {
   const list = element("div", { id: "differences" });
   const watcher = new IntersectionObserver((entries) => {
@@ -45,7 +45,7 @@ function drawings() {
     }
   }, { rootMargin: "400px" });
   different.slice(0, DRAWN).forEach((tensor, index) => {
-    const one = element("div", { class: "difference", "data-index": index }, element("div", {}, `${tensor.kind} `, name(tensor.name)), note(told(tensor)));
+    const one = element("div", { class: "difference", "data-index": index }, element("div", {}, `${tensor.kind} `, name(tensor.name)), note(differences(tensor)));
     list.append(one);
     if (index >= AT_ONCE) watcher.observe(one);
     else if (tensor.where) one.append(picture(tensor));
@@ -80,4 +80,4 @@ if (different.length) {
   ));
 }
 if (missing.length) page.append(searchable("Only in one of the two", "missing", missing, (row) => row.join(" "), ["in", "kind", "name"], ([side, kind, tensor]) => [side, kind, name(tensor)], [], "tensors"));
-if (unread.length) page.append(card("Not looked at, because nothing here knows it", grid(["in", "key", "bytes"], unread.slice(0, 1000).map(([side, item]) => [side, name(item.key), size(item.nbytes)]), [2])));
+if (unread.length) page.append(card("Not compared: unknown keys", grid(["in", "key", "bytes"], unread.slice(0, 1000).map(([side, item]) => [side, name(item.key), size(item.nbytes)]), [2])));

@@ -28,14 +28,14 @@ function byRank() {
   return card("Bytes by rank", ...parts);
 }
 
-// Which layer lies on which rank: a lane for each pipeline rank, a box for each of its chunks.
+// The layers of each rank: a lane for each pipeline rank, a box for each of its chunks.
 function layerMap() {
   const lanes = new Map();
   for (const stage of data.stages) lanes.set(stage.pipeline, [...(lanes.get(stage.pipeline) || []), stage]);
   const layers = data.stages.reduce((most, stage) => Math.max(most, stage.last), 1);
   const picture = element("div", { class: "layers", id: "layers" });
   const box = element("input", { id: "rank", type: "number", min: 0, max: (data.layout.world ?? 1) - 1, placeholder: "a rank's number", "aria-label": "rank" });
-  const told = element("p", { class: "note", id: "rank-told" });
+  const summary = element("p", { class: "note", id: "rank-summary" });
   const drawnLanes = [];
   for (const [pipeline, stages] of lanes) {
     const lane = element("div", { class: "lane", title: `pipeline ${pipeline}: ranks ${runs(stages[0].ranks)}` });
@@ -59,14 +59,14 @@ function layerMap() {
     const files = rank === null ? [] : data.files.filter((file) => file.rank === rank);
     const where = files.length ? ` (${files[0].place})` : "";
     const held = own.filter((s) => s.last > s.first).map((s) => (s.last - s.first > 1 ? `${s.first} to ${s.last - 1}` : `${s.first}`)).join(", ");
-    told.textContent = rank === null ? "Choose a lane, or type a rank's number."
+    summary.textContent = rank === null ? "Choose a lane, or type a rank's number."
       : !own.length ? `There is no rank ${count(rank)}.`
         : `Rank ${count(rank)}${where}: layers ${held || "none"}; ${files.length ? `it wrote ${files.slice(0, 8).map((file) => file.file).join(", ")}` : "it wrote no file of its own"}.`;
     document.title = rank === null || !own.length ? TITLE : `rank ${rank}${where} - ${TITLE}`;
   }
   box.addEventListener("input", show);
   show();
-  return card("Which layer lies on which rank", element("div", { class: "row" }, box), element("div", { class: "scroll" }, picture), told);
+  return card("Which layer lies on which rank", element("div", { class: "row" }, box), element("div", { class: "scroll" }, picture), summary);
 }
 
 function bufferMap() {
@@ -89,12 +89,12 @@ function bufferMap() {
         picture.append(titled(drawn("rect", box), `${parameter}\nelements ${count(first)} to ${count(last)}`));
       }
     });
-    const told = buffer.order_source
+    const summary = buffer.order_source
       ? `Order: ${buffer.order_source}; sizes and chunk borders agree. \`mcore-ckpt verify\` proves it. Grey is padding.`
       : "No known order of parameters fits by sizes and chunk borders; verify looks for the parameters by content.";
     const rows = buffer.parameters.map(([parameter, first, last]) => [name(parameter), count(first), count(last), count(last - first)]);
     const list = element("div", { class: "scroll" }, grid(["parameter", "first", "end", "elements"], rows, [1, 2, 3]));
-    place.replaceChildren(picture, note(`${count(buffer.numel)} elements. ${told}`), list);
+    place.replaceChildren(picture, note(`${count(buffer.numel)} elements. ${summary}`), list);
   }
   choose.addEventListener("change", show);
   show();
@@ -106,7 +106,7 @@ const tensors = () => searchable(
   (t) => [t.kind, name(t.name), t.shape.join(" x "), t.dtype, count(t.shape.reduce((a, b) => a * b, 1))], [4], "tensors",
 );
 
-// The names of a file's tensors are made when its row is opened: together they may be millions.
+// The names of tensors in a file are added when its row is opened, because there may be millions in all.
 function contents(file) {
   const opened = element("details", {}, element("summary", {}, count(file.tensors.length)));
   opened.addEventListener("toggle", () => {

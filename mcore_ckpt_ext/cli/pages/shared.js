@@ -1,4 +1,4 @@
-// Every name in the data comes from a checkpoint of a stranger: it goes into the page as text, never as HTML.
+// Names come from untrusted checkpoints, so they are inserted as text, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg";
 const COLOURS = ["--k0", "--k1", "--k2", "--k3", "--k4", "--k5"].map((name) => `var(${name})`);
@@ -56,7 +56,7 @@ function legend(entries) {
   return list;
 }
 
-// Horizontal bars of stacked parts, one a row: [label, total text, [[part, value, paint]]].
+// Horizontal bars of stacked parts, one for each row: [label, total text, [[part, value, paint]]].
 function bars(rows) {
   const most = rows.reduce((found, row) => Math.max(found, row[2].reduce((sum, part) => sum + part[1], 0)), 1);
   const picture = element("div", { class: "bars" });
@@ -70,19 +70,19 @@ function bars(rows) {
   return picture;
 }
 
-// A list that is searched as one types. Rows are made when they are seen, MORE at a time: there may be a hundred thousand.
+// A list with incremental search. MORE rows are created at a time, because there may be a hundred thousand.
 function searchable(title, id, items, textOf, header, rowOf, numbers, what) {
   const texts = items.map((item) => textOf(item).toLowerCase());
   const box = element("input", { id, type: "search", placeholder: "search: every word must occur", "aria-label": `search ${what}` });
   const place = element("div", { class: "scroll", id: `${id}-rows` });
-  const told = element("p", { class: "note", id: `${id}-found` });
+  const summary = element("p", { class: "note", id: `${id}-found` });
   const more = element("button", { type: "button", id: `${id}-more` }, "show more");
   let found = [], shown = 0, body = null;
   function append() {
     for (const index of found.slice(shown, shown + MORE)) body.append(element("tr", {}, ...cells("td", rowOf(items[index]), numbers)));
     shown = Math.min(found.length, shown + MORE);
     more.hidden = shown === found.length;
-    told.textContent = `${count(found.length)} of ${count(items.length)} ${what}` + (more.hidden ? "" : `, the first ${count(shown)} are shown`);
+    summary.textContent = `${count(found.length)} of ${count(items.length)} ${what}` + (more.hidden ? "" : `, the first ${count(shown)} are shown`);
   }
   function search() {
     const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -96,10 +96,10 @@ function searchable(title, id, items, textOf, header, rowOf, numbers, what) {
   box.addEventListener("input", search);
   more.addEventListener("click", append);
   search();
-  return card(title, element("div", { class: "row" }, box), place, element("div", { class: "row" }, told, more));
+  return card(title, element("div", { class: "row" }, box), place, element("div", { class: "row" }, summary, more));
 }
 
-// Light or dark: as the reader's system has it, until the button says otherwise.
+// Light or dark: by the system setting, unless the button was used.
 function themed() {
   const system = window.matchMedia("(prefers-color-scheme: dark)");
   const button = element("button", { type: "button", id: "theme" });
