@@ -1,4 +1,4 @@
-"""GELU, exact or approximated by tanh."""
+"""Tests GELU, exact or approximated by tanh."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_each_function_is_expressed(name: str, key: str) -> None:
 @pytest.mark.parametrize("function", ["gelu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_megatron_bridge_is_given_the_function(name: str, function: str) -> None:
-    """The provider's own is the approximation; a file that states another one is read as it is."""
+    """The provider's default is the approximation; another function in the file is used as it is."""
     family = family_named(CONFIGS[name]().model_type)
     arguments = family.arguments({**CONFIGS[name]().to_dict(), "hidden_activation": function})
     content = json.loads(run_config(family, arguments))

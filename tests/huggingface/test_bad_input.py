@@ -1,4 +1,4 @@
-"""Bad input: a clear error, exit code 2, nothing written."""
+"""Tests invalid input: a clear error, exit code 2, nothing written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def model(models: dict[str, Path], tmp_path: Path) -> Path:
-    """A private copy of a Llama in several files, to damage."""
+    """Return a private copy of a Llama in several files, to be damaged."""
     AutoModelForCausalLM.from_pretrained(models["llama"]).save_pretrained(tmp_path / "model", max_shard_size="30KB")
     return tmp_path / "model"
 
@@ -195,7 +195,7 @@ def test_untrusted_pickles_run_no_code(model: Path, tmp_path: Path, capsys: pyte
 
 
 def test_a_job_of_no_known_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """p21 has norms of queries and keys, and biases: neither Qwen2 nor Qwen3. Every reason is told."""
+    """p21 has norms of queries and keys, and biases: neither Qwen2 nor Qwen3. All reasons are reported."""
     run = fixture_named("p21").run
     assert main(["convert", str(run), str(tmp_path / "hf"), "--to", "hf"]) == 2
     shown = capsys.readouterr().err
@@ -209,7 +209,7 @@ def test_a_job_of_no_known_family(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_tensor_that_no_rule_takes(models: dict[str, Path], tmp_path: Path) -> None:
-    """A Megatron checkpoint with one array more than its family has: told, and not dropped."""
+    """An additional array in a Megatron checkpoint is reported, and not dropped."""
     mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.Canonical())
     index_file = tmp_path / "run" / INDEX
     (file,) = (tmp_path / "run").glob("*.safetensors")
@@ -254,7 +254,7 @@ def test_two_families_that_fit(
         model_type = "twin"
 
     mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.TorchDist())
-    (tmp_path / "run" / "release" / "tokenizer" / "config.json").unlink()  # which would say what it was once
+    (tmp_path / "run" / "release" / "tokenizer" / "config.json").unlink()  # it would name the original family
     monkeypatch.setattr(recognition, "FAMILIES", (*recognition.FAMILIES, Twin()))
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 2
     shown = capsys.readouterr().err
@@ -284,7 +284,7 @@ def test_what_verify_and_inspect_report(models: dict[str, Path], capsys: pytest.
 def test_an_output_layer_that_is_said_to_be_tied(
     same: bool, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Some folders hold it twice; where the two differ, either the config is wrong or the tensor."""
+    """Some folders contain the tied weight twice; if the copies differ, the config or a tensor is wrong."""
     shutil.copytree(models["qwen2"], tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
@@ -304,7 +304,7 @@ def test_an_output_layer_that_is_said_to_be_tied(
 
 
 def test_mistral_without_a_window(models: dict[str, Path], tmp_path: Path) -> None:
-    """Since 0.2 it has none, and is a Llama in everything but its name: what it was once, or what the user says."""
+    """Mistral since 0.2 equals Llama except for its name, which the original folder or the user determines."""
     shutil.copytree(models["llama"], tmp_path / "model")
     config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
     edit(tmp_path / "model" / "config.json", lambda content: content.update(config))

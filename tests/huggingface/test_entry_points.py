@@ -1,4 +1,4 @@
-"""Model families that other installed distributions register: convert, messages, and what is not loaded."""
+"""Tests model families that other distributions register: conversion, messages, and late loading."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CommandLine(Protocol):
 def run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> CommandLine:
-    """The command line with the distributions in `path`, as a process that begins with it."""
+    """Return the command line of a process with the distributions in `path`."""
 
     def command(*words: object, path: Path) -> Outcome:
         caplog.clear()
@@ -58,7 +58,7 @@ def run(
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """No other test of this process sees what was registered."""
+    """Remove registered families after each test."""
     yield
     registered_families.cache_clear()
 
@@ -85,7 +85,7 @@ def test_both_directions_without_a_flag(run: CommandLine, site: Path, parrot: Pa
 
 
 def test_it_is_found_by_its_parameters_and_by_name(run: CommandLine, site: Path, parrot: Path, tmp_path: Path) -> None:
-    """Nothing in the Megatron checkpoint says where the model came from."""
+    """The Megatron checkpoint does not record where the model came from."""
     assert run("convert", parrot, tmp_path / "run", "--to", "torch_dist", path=site).returncode == 0
     (tmp_path / "run" / "release" / "tokenizer" / "config.json").unlink()
     for place, words in (("one", ()), ("two", ("--family", "Parrot")), ("three", ("--family", "parrot"))):
@@ -101,7 +101,7 @@ def test_it_is_found_by_its_parameters_and_by_name(run: CommandLine, site: Path,
 def test_no_code_runs_before_a_family_is_looked_for(
     run: CommandLine, site: Path, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The module would say so; neither help, nor a list, nor a model of this package's own family imports it."""
+    """Neither help, nor a list, nor a model of this package's families imports the module, which would report it."""
     module = site / "parrot_families.py"
     module.write_text(f"import sys\nprint('imported', file=sys.stderr)\n{module.read_text()}")
     llama = ("convert", models["llama"], tmp_path / "run", "--to", "torch_dist")
@@ -161,7 +161,7 @@ def test_one_that_raises_is_an_error_that_names_its_distribution(
 def test_each_member_that_raises_is_an_error_that_names_its_distribution(
     member: str, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the package asks of a family, found by looking at `Family`."""
+    """Each attribute and method of `Family` is tested."""
     module, is_method = site / "parrot_families.py", callable(getattr(Family, member, None))
     decorator = "" if is_method else "    @property\n"
     module.write_text(f"{module.read_text()}\n{decorator}    def {member}(self, *_):\n        raise KeyError('seed')\n")
@@ -179,7 +179,7 @@ def use(family: Family, member: str, *, called: bool) -> None:
 
 
 def test_a_generator_that_raises(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It raises where it is consumed, which is in this package."""
+    """A generator raises only when this package consumes it."""
     module = site / "parrot_families.py"
     module.write_text(f"{module.read_text()}\n    def copies(self, _):\n        yield 1 / 0\n")
     monkeypatch.syspath_prepend(site)
@@ -190,7 +190,7 @@ def test_a_generator_that_raises(site: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_broken_ones_do_not_affect_others(run: CommandLine, site: Path, parrot: Path, tmp_path: Path) -> None:
-    """They are tried for a Megatron checkpoint that no family of this package fits."""
+    """Registered families are tried for a Megatron checkpoint that matches no family of this package."""
     assert run("convert", parrot, tmp_path / "run", "--to", "torch_dist", path=site).returncode == 0
     (tmp_path / "run" / "release" / "tokenizer" / "config.json").unlink()
     broken = distribution_with_family(site, name="broken-families", model_type="broken", module="broken_families")
@@ -210,7 +210,7 @@ def test_broken_ones_do_not_affect_others(run: CommandLine, site: Path, parrot: 
 def test_the_family_of_this_package_stays_in_use(
     run: CommandLine, site: Path, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its rival is not loaded, and a warning says how to use it."""
+    """A registered family with the same `model_type` is not loaded, and a warning explains how to use it."""
     rival = distribution_with_family(tmp_path / "rival", name="rival", model_type="llama", module="rival_families")
     (rival / "rival_families.py").write_text("1 / 0")
     done = run("convert", models["llama"], tmp_path / "run", "--to", "torch_dist", path=rival)

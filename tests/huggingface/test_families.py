@@ -1,4 +1,4 @@
-"""Every family to Megatron and back: all tensors bit for bit, and the configuration in all that matters."""
+"""Tests the round trip of every family to Megatron: bitwise equal tensors, equivalent configurations."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from tests.harness.huggingface import (
 )
 from tests.harness.witnesses import BUILT_BY_MEGATRON, COMPUTES_AS, OF_OWN_CODE, SHOWN
 
-# What Megatron has no place for, or what belongs to the file and not to the model.
+# Keys that Megatron cannot express, or that describe the file instead of the model.
 NOT_THE_MODEL = {"transformers_version", "_name_or_path"}
-# DeepSeek-V3: MTP layers, of which transformers has none.
+# DeepSeek-V3: MTP layers, which transformers does not have.
 LOST = dict.fromkeys(
     ("deepseek_v3", "glm4_moe", "glm4_moe_air", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
     {"num_nextn_predict_layers", "num_mtp_layers"},
 )
-# Of two ways to say the same the other one is written; released DeepSeek models say more than transformers knows.
+# Keys of which an equivalent is written; published DeepSeek models have more keys than transformers reads.
 _RELEASED = {"aux_loss_alpha", "moe_layer_freq", "topk_method", "scoring_func"}
 _INDEXED = {"rope_interleave", "mlp_bias"}
 SAID_OTHERWISE = {
     "minimax_m2": {"use_qk_norm", "use_routing_bias", "qk_norm_type", "scoring_func"},
-    "mixtral": {"head_dim"},  # said although it follows
-    "gpt_oss": {"rope_parameters"},  # without the betas that all have
+    "mixtral": {"head_dim"},  # written although it follows from other keys
+    "gpt_oss": {"rope_parameters"},  # without the betas, which are equal in all models
     "qwen3_next": {"partial_rotary_factor"},
     "qwen3_5": {"partial_rotary_factor", "mtp_num_hidden_layers", "attn_output_gate"},
     "qwen3_5_moe": {"partial_rotary_factor", "mtp_num_hidden_layers", "attn_output_gate", "norm_topk_prob"},
@@ -59,13 +59,13 @@ SAID_OTHERWISE = {
 
 
 def specs_of(name: str) -> tuple[LayerSpec, ...]:
-    """The layer specs that Megatron builds a model of."""
+    """Return the layer specs with which Megatron can build a model."""
     needs_engine = next(one.needs_engine for one in FAMILIES if one.model_type == SHOWN[name].model_type)
     return ("transformer_engine",) if needs_engine else LAYER_SPECS
 
 
 def configuration(folder: Path, name: str) -> dict[str, Any]:
-    """As transformers understands it."""
+    """Return the configuration as transformers parses it."""
     config = AutoConfig.from_pretrained(folder).to_dict()
     return {key: value for key, value in config.items() if key not in NOT_THE_MODEL | LOST.get(name, set())}
 
@@ -75,7 +75,7 @@ def test_every_family_has_a_model() -> None:
     assert {name: make().model_type for name, make in CONFIGS.items()} == {
         name: shown.model_type for name, shown in SHOWN.items()
     }
-    # Of the others transformers has no class.
+    # transformers has no class for the others.
     assert {family.model_type for family in FAMILIES} - {
         "kimi_k2",
         "mimo",
@@ -120,7 +120,7 @@ ENGINE_ONLY = [name for name in CONFIGS if "local" not in specs_of(name)]
 
 @pytest.mark.parametrize("name", [*BUILT_BY_MEGATRON, "gemma2", *ENGINE_ONLY])
 def test_through_the_legacy_files_of_two_tensor_ranks(name: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """What model space has in parts is whole there, a rank's rows of each part one after the other."""
+    """Legacy files store parts as one tensor, with the rows of each part of a rank."""
     experts = {"expert_model_parallel_size": 2} if any(sign in name for sign in ("moe", "mixtral", "seek")) else {}
     spec: LayerSpec = "transformer_engine" if name in ENGINE_ONLY else "local"
     target = mcore_ckpt_ext.Legacy(tensor_model_parallel_size=2, transformer_impl=spec, **experts)
@@ -136,13 +136,13 @@ def test_through_the_legacy_files_of_two_tensor_ranks(name: str, models: dict[st
     assert_same_tensors(models[name], tmp_path / "back")
 
 
-# Which 0.19, for which these files are, has no model of.
+# Models that Megatron 0.19, for which these files are, does not have.
 _NOT_FOR_BRIDGE = {"deepseek_v2_lite"}
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in _NOT_FOR_BRIDGE])
 def test_through_what_megatron_bridge_resumes(name: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """`run_config.yaml` says all that `config.json` does."""
+    """`run_config.yaml` is equivalent to `config.json`."""
     mcore_ckpt_ext.convert(models[name], tmp_path / "run", mcore_ckpt_ext.TorchDist(loop="bridge"))
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     assert_same_tensors(models[name], tmp_path / "back")
@@ -167,7 +167,7 @@ def test_experts_that_are_stored_stacked_are_read(name: str, models: dict[str, P
     [("kimi_k2", "deepseek_v3"), ("mimo", "qwen2"), ("internlm3", "llama"), ("glm4_moe_lite", "deepseek_v3")],
 )
 def test_a_family_under_another_name(name: str, of: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """It stays what it was where its folder says so; from Megatron alone it is the family whose model it is."""
+    """The original folder determines the family; without it, the family with the same model is chosen."""
     made = name if name in models else of
     shutil.copytree(models[made], tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -191,7 +191,7 @@ BY_BRIDGE = {
 }  # fmt: skip
 
 
-# Its mapping of a layer of Gemma 3 (models/gemma/gemma3_bridge.py, the same commit).
+# Megatron-Bridge's mapping of a layer of Gemma 3 (models/gemma/gemma3_bridge.py, the same commit).
 GEMMA_BY_BRIDGE = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
@@ -205,7 +205,7 @@ GEMMA_BY_BRIDGE = {
 
 
 def test_gemma_3_is_as_megatron_bridge_has_it(models: dict[str, Path], tmp_path: Path) -> None:
-    """Names and rows, and what its provider is told."""
+    """Names, rows and the provider's fields agree."""
     mcore_ckpt_ext.convert(models["gemma3"], tmp_path / "run", mcore_ckpt_ext.TorchDist())
     checkpoint, stored = mcore_ckpt_ext.open_checkpoint(tmp_path / "run"), tensors(models["gemma3"])
     for theirs, ours in GEMMA_BY_BRIDGE.items():
@@ -221,8 +221,9 @@ def test_gemma_3_is_as_megatron_bridge_has_it(models: dict[str, Path], tmp_path:
     assert told["softmax_scale"] == pytest.approx(24**-0.5)
 
 
-# Its mapping of Nemotron-H (models/nemotronh/nemotron_h_bridge.py, the same commit), and the parts that its
-# `MambaInProjMapping` and `MambaConv1dMapping` cut rows into (models/conversion/param_mapping.py), in their order.
+# Megatron-Bridge's mapping of Nemotron-H (models/nemotronh/nemotron_h_bridge.py, the same commit), and the parts into
+# which its `MambaInProjMapping` and `MambaConv1dMapping` split rows (models/conversion/param_mapping.py), in their
+# order.
 NEMOTRON_BY_BRIDGE = {
     "backbone.embeddings.weight": "embedding.word_embeddings.weight",
     "backbone.layers.0.norm.weight": "decoder.layers.0.mixer.in_proj.layer_norm_weight",
@@ -246,7 +247,7 @@ MIXER_BY_BRIDGE = {"in_proj.weight": "z x B C dt", "conv1d.weight": "x B C", "co
 
 
 def test_nemotron_h_is_as_megatron_bridge_has_it(models: dict[str, Path], tmp_path: Path) -> None:
-    """Names and rows, and what its provider is told; a folder that transformers 5 wrote stacked is read, too."""
+    """Names, rows and the provider's fields agree; a stacked folder of transformers 5 is read, too."""
     mcore_ckpt_ext.convert(models["nemotron_h"], tmp_path / "run", mcore_ckpt_ext.TorchDist())
     checkpoint, stored = mcore_ckpt_ext.open_checkpoint(tmp_path / "run"), tensors(models["nemotron_h"])
     for theirs, ours in NEMOTRON_BY_BRIDGE.items():
@@ -290,7 +291,7 @@ def test_what_no_hybrid_model_of_megatron_has_is_refused(stated: dict[str, Any],
     [(name, spec) for name in ("deepseek_v3", "glm4_moe", "glm4_moe_air", "deepseek_v32") for spec in specs_of(name)],
 )
 def test_mtp_layers(name: str, spec: LayerSpec, models: dict[str, Path], tmp_path: Path) -> None:
-    """There and back with every tensor of theirs; Megatron's names are those that Megatron-Bridge maps them to."""
+    """All tensors of MTP layers survive the round trip, with the names of Megatron-Bridge's mapping."""
     shutil.copytree(models[name], tmp_path / "model")
     add_further_layer(tmp_path / "model")
     report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", torch_dist(name, spec))
@@ -310,7 +311,7 @@ def test_mtp_layers(name: str, spec: LayerSpec, models: dict[str, Path], tmp_pat
 
 
 def test_the_one_layer_that_predicts_a_further_token(models: dict[str, Path], tmp_path: Path) -> None:
-    """The Qwen families have it beside the model: names as in Megatron-Bridge's mapping (qwen3_next_bridge.py)."""
+    """The Qwen families have one MTP layer, with the names of Megatron-Bridge's mapping (qwen3_next_bridge.py)."""
     shutil.copytree(models["qwen3_next"], tmp_path / "model")
     stored = tensors(tmp_path / "model")
     last, hidden = "model.layers.3.", stored["model.norm.weight"].shape[0]
@@ -334,7 +335,8 @@ def test_the_one_layer_that_predicts_a_further_token(models: dict[str, Path], tm
     assert_same_tensors(tmp_path / "model", tmp_path / "back")
 
 
-# Its mapping of MiMo's (models/mimo/mimo_bridge.py, the same commit), which also exchanges the halves of `input_proj`.
+# Megatron-Bridge's mapping of MiMo's layers (models/mimo/mimo_bridge.py, the same commit), which also exchanges the
+# halves of `input_proj`.
 MIMO_BY_BRIDGE = {
     "token_layernorm": "enorm", "hidden_layernorm": "hnorm", "final_layernorm": "final_layernorm",
     "self_attn.o_proj": "transformer_layer.self_attention.linear_proj",
@@ -372,7 +374,7 @@ def test_the_mtp_layers_of_mimo(spec: LayerSpec, models: dict[str, Path], tmp_pa
 
 
 def test_numbers_that_are_stored_less_one_are_rounded_once(tmp_path: Path) -> None:
-    """In bf16 what is below a half loses bits less 1; it comes back within half a step near 1, and the rest exactly."""
+    """In bf16, numbers below 0.5 lose bits when 1 is subtracted; they return within half a step near 1."""
     make("qwen3_next", tmp_path / "model", torch.bfloat16)
     stored = tensors(tmp_path / "model")
     for name in (name for name in stored if name.endswith("linear_attn.norm.weight")):
@@ -393,7 +395,7 @@ def test_numbers_that_are_stored_less_one_are_rounded_once(tmp_path: Path) -> No
             assert torch.equal(after[name], tensor), name
     differing = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
     assert differing
-    # Two folders are compared as they are; beside a checkpoint, what was rounded before is told.
+    # Two folders are compared exactly; for a checkpoint, earlier rounding is reported.
     found = mcore_ckpt_ext.compare(tmp_path / "model", tmp_path / "back")
     assert sum(len(kind.different) for kind in found.kinds) == len(differing)
     beside = mcore_ckpt_ext.compare(tmp_path / "model", tmp_path / "run")
@@ -412,7 +414,7 @@ def test_more_experts_for_a_token_than_there_are(models: dict[str, Path], tmp_pa
 
 
 def test_mtp_layers_and_what_cannot_hold_them(models: dict[str, Path], tmp_path: Path) -> None:
-    """Legacy files leave the layer out with a note; an embedding of its own is refused; the copies may be missing."""
+    """Legacy files omit MTP layers with a note; a separate embedding is refused; copies may be missing."""
     shutil.copytree(models["deepseek_v3"], tmp_path / "model")
     add_further_layer(tmp_path / "model")
     legacy = mcore_ckpt_ext.Legacy(transformer_impl="local")

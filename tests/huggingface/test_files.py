@@ -1,4 +1,4 @@
-"""Which files of a folder are read and carried along, and what is refused of their content."""
+"""Tests which files of a folder are read and copied, and which content is refused."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_a_value_that_float16_does_not_hold(models: dict[str, Path], tmp_path: P
         mcore_ckpt_ext.convert(tmp_path / name, run, mcore_ckpt_ext.TorchDist())
         with pytest.raises(UnsupportedCheckpointError, match=r"is too large for float16.*found: 1e\+06"):
             mcore_ckpt_ext.convert(run, tmp_path / "half", mcore_ckpt_ext.HuggingFace(dtype="float16"))
-        tensors[tensor].view(-1)[3] = float("inf")  # what was infinite stays so
+        tensors[tensor].view(-1)[3] = float("inf")  # infinite values are kept
         save_file(tensors, file)
         mcore_ckpt_ext.convert(tmp_path / name, run, mcore_ckpt_ext.TorchDist(), force=True)
         mcore_ckpt_ext.convert(run, tmp_path / f"{name}-half", mcore_ckpt_ext.HuggingFace(dtype="float16"))
 
 
 def test_safetensors_are_preferred_to_a_pickle(models: dict[str, Path], tmp_path: Path) -> None:
-    """As transformers does: several safetensors come before a single pytorch_model.bin, which may be old."""
+    """Several safetensors files have precedence over a pytorch_model.bin, which may be old, as in transformers."""
     model = AutoModelForCausalLM.from_pretrained(models["llama"])
     model.save_pretrained(tmp_path / "model", max_shard_size="30KB")
     torch.save({"model.norm.weight": torch.zeros(32)}, tmp_path / "model" / "pytorch_model.bin")
@@ -66,7 +66,7 @@ def test_a_pickle_of_before_torch_1_6(models: dict[str, Path], tmp_path: Path) -
 
 
 def test_the_small_files_of_tokenizers(models: dict[str, Path], tmp_path: Path) -> None:
-    """Of a tokenizer of another model: its files and its tokens, but nothing of that model's shape."""
+    """The tokenizer of another model contributes its files and tokens, but no sizes of that model."""
     tokenizer = tmp_path / "tokenizer"
     names = [
         "tiktoken.model", "tokenization_kimi.py", "tokenizer.model.v3", "additional_chat_templates/tools.jinja",

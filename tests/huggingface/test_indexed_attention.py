@@ -1,4 +1,4 @@
-"""Layers that reuse the tokens which the indexer of an earlier layer chose."""
+"""Tests layers that reuse the tokens of an earlier layer's indexer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def arguments_for(pattern: str) -> ModelArguments:
     [("FFFF", 1, 0), ("FSFS", 2, 1), ("FFFSSSFSSSF", 4, 3), ("FFSSS", 4, 2), ("FSSSS", 5, 1)],
 )
 def test_a_pattern_is_a_frequency_and_an_offset(pattern: str, frequency: int, offset: int) -> None:
-    """The class of transformers derives the same pattern from the keys that come back."""
+    """The transformers class derives the same pattern from the written keys."""
     arguments = arguments_for(pattern)
     found = (arguments.dsa_indexer_topk_freq, arguments.dsa_indexer_skip_topk_offset)
     assert found == (frequency, offset)
@@ -34,7 +34,7 @@ def test_a_pattern_is_a_frequency_and_an_offset(pattern: str, frequency: int, of
 
 
 def test_a_frequency_without_an_offset() -> None:
-    """Transformers begins with layer 2 then."""
+    """Without an offset, transformers begins with layer 2."""
     config = {**CONFIGS["glm_moe_dsa"]().to_dict(), "indexer_types": None, "index_topk_freq": 2}
     assert FAMILY.arguments(config).dsa_indexer_skip_topk_offset == 2
 
@@ -43,7 +43,7 @@ def test_only_layers_with_an_indexer_have_its_tensors() -> None:
     arguments = arguments_for("FSF").replace(mtp_num_layers=1)
     names = {tensor.name for tensor in FAMILY.tensors(arguments)}
     found = [f"model.layers.{layer}.self_attn.indexer.wk.weight" in names for layer in range(4)]
-    assert found == [True, False, True, True]  # the MTP layer has one of its own
+    assert found == [True, False, True, True]  # the MTP layer has its own indexer
 
 
 def test_an_mtp_layer_that_shares_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What arguments and configurations mean: each changes nothing, is expressed, or is refused; none is passed over."""
+"""Tests that each argument and key has no effect, is expressed, or is refused, and that none is ignored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def configuration(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def arguments_of(name: str, **changes: Any) -> ModelArguments:
-    """The arguments of a job that trains the model, but for some changes."""
+    """Return the arguments of a job that trains the model, with some changes."""
     arguments = family_of(name).arguments(configuration(name))
     return complete(JobArguments.of({**arguments.as_dict(), **changes}))
 
@@ -57,7 +57,7 @@ def test_every_argument_has_one_class() -> None:
 
 
 def test_fields_of_bridges_providers_are_no_unknown_arguments() -> None:
-    """As a folder for Megatron-Bridge states them: of a padded vocabulary, and of a model that also sees images."""
+    """Folders for Megatron-Bridge have fields for a padded vocabulary and for vision-language models."""
     bridge = {"should_pad_vocab": True, "image_token_id": 151655, "video_token_id": 151656}
     name = next(iter(CONFIGS))
     assert unknown(arguments_of(name, **bridge)) == []
@@ -66,14 +66,14 @@ def test_fields_of_bridges_providers_are_no_unknown_arguments() -> None:
 
 
 def test_arguments_of_the_development_head_are_known() -> None:
-    """As a job has them that uses nothing of it: a row of each, or one that it has no effect."""
+    """Each unused argument of the development head has a row, or is listed as without effect."""
     head = {"mhc_num_residual_streams": 4, "batch_invariant_backend": "te_native", "moe_dispatch_fwd_dtype": "bf16"}
     assert unknown(arguments_of("llama", **head, mtp_hsm=True, logit_dtype="fp32", otel_service_name="one")) == []
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_family_passes_over_an_argument(name: str) -> None:
-    """Whatever counts and is not at its neutral value is expressed: nothing is silent but what a setting speaks of."""
+    """Every argument with an effect that differs from its neutral value is mapped by a setting, or reported."""
     family, arguments = family_of(name), arguments_of(name)
     assert family.mismatches(arguments) == []
     expressed = SIZES.union(*(setting.expresses for setting in family.settings))
@@ -85,7 +85,7 @@ def test_no_family_passes_over_an_argument(name: str) -> None:
 
 
 def _valued(argument: str, other: Any) -> Any:
-    """A value of the argument's own kind that is not neutral."""
+    """Return a valid value of an argument that is not neutral."""
     kinds: dict[str, Any] = {
         "window_size": (3, 0), "window_attn_skip_freq": 2, "no_rope_freq": 2, "num_experts": 4, "softmax_scale": 0.5,
         "attention_softcap": 30.0, "final_logit_softcap": 30.0, "activation_func_clamp_value": 7.0,
@@ -111,14 +111,14 @@ def _valued(argument: str, other: Any) -> Any:
         ("gpt_oss", {"bias_gelu_fusion": True, "moe_grouped_gemm": False}, "bias_gelu_fusion"),
         ("gpt_oss", {"glu_linear_offset": 0.0}, "glu_linear_offset"),
         ("gpt_oss", {"activation_func_clamp_value": None}, "activation_func_clamp_value"),
-        # The local layer spec lets tokens see those behind them, and -1 means another thing in each spec.
+        # The local layer spec lets tokens attend to later ones, and the meaning of -1 depends on the spec.
         ("mistral", {"window_size": (8, 8)}, "window_size"),
         ("gpt_oss", {"window_size": (-1, 0)}, "window_size"),
-        # transformers scales the positions of whole heads alone.
+        # transformers only scales positions of whole heads.
         ("glm4_moe", {"use_rope_scaling": True}, "rotary_percent"),
         ("phi3", {"position_embedding_type": "yarn"}, "position_embedding_type"),
         ("phi3", {"use_rope_scaling": True}, "use_rope_scaling"),
-        # transformers ranks groups of experts by their best two, Megatron by as many as each may send.
+        # transformers ranks groups of experts by their best two, Megatron by the number of experts chosen per group.
         ("deepseek_v3", {"moe_router_topk": 2}, "moe_router_topk"),
         ("deepseek_v2", {"moe_router_topk": 4}, "moe_router_group_topk"),  # in DeepSeek-V2, by their best one
         ("glm4_moe", {"moe_router_num_groups": 4, "moe_router_group_topk": 4}, "moe_router_num_groups"),
@@ -132,7 +132,7 @@ def test_what_a_family_has_no_key_for_is_refused(name: str, changes: dict[str, A
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        # Without experts, or where scores are sigmoids, they have no effect.
+        # They have no effect without experts or with sigmoid scores.
         ("llama", {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True}),
         ("deepseek_v3", {"moe_router_pre_softmax": True}),
         ("qwen3_moe", {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_router_dtype": "fp32"}),
@@ -148,7 +148,7 @@ def test_what_has_no_effect_is_not(name: str, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        # What the class has by itself is another scaling, and a window.
+        # Defaults of the class: another scaling, and a window.
         ("gpt_oss", {"position_embedding_type": "rope"}, {"rope_parameters": {"rope_type": "default"}}),
         ("gpt_oss", {"window_size": None}, {"sliding_window": 128, "layer_types": ["full_attention"] * 2}),
         ("phi3", {"kv_channels": 12}, {"head_dim": 12}),
@@ -160,7 +160,7 @@ def test_what_has_no_effect_is_not(name: str, changes: dict[str, Any]) -> None:
 def test_what_transformers_would_take_for_something_else_is_said(
     name: str, changes: dict[str, Any], said: dict[str, Any]
 ) -> None:
-    """Each was another model than the job's, or none that transformers loads."""
+    """Each configuration was another model than the job's, or one that transformers does not load."""
     family, arguments = family_of(name), arguments_of(name, **changes)
     assert family.mismatches(arguments) == unwritten(family, arguments) == []
     found = AutoConfig.for_model(**family.config(arguments)).to_dict()
@@ -170,7 +170,7 @@ def test_what_transformers_would_take_for_something_else_is_said(
 
 
 def test_the_epsilon_of_inner_norms_is_reported() -> None:
-    """Those of compressed queries, keys and values, which `rms_norm_eps` leaves as they are in transformers."""
+    """In transformers, `rms_norm_eps` does not affect the norms of compressed queries, keys and values."""
     family = family_of("deepseek_v3")
     assert family.notices(arguments_of("deepseek_v3")) == []
     (told,) = family.notices(arguments_of("deepseek_v3", layernorm_epsilon=1e-5))
@@ -178,7 +178,7 @@ def test_the_epsilon_of_inner_norms_is_reported() -> None:
 
 
 def test_a_single_expert_is_not_normalised() -> None:
-    """Megatron divides by the sum of several weights alone (`topk_routing_with_score_function`)."""
+    """Megatron only normalizes the weights of several experts (`topk_routing_with_score_function`)."""
     family = family_of("deepseek_v3")
     assert family.config(arguments_of("deepseek_v3"))["norm_topk_prob"] is True
     assert family.config(arguments_of("deepseek_v3", moe_router_topk=1))["norm_topk_prob"] is False
@@ -247,14 +247,14 @@ def test_a_class_of_another_family_is_refused() -> None:
 
 
 def test_the_gate_behind_a_gated_delta_net() -> None:
-    """Released folders of Qwen3.5 say it; the class of transformers always has SiLU, of which swish is another name."""
+    """Published folders of Qwen3.5 have the key; transformers always uses SiLU, which is also called swish."""
     for kind in ("swish", "silu", None):
         family_of("qwen3_5").arguments(configuration("qwen3_5", output_gate_type=kind))
     with pytest.raises(UnsupportedCheckpointError, match="output_gate_type"):
         family_of("qwen3_5").arguments(configuration("qwen3_5", output_gate_type="sigmoid"))
 
 
-# Of the same meaning in other words: `type` of old releases, and keys that say what is so anyway.
+# Equivalent keys: `type` of old releases, and keys with default values.
 IN_OTHER_WORDS = {
     "SmolLM3 3B": {"layer_types"}, "Phi-3-mini 4k": {"attention_bias"}, "AFM 4.5B": {"rope_scaling"},
     "Seed-OSS 36B": {"rope_scaling"}, "Qwen3-Next 80B-A3B": {"full_attention_interval"},
@@ -270,7 +270,7 @@ IN_OTHER_WORDS = {
 SAME_POSITIONS = {"DeepSeek-V2", "DeepSeek-V2-Lite", "DeepSeek-V3", "Kimi-K2", "DeepSeek-V3.2"}
 
 
-# Megatron ranks its groups of experts in another way.
+# Megatron ranks its groups of experts differently.
 ACCEPTED_KEYS = {"DeepSeek-V2": ["topk_method"]}
 
 
@@ -293,7 +293,7 @@ def test_published_configurations_are_read_and_come_back(name: str) -> None:
 
 
 def test_windows_by_an_older_key() -> None:
-    """As of transformers 4.50; which layers see one made up more than half of the logits."""
+    """Keys of transformers 4.50; the choice of windowed layers changed more than half of the logits."""
     config = {key: value for key, value in configuration("gemma3").items() if key != "layer_types"}
     family = family_of("gemma3")
     assert family.arguments({**config, "sliding_window_pattern": 2}).window_attn_skip_freq == 2
@@ -308,7 +308,7 @@ def test_windows_by_an_older_key() -> None:
         ("glm_moe_dsa", {"index_topk_pattern": "FSFF", "indexer_types": None}, "indexer_types.*found: FSFF"),
         ("glm_moe_dsa", {"index_topk_pattern": "FS", "indexer_types": None}, "index_topk_pattern"),
         ("deepseek_v3", {"head_dim": 2}, "head_dim"),
-        # Its class takes this type for LongRoPE.
+        # The class treats this type as LongRoPE.
         ("phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "found: yarn, which"),
     ],
 )
@@ -320,7 +320,7 @@ def test_keys_that_say_what_megatron_cannot_do(name: str, changed: dict[str, Any
 
 
 def test_sizes_that_released_folders_leave_out() -> None:
-    """As Gemma 3's of 4 billion parameters: they are those of the class."""
+    """Gemma 3 4B omits sizes, which are defaults of the class."""
     stated = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     config = {"model_type": "gemma3_text", **stated}
     found, expected = (family_of("gemma3").arguments(one) for one in (config, AutoConfig.for_model(**config).to_dict()))
@@ -338,7 +338,7 @@ def test_sizes_that_released_folders_leave_out() -> None:
     ],
 )
 def test_activations_of_other_loops(function: str, gated: bool, found: dict[str, Any]) -> None:
-    """What no flag chooses is said by no `config.json` either."""
+    """An activation without a flag cannot be expressed by a `config.json` either."""
     stated = model_arguments({"activation_func": {"_target_": function}, "gated_linear_unit": gated})
     assert {name: value for name, value in stated.items() if value} == {
         name: value for name, value in found.items() if value
@@ -349,7 +349,7 @@ def test_activations_of_other_loops(function: str, gated: bool, found: dict[str,
 
 
 def test_an_unknown_rotary_base() -> None:
-    """A description of another loop leaves out what it pleases: Megatron's default is not what it means."""
+    """Descriptions of other training loops may omit arguments, so Megatron's default is not assumed."""
     job = arguments_of("llama").job
     stated = {name: value for name, value in job.raw.items() if name != "rotary_base"}
     with pytest.raises(UnsupportedCheckpointError, match="--argument rotary_base"):
@@ -365,22 +365,20 @@ def test_flags_of_modelopt_that_count(flag: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_missing_key_means_what_it_means_to_transformers(name: str) -> None:
-    """Each key of the configuration in turn is left out; what is read is what the class of transformers has then."""
+    """Without any one key, the arguments are those of the transformers class for a missing key."""
     family, whole = family_of(name), configuration(name)
     for key in set(whole) - {"model_type", "rope_parameters", "num_hidden_layers"}:
         less = {other: value for other, value in whole.items() if other != key}
         try:
             by_class = AutoConfig.for_model(**less).to_dict()
-        except (
-            StrictDataclassClassValidationError
-        ):  # the default does not go with the other keys: there is no such model
+        except StrictDataclassClassValidationError:  # the default contradicts the other keys: there is no such model
             continue
         found, expected = (_read(family, one) for one in (less, {**less, key: by_class.get(key)}))
         assert found in (expected, None), (key, by_class.get(key))
 
 
 def _read(family: Family, config: dict[str, Any]) -> ModelArguments | None:
-    """The arguments; None where the configuration is refused."""
+    """Return the arguments; None if the configuration is refused."""
     try:
         return family.arguments(config)
     except UnsupportedCheckpointError:
@@ -397,7 +395,7 @@ def _read(family: Family, config: dict[str, Any]) -> ModelArguments | None:
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_yarn_comes_back_as_the_same_positions(name: str, scaling: dict[str, Any]) -> None:
-    """Inverse frequencies, factor of cosine and sine, and scale of the logits, by transformers from both."""
+    """Inverse frequencies, factor of cosine and sine, and scale of logits are computed by transformers from both."""
     family = family_of(name)
     config = configuration(name, rope_parameters={**YARN, **scaling})
     if name == "deepseek_v3" and "truncate" in scaling:
@@ -418,7 +416,7 @@ def _positions(config: dict[str, Any]) -> tuple[torch.Tensor, ...]:
 
 
 def test_settings_without_a_flag_are_reported(tmp_path: Path) -> None:
-    """pretrain_gpt.py would compute other positions: its flags are not called those to train with."""
+    """pretrain_gpt.py would compute other positions, so its flags are not suggested."""
     cases: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_scaling_factor = 32.0": ("llama3_tied", {"factor": 32.0}),
         "beta_fast = 1": ("deepseek_v3", {"beta_fast": 1}),
@@ -452,13 +450,13 @@ def test_the_flags_of_yarn() -> None:
 
 @pytest.fixture
 def job(models: dict[str, Path], tmp_path: Path) -> Path:
-    """A Llama whose arguments, in JSON, can be changed, as a job of pretrain_gpt.py states them."""
+    """Return a Llama whose arguments, in JSON, are those of a job of pretrain_gpt.py and can be changed."""
     mcore_ckpt_ext.convert(models["llama"], tmp_path / "job", mcore_ckpt_ext.Canonical())
     return tmp_path / "job"
 
 
 def state(job: Path, **arguments: Any) -> None:
-    """Add arguments to those of the job, and let a job have saved what was converted."""
+    """Add arguments to the job, and mark the checkpoint as saved by a job."""
     text = (job / "common.json").read_text().replace('"released": true', '"released": false')
     assert text.count('"swiglu": true') == 1
     added = "".join(f'"{name}": {json.dumps(value)}, ' for name, value in arguments.items())
@@ -482,14 +480,14 @@ def test_flags_that_the_job_may_have_ignored(job: Path, tmp_path: Path) -> None:
 
 
 def test_a_config_that_would_say_another_model_is_refused(job: Path, tmp_path: Path) -> None:
-    """What a family writes of a model is read back before anything is converted."""
+    """The written configuration is read back before anything is converted."""
     state(job, layernorm_epsilon=1e-3)
     with pytest.raises(UnsupportedCheckpointError, match="found: layernorm_epsilon is 0.001, not 1e-06"):
         mcore_ckpt_ext.convert(job, tmp_path / "hf", mcore_ckpt_ext.HuggingFace(), family=f"{MISTAKES}:FixedEpsilon")
 
 
 def test_the_padding_of_a_class_is_not_taken_over(models: dict[str, Path], tmp_path: Path) -> None:
-    """Phi-3's is beyond a small vocabulary: transformers would not load the folder."""
+    """Phi-3's padding token is not in a small vocabulary, so transformers would not load the folder."""
     mcore_ckpt_ext.convert(models["phi3"], tmp_path / "job", mcore_ckpt_ext.Canonical())
     mcore_ckpt_ext.convert(tmp_path / "job", tmp_path / "hf", mcore_ckpt_ext.HuggingFace(vocab_size=VOCABULARY))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.pad_token_id is None
@@ -515,7 +513,7 @@ def test_dropped_tokens_are_reported(job: Path, tmp_path: Path) -> None:
 
 
 def test_queries_that_are_not_compressed(models: dict[str, Path], tmp_path: Path) -> None:
-    """DeepSeek-V2-Lite and Moonlight: 0.19 has no such model."""
+    """Megatron 0.19 does not support DeepSeek-V2-Lite and Moonlight."""
     with pytest.raises(UnsupportedCheckpointError, match=r"--megatron-version 0\.18\.0"):
         mcore_ckpt_ext.convert(
             models["deepseek_v2_lite"], tmp_path / "run", mcore_ckpt_ext.TorchDist(megatron_version="0.19.2")
@@ -530,14 +528,14 @@ def test_the_width_of_gpt2_is_said_as_it_was(models: dict[str, Path], tmp_path: 
 
 @pytest.mark.parametrize("width", [0, -1])
 def test_a_window_that_shows_nothing_is_refused(width: int) -> None:
-    """0 would mask each token itself; it was taken for no window."""
+    """A window of 0 would mask each token itself; it was formerly read as no window."""
     for name in ("mistral", "gemma2", "gpt_oss", "phi3", "starcoder2"):
         with pytest.raises(UnsupportedCheckpointError, match="sliding_window"):
             family_of(name).arguments(configuration(name, sliding_window=width))
 
 
 def test_whether_embeddings_are_tied_is_true_or_false() -> None:
-    """As text, "false" would be true; transformers refuses it, too."""
+    """The string "false" would be true; transformers refuses it, too."""
     with pytest.raises(UnsupportedCheckpointError, match="tie_word_embeddings; found: false; expected: true or false"):
         family_of("llama").arguments(configuration("llama", tie_word_embeddings="false"))
 
@@ -552,7 +550,7 @@ def test_whether_embeddings_are_tied_is_true_or_false() -> None:
     ],
 )
 def test_what_no_job_starts_with_is_refused(name: str, keys: dict[str, Any], told: str) -> None:
-    """Megatron's own configuration refuses it, or transformers ends with an index that is out of range."""
+    """Megatron's own configuration refuses it, or transformers raises an index error."""
     with pytest.raises(UnsupportedCheckpointError, match=told):
         family_of(name).arguments(configuration(name, **keys))
 
@@ -570,7 +568,7 @@ def test_entries_that_are_of_no_layer() -> None:
     ],
 )
 def test_keys_that_the_class_does_not_read(changed: dict[str, Any], told: str) -> None:
-    """They change nothing in transformers; code of the folder's own, or of a newer release, may read them."""
+    """They have no effect in transformers, but the folder's own code or a newer release may read them."""
     config = configuration("llama", query_multiplier=3)
     family_of("llama").arguments(config)
     assert neutral_keys(config, "llama").unread >= {"query_multiplier"}
@@ -581,7 +579,7 @@ def test_keys_that_the_class_does_not_read(changed: dict[str, Any], told: str) -
 
 
 def test_groups_of_experts_that_megatron_ranks_otherwise_need_to_be_accepted() -> None:
-    """As published, DeepSeek-V2 takes 6 experts of 3 groups: Megatron ranks a group by its best two, not by one."""
+    """DeepSeek-V2 uses 6 experts of 3 groups; Megatron ranks a group by its best two, not by its best one."""
     family, config = family_of("deepseek_v2"), configuration("deepseek_v2", num_experts_per_tok=4)
     with pytest.raises(UnsupportedCheckpointError, match="the sum of its best 2.*--accept-key topk_method"):
         family.arguments(config)
@@ -599,7 +597,7 @@ def test_keys_that_another_setting_accepts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_default_of_the_class_is_neutral() -> None:
-    """Of the base class even beside an `auto_map`; of the class itself not there, and `false` is not 0."""
+    """Defaults of the base class are neutral even with `auto_map`, others are not; `false` and 0 differ."""
     code = {"auto_map": {"AutoModelForCausalLM": "modeling_parrot.Parrot"}}
     family_of("deepseek_v3").arguments(configuration("deepseek_v3", add_cross_attention=False, **code))
     with pytest.raises(UnsupportedCheckpointError, match="add_cross_attention"):
@@ -607,7 +605,7 @@ def test_a_default_of_the_class_is_neutral() -> None:
 
 
 def test_no_key_with_an_effect_is_taken_over_from_another_model() -> None:
-    """`--tokenizer FOLDER` may name a model whose attention sees chunks; what its class does not read is carried."""
+    """`--tokenizer FOLDER` may name a model with chunked attention; only keys that its class ignores are copied."""
     arguments = arguments_of("llama").replace(vocab_size=VOCABULARY)
     published = configuration("llama", attention_chunk_size=3, query_multiplier=3)
     found = family_of("llama").updated_config(published, arguments)

@@ -1,4 +1,4 @@
-"""What is said with `--merge`: options that contradict each other or the adapters, and what comes from the base."""
+"""Tests options of `--merge`: contradictions between options and adapters, and files of the base model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYER = "model.layers.{}.self_attn.o_proj"
 
 @pytest.fixture
 def base(models: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy of a Llama with tokens and a tokenizer of its own."""
+    """Return a copy of a Llama with its own tokens and tokenizer."""
     folder = Path(shutil.copytree(models["llama"], tmp_path / "base"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 7}))

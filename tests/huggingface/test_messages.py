@@ -1,4 +1,4 @@
-"""What a user is told: of which argument an error is, what a tokenizer is looked for by, what a job will round."""
+"""Tests messages: the argument with an error, the search for a tokenizer, and rounding by a job."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_listed_layers_that_are_missing_are_reported(models: dict[str, Path], tm
 
 
 def test_the_last_norm_has_a_state_where_a_job_may_ask_for_one(models: dict[str, Path], tmp_path: Path) -> None:
-    """It is Transformer Engine's wherever that is installed, under the local layer spec, too."""
+    """The final norm is Transformer Engine's if that is installed, even in the local layer spec."""
     mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.TorchDist(transformer_impl="local"))
     written = open_checkpoint(tmp_path / "run").extra_states()
     assert written["decoder.final_layernorm._extra_state"].numel() == 0
 
 
 def test_rounding_by_a_job_is_reported(tmp_path: Path) -> None:
-    """Qwen3.5 is released in bf16, but for a few vectors in fp32; a job holds all in its own dtype."""
+    """Qwen3.5 is published in bf16 except for a few fp32 vectors; a job has a single dtype."""
     told = "in float32, unlike the rest, so that a job in bfloat16 rounds them: decoder.layers.0.self_attention.A_log"
     make("qwen3_5", tmp_path / "model", torch.bfloat16)
     report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "plain", mcore_ckpt_ext.TorchDist())
@@ -90,7 +90,7 @@ def test_rounding_by_a_job_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_is_stored_more_exactly_than_others_is_not_rounded(tmp_path: Path) -> None:
-    """Of a stack of layers, the last one: the array has the dtype that holds them all."""
+    """The array of a stack has a dtype that represents all layers, here that of the last one."""
     one, source = "model.layers.1.input_layernorm.weight", tmp_path / "model"
     make("llama", source, torch.bfloat16)
     stored = load_file(source / "model.safetensors")
@@ -127,7 +127,7 @@ def test_no_family_is_served_and_refused() -> None:
 
 
 def test_a_type_that_computes_as_llama_under_one_condition(tmp_path: Path) -> None:
-    """The reason names the command, which works."""
+    """The reason contains a command that works."""
     make("llama", tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "internlm", "bias": False}))
@@ -142,7 +142,7 @@ def test_a_family_that_is_not_converted_is_refused_with_the_reason() -> None:
 
 
 def test_the_table_of_checked_models_is_as_generated() -> None:
-    """`scripts/checked_models.py` writes it."""
+    """The table equals the output of `scripts/checked_models.py`."""
     assert json.loads(TABLE.read_text()) == checked_models.table()
 
 

@@ -1,4 +1,4 @@
-"""The refusal of a model whose family is not known: the nearest families, and what decides."""
+"""Tests the error for an unknown family: the nearest families, and decisive traits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _parrot() -> dict[str, Any]:
 
 
 def test_a_family_that_is_not_known_is_refused_with_the_nearest() -> None:
-    """By the keys of its configuration, with those that decide, and one command that goes on."""
+    """Families are compared by keys of the configuration; the error lists unmapped keys and one command."""
     with pytest.raises(UnsupportedCheckpointError, match="nearest: Llama, in full.*--family Llama;"):
         family_of_config(_parrot(), "here")
     with pytest.raises(UnsupportedCheckpointError, match=r"except feather_count \(keys\).*--accept-key feather_count"):
@@ -32,7 +32,7 @@ def test_a_family_that_is_not_known_is_refused_with_the_nearest() -> None:
 
 
 def test_the_nearest_family_is_also_that_of_its_tensors(models: dict[str, Path], tmp_path: Path) -> None:
-    """Keys like Qwen2's with tensors of Qwen3; and what no family of them has a place for."""
+    """Keys are like Qwen2's and tensors like Qwen3's; unmapped tensors are listed."""
     stored = {**tensors(models["qwen3"]), "model.layers.0.self_attn.feather.weight": torch.ones(1)}
     (tmp_path / "config.json").write_text(json.dumps(_parrot()))
     save_file(stored, tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What a user may ask of the folder: dtype, masters, pickles, sizes of files, vocabulary, tokenizer."""
+"""Tests options for the folder: dtype, masters, pickles, sizes of files, vocabulary, tokenizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def command(*words: object) -> Outcome:
-    """The command line, in this process."""
+    """Return a function that runs the command line in this process."""
     output, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(output), redirect_stderr(errors):
         code = main([str(word) for word in words])
@@ -43,7 +43,7 @@ def command(*words: object) -> Outcome:
 
 @pytest.fixture(scope="module")
 def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama as Megatron has it."""
+    """Return a Llama as a Megatron checkpoint."""
     folder = tmp_path_factory.mktemp("llama") / "run"
     mcore_ckpt_ext.convert(models["llama"], folder, mcore_ckpt_ext.TorchDist())
     return folder
@@ -115,7 +115,7 @@ def test_files_are_cut_as_save_pretrained_cuts_them(name: str, models: dict[str,
 
 
 def test_a_job_of_megatron_with_optimizer_weights_and_masters(tmp_path: Path) -> None:
-    """p02: Llama-like, bf16, TP2 x PP2 x DP2, `dp_reshardable`; the tokenizer without tokens has 127 + 1."""
+    """p02 is Llama-like, bf16, TP2 x PP2 x DP2, `dp_reshardable`; NullTokenizer has 127 + 1 tokens."""
     fixture = fixture_named("p02")
     report = mcore_ckpt_ext.convert(fixture.run, tmp_path / "weights", mcore_ckpt_ext.HuggingFace())
     mcore_ckpt_ext.convert(fixture.run, tmp_path / "masters", mcore_ckpt_ext.HuggingFace(kind="fp32_param"))
@@ -158,12 +158,12 @@ def test_the_tokenizer_comes_along(models: dict[str, Path], run: Path, tmp_path:
     mcore_ckpt_ext.convert(run, tmp_path / "hf", mcore_ckpt_ext.HuggingFace(tokenizer=tokenizer))
     for name in files:
         assert (tmp_path / "hf" / name).read_bytes() == (tokenizer / name).read_bytes()
-    # And once it is there, it stays: into Megatron's folder of it, and out of it.
+    # Tokenizer files are also kept in a round trip to Megatron.
     mcore_ckpt_ext.convert(tmp_path / "hf", tmp_path / "again", mcore_ckpt_ext.TorchDist())
     assert (tmp_path / "again" / "release" / "tokenizer" / "tokenizer.json").exists()
     mcore_ckpt_ext.convert(tmp_path / "again", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
-    # A checkpoint that does not know its vocabulary learns it from the tokenizer.
+    # A checkpoint without a vocabulary size gets it from the tokenizer.
     mcore_ckpt_ext.convert(
         forgetful(run, tmp_path / "run"), tmp_path / "told", mcore_ckpt_ext.HuggingFace(tokenizer=tokenizer)
     )
@@ -171,7 +171,7 @@ def test_the_tokenizer_comes_along(models: dict[str, Path], run: Path, tmp_path:
 
 
 def forgetful(run: Path, folder: Path) -> Path:
-    """A canonical copy whose arguments and files do not say how large the vocabulary is."""
+    """Write a canonical copy whose arguments and files lack the vocabulary size."""
     mcore_ckpt_ext.convert(run, folder, mcore_ckpt_ext.Canonical())
     about = json.loads((folder / "common.json").read_text())
     text = json.dumps(about)
@@ -224,7 +224,7 @@ def test_diff_of_both_kinds_and_of_one_bit(run: Path, models: dict[str, Path], t
 
 
 def test_megatron_bridge_finds_its_run_config(models: dict[str, Path], tmp_path: Path) -> None:
-    """YAML with numbers that are numbers, and the providers of megatron-bridge 0.3.1 by their paths."""
+    """The YAML has valid numbers, and the providers of megatron-bridge 0.3.1 by their paths."""
     providers = {
         "llama3_tied": "gpt_provider.GPTModelProvider",
         "deepseek_v3": "mla_provider.MLAModelProvider",
@@ -242,7 +242,7 @@ def test_megatron_bridge_finds_its_run_config(models: dict[str, Path], tmp_path:
 
 
 def test_norms_that_are_as_wide_as_all_heads(models: dict[str, Path], tmp_path: Path) -> None:
-    """Megatron-Bridge is given its layer spec; what looks like a Qwen3-MoE but for the width is not taken for one."""
+    """Megatron-Bridge gets its layer spec; a model that differs from Qwen3-MoE only in this width is not one."""
     with pytest.raises(UnsupportedCheckpointError, match="the tensor-parallel split of the norms"):
         mcore_ckpt_ext.convert(models["olmoe"], tmp_path / "no", mcore_ckpt_ext.Legacy(tensor_model_parallel_size=2))
     report = mcore_ckpt_ext.convert(models["olmoe"], tmp_path / "run", mcore_ckpt_ext.TorchDist())
@@ -257,7 +257,7 @@ def test_norms_that_are_as_wide_as_all_heads(models: dict[str, Path], tmp_path: 
 
 
 def test_damage_to_the_optimizer_does_not_keep_the_weights(tmp_path: Path) -> None:
-    """p11 was written with an optimizer that lacks elements."""
+    """The optimizer of p11 lacks elements."""
     mcore_ckpt_ext.convert(fixture_named("p11").run, tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
     with pytest.raises(ProofError, match="elements of the optimizer are missing"):
         mcore_ckpt_ext.convert(
@@ -267,7 +267,7 @@ def test_damage_to_the_optimizer_does_not_keep_the_weights(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("family", [None, f"{MISTAKES}:InterleavedHalves"])
 def test_an_interrupted_conversion_continues(family: str | None, run: Path, tmp_path: Path) -> None:
-    """The second process finds what the first one finished: it is told the same, in the same words."""
+    """The second process continues the first one, because its options have the same text."""
     counted: list[int] = []
 
     def interrupt(done: int, total: int) -> None:
@@ -318,7 +318,7 @@ def test_the_family_of_the_documentation_converts_both_ways(models: dict[str, Pa
 
 
 def test_matrices_that_lie_the_other_way_round_in_small_blocks(tmp_path: Path) -> None:
-    """GPT-2's matrices are read and written in blocks that begin and end within their rows and columns."""
+    """GPT-2's matrices are read and written in blocks that begin and end within rows and columns."""
     config = GPT2Config(vocab_size=50, n_embd=168, n_layer=1, n_head=6, n_positions=16)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     for source, target, form in (("model", "run", "torch_dist"), ("run", "back", "hf"), ("back", "more", "legacy")):
@@ -347,7 +347,7 @@ def test_an_argument_that_is_misspelt_or_given_twice_is_refused(given: list[str]
 def test_a_different_model_setting_is_reported(
     key: str, value: float, told: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """All tensors are equal, and what is computed with them is not."""
+    """All tensors are equal, but the computation differs."""
     shutil.copytree(models["llama"], tmp_path / "other")
     file = tmp_path / "other" / "config.json"
     config = json.loads(file.read_text())

@@ -1,7 +1,7 @@
-"""Families whose class transformers does not have: models that their own code built, and what it answered.
+"""Tests families without a transformers class with models and outputs of their own code.
 
-Such a model converted to Megatron is one of a family that transformers has: exported as that family, it gives the
-logits of its own code. That Megatron computes the same as that family is shown by `tests/jobs`.
+Such a model in Megatron equals one of a family with a transformers class: exported as that family, it gives the logits
+of its own code. `tests/jobs` compares Megatron with that family.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _block(**attention: object) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", [*COMPUTES_AS, *OF_OWN_CODE])
 def test_there_and_back(name: str, tmp_path: Path) -> None:
-    """Every tensor and every key come back; frequencies, which are no weights, are left out and named."""
+    """All tensors and keys survive the round trip, except frequencies, which are not weights and are reported."""
     source = tmp_path / "model"
     _copy(FOLDER / name, source)
     report = mcore_ckpt_ext.convert(source, tmp_path / "run", mcore_ckpt_ext.TorchDist())
@@ -47,7 +47,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 
 
 def test_ling_under_its_other_type(tmp_path: Path) -> None:
-    """It stays what its folder says; Megatron's arguments alone tell neither."""
+    """The type of the folder is kept, although Megatron's arguments do not show it."""
     source = tmp_path / "model"
     _copy(FOLDER / "bailing_moe_v2", source)
     config = {**json.loads((source / "config.json").read_text()), "model_type": "bailing_moe"}
@@ -71,7 +71,7 @@ def test_it_answers_as_its_own_code_does(name: str, family: str, tmp_path: Path)
 
 @pytest.mark.parametrize(("name", "family"), COMPUTES_AS.items())
 def test_megatron_holds_the_parameters_of_the_other_family(name: str, family: str) -> None:
-    """Resuming an optimizer under another layout depends on their names and shapes alone: `tests/jobs` shows it."""
+    """Resuming an optimizer under another layout only depends on names and shapes, as `tests/jobs` shows."""
     own = family_named(name)
     arguments = own.arguments(json.loads((FOLDER / name / "config.json").read_text()))
     assert parameter_shapes(own.tensors(arguments)) == parameter_shapes(family_named(family).tensors(arguments))
@@ -113,7 +113,7 @@ def test_the_length_up_to_which_megatron_computes_the_same_is_reported(name: str
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """The folder without the answer, which is no part of a model."""
+    """Copy a folder without the recorded output."""
     folder.mkdir()
     for name in ("config.json", WEIGHTS):
         (folder / name).write_bytes((source / name).read_bytes())

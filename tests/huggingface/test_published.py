@@ -1,6 +1,6 @@
-"""Published configurations of supported families: accepted, exact to torch_dist and back, every key as published.
+"""Tests published configurations: accepted, with an exact round trip to torch_dist, and unchanged keys.
 
-A sample, one of each model type; `tests/slow/test_published.py` has all.
+This is a sample with one configuration for each model type; `tests/slow/test_published.py` has all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mcore_ckpt_ext.formats.hugging_face.model import described_model
 from tests.harness.published_configs import ACCEPTED, FOLDER, REFUSED, WITHOUT_CLASS, assert_round_trip, configuration
 
 _TYPES = {json.loads((FOLDER / f"{name}.json").read_text())["model_type"]: name for name in ACCEPTED}
-SAMPLE = {kind: name for kind, name in _TYPES.items() if kind not in WITHOUT_CLASS}  # test_own_code.py has the others
+SAMPLE = {kind: name for kind, name in _TYPES.items() if kind not in WITHOUT_CLASS}  # others: test_own_code.py
 
 
 @pytest.mark.parametrize("name", SAMPLE.values())

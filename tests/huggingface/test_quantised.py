@@ -1,4 +1,4 @@
-"""Folders with quantised weights: what is read is what transformers makes of them on a CPU, in every bit."""
+"""Tests that quantized weights are read bitwise equal to those of transformers on a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMPRESSED = {
 
 
 def by_blocks(weight: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a matrix that consists of whole blocks."""
+    """Return codes and scales of a matrix of whole blocks."""
     rows, columns = weight.shape
     blocks = weight.float().view(rows // height, height, columns // width, width)
     scales = blocks.abs().amax((1, 3)) / 448
@@ -36,7 +36,7 @@ def by_blocks(weight: torch.Tensor, height: int, width: int) -> tuple[torch.Tens
 
 
 def quantise(folder: Path, how: str) -> dict[str, torch.Tensor]:
-    """Quantise the projections of a model in place; the answer is what transformers makes of each tensor."""
+    """Quantize the projections of a model in place, and return each tensor as transformers decodes it."""
     file = folder / "model.safetensors"
     stored: dict[str, torch.Tensor] = {}
     expected: dict[str, torch.Tensor] = {}
@@ -83,7 +83,7 @@ def test_fp8(name: str, how: str, tmp_path: Path) -> None:
 
 
 def pad_to_blocks(folder: Path) -> None:
-    """Give the one matrix whose rows are no multiple of the block's more of them: 16 + 4 become 16 + 8."""
+    """Pad the only matrix whose rows are not a multiple of the block's: 16 + 4 rows become 16 + 8."""
     config = json.loads((folder / "config.json").read_text())
     assert config["qk_rope_head_dim"] == 4
     config["qk_rope_head_dim"] = config["head_dim"] = 8
@@ -97,7 +97,7 @@ def pad_to_blocks(folder: Path) -> None:
 
 
 def test_blocks_at_the_edge_and_any_range() -> None:
-    """576 rows are four blocks and a half, as DeepSeek's `kv_a_proj_with_mqa` has them; ranges begin anywhere."""
+    """576 rows are 4.5 blocks, as in DeepSeek's `kv_a_proj_with_mqa`; ranges begin anywhere."""
     generator = torch.Generator().manual_seed(1)
     rows, columns, block = 9, 10, (4, 4)
     codes = torch.randn(rows, columns, generator=generator).to(FP8)
@@ -120,7 +120,7 @@ def test_blocks_at_the_edge_and_any_range() -> None:
 def test_a_block_larger_than_its_matrix_takes_no_more_memory(
     block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a row longer than what is decoded at once comes in parts."""
+    """A row that is longer than one decoding step is decoded in parts."""
     monkeypatch.setattr(scaled, "_AT_ONCE", 8)
     rows, columns = 6, 11
     grid = (-(-rows // block[0]), -(-columns // block[1]))
@@ -156,7 +156,7 @@ def test_four_bit_floats_are_those_of_transformers() -> None:
 
 
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
-    """4-bit experts, whose gate and up rows take turns: exported, they are what transformers unpacks."""
+    """The gate and up rows of 4-bit experts alternate; exported, they equal the tensors of transformers."""
     folder, generator = tmp_path / "model", torch.Generator().manual_seed(3)
     make("gpt_oss", folder, torch.bfloat16)
     config = json.loads((folder / "config.json").read_text())

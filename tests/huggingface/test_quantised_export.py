@@ -1,4 +1,4 @@
-"""`--quantize fp8-block`: what is written is what DeepSeek's folders hold, and what others read back was meant."""
+"""Tests `--quantize fp8-block`: the form of DeepSeek's folders, and the values that other readers decode."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.harness.huggingface import dequantised_blocks, make, tensors
 
 FP8 = torch.float8_e4m3fn
 QUANTISED = mcore_ckpt_ext.HuggingFace(quantize="fp8-block")
-# Of two whole blocks; and with blocks that end at an edge, in rows and in columns.
+# A matrix of two whole blocks, and matrices with incomplete blocks in rows and in columns.
 WIDTHS = {"whole": (256, 384), "edges": (160, 200)}
 
 
 @pytest.fixture(scope="module", params=WIDTHS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama in bf16, as Megatron's checkpoint; `model` beside it is what it was made of."""
+    """Return a bf16 Llama as a Megatron checkpoint; the sibling folder `model` is its source."""
     folder = tmp_path_factory.mktemp(request.param)
     hidden, inner = WIDTHS[request.param]
     torch.manual_seed(4)
@@ -33,7 +33,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     model = AutoModelForCausalLM.from_config(config).bfloat16()
     with torch.no_grad():
         for label, tensor in model.named_parameters():
-            # Blocks of very different sizes, and one of zeros.
+            # Blocks with values of very different magnitude, and one of zeros.
             sizes = torch.logspace(-4, 2, tensor.shape[0])
             tensor.copy_(torch.randn_like(tensor) * sizes.view(-1, *(1 for _ in tensor.shape[1:])))
             if label.endswith("layers.0.mlp.up_proj.weight"):
@@ -48,7 +48,7 @@ def spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def test_codes_and_scales(run: Path, tmp_path: Path) -> None:
-    """Each number comes back within half a step of its code, and each block's largest is the largest code."""
+    """Each number is decoded within half a step of its code, and the largest of each block has the largest code."""
     mcore_ckpt_ext.convert(run, tmp_path / "fp8", QUANTISED)
     before, found = tensors(run.parent / "model"), tensors(tmp_path / "fp8")
     linear = {name for name in before if "_proj" in name}
@@ -61,7 +61,7 @@ def test_codes_and_scales(run: Path, tmp_path: Path) -> None:
         assert (codes.dtype, scales.dtype) == (FP8, torch.float32)
         assert scales.shape == tuple(-(-size // 128) for size in weight.shape)
         numbers = codes.float()
-        # Three bits behind the first: half a step is 2^-4 of the power of two below, and 2^-10 near zero.
+        # With three mantissa bits, half a step is 2^-4 of the next lower power of two, and 2^-10 near zero.
         half = torch.maximum(2.0 ** (numbers.abs().clamp(min=2.0**-6).log2().floor() - 4), torch.tensor(2.0**-10))
         of_all = spread(scales, weight.shape)
         error = (numbers.double() * of_all.double() - weight.double()).abs()
@@ -83,7 +83,7 @@ def test_it_is_read_back_as_transformers_reads_it(run: Path, tmp_path: Path) -> 
         if codes.dtype == FP8:
             scales = written[f"{name}_scale_inv"]
             expected = (codes.float() * spread(scales, codes.shape)).bfloat16()
-            if codes.shape[0] % 128 == codes.shape[1] % 128 == 0:  # it refuses others
+            if codes.shape[0] % 128 == codes.shape[1] % 128 == 0:  # it refuses other shapes
                 assert torch.equal(expected, dequantised_blocks(codes, scales))
             assert torch.equal(found[name], expected), name
 
@@ -91,7 +91,7 @@ def test_it_is_read_back_as_transformers_reads_it(run: Path, tmp_path: Path) -> 
 def test_the_configuration_says_so(run: Path, tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(run, tmp_path / "fp8", QUANTISED)
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
-    assert config.get("torch_dtype", config.get("dtype")) == "bfloat16"  # whichever key was published
+    assert config.get("torch_dtype", config.get("dtype")) == "bfloat16"  # the key depends on the published file
     assert config["quantization_config"] == {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
         "modules_to_not_convert": ["model.embed_tokens", "lm_head"],
@@ -126,7 +126,7 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_experts_and_latent_attention(name: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """Routers, norms and biases stay as they are."""
+    """Routers, norms and biases are not quantized."""
     mcore_ckpt_ext.convert(models[name], tmp_path / "run", mcore_ckpt_ext.TorchDist())
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "fp8", QUANTISED)
     kinds = {label: tensor.dtype for label, tensor in tensors(tmp_path / "fp8").items()}

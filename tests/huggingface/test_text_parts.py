@@ -1,4 +1,4 @@
-"""The text of models that also see images: it is a model of its family, which answers as the whole does."""
+"""Tests language models of vision-language models: models of their family with the same outputs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_text_answers_as_the_whole_does(name: str, tmp_path: Path) -> None:
 
 
 def test_experts_that_lie_transposed(tmp_path: Path) -> None:
-    """As Qwen3-VL-30B-A3B was released; transformers 5 writes them the other way, and reads both."""
+    """Qwen3-VL-30B-A3B was published transposed; transformers 5 writes the other orientation, and reads both."""
     model = save_whole("qwen3_vl_moe", tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
     stored = tensors(tmp_path / "whole")
@@ -69,7 +69,7 @@ def test_experts_that_lie_transposed(tmp_path: Path) -> None:
 
 
 def test_a_configuration_without_a_part_for_its_text(tmp_path: Path) -> None:
-    """As Qwen2.5-VL was released: all keys beside each other, and positions of the kind `mrope`."""
+    """Qwen2.5-VL was published with all keys on one level, and positions of type `mrope`."""
     save_whole("qwen2_5_vl", tmp_path / "whole")
     file = tmp_path / "whole" / "config.json"
     config = json.loads(file.read_text())
@@ -92,7 +92,7 @@ MAPPED = {"language_model.output_layer.weight", "language_model.embedding.word_e
           "visual.merger.mlp.2.bias", "visual.patch_embed.proj.weight"}  # fmt: skip
 
 
-# What a `config.json` may say otherwise than the tensors do.
+# Keys of a `config.json` that may contradict the tensors.
 UNLIKE: dict[str, list[tuple[str, str, object, str]]] = {
     "qwen3_vl": [
         ("vision_config", "deepstack_visual_indexes", [0, 9], r"\[0, 9\], and there are 2 blocks"),
@@ -106,7 +106,7 @@ UNLIKE: dict[str, list[tuple[str, str, object, str]]] = {
 }
 
 
-# Of each, some names as in Bridge's own mapping (models/*/*_bridge.py of 0.6.2).
+# Some names of each model as in Bridge's own mapping (models/*/*_bridge.py of 0.6.2).
 NAMES = {
     "qwen3_vl": {
         "vision_model.decoder.layers.1.self_attention.linear_qkv.layer_norm_bias", "vision_model.pos_embed.weight",
@@ -139,7 +139,7 @@ def test_what_does_not_describe_what_sees(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_vision_towers_in_megatron_layers_or_with_a_projector(name: str, tmp_path: Path) -> None:
-    """There and back, as transformers reads it; Bridge's own import has the same keys (tests/jobs/test_bridge.py)."""
+    """The round trip is exact for transformers; Bridge's import has the same keys (tests/jobs/test_bridge.py)."""
     source, run, back = (tmp_path / place for place in ("whole", "run", "back"))
     model = save_whole(name, source)
     (source / "video_preprocessor_config.json").write_text("{}")
@@ -164,7 +164,7 @@ def test_vision_towers_in_megatron_layers_or_with_a_projector(name: str, tmp_pat
         (weights,) = compare(source, back).kinds
         mcore_ckpt_ext.convert(run, tmp_path / "fp8", mcore_ckpt_ext.HuggingFace(quantize="fp8-block"))
         found = {label for label, tensor in tensors(tmp_path / "fp8").items() if tensor.dtype == torch.float8_e4m3fn}
-        assert len(found) == 14  # linears of the text, in two layers
+        assert len(found) == 14  # linear layers of the language model, in two layers
         assert not any("visual" in label for label in found)
         again = mcore_ckpt_ext.convert(tmp_path / "fp8", tmp_path / "of fp8", mcore_ckpt_ext.TorchDist(loop="bridge"))
         assert not any("left out" in note for note in again.notes)
@@ -183,7 +183,7 @@ def test_vision_towers_in_megatron_layers_or_with_a_projector(name: str, tmp_pat
 
 
 def test_what_does_not_fit_is_named() -> None:
-    """Tensors that are missing; keys of what sees that Bridge does not ask for; heads that rows are no multiple of."""
+    """The error names missing tensors, unsupported keys of the vision tower, and invalid numbers of heads."""
     images, vision = IMAGES["qwen3_vl"], {"hidden_act": "gelu_pytorch_tanh", "num_heads": 2}
     names = {ours.replace("*", "0"): (6,) for ours in (rule.ours for rule in images.rules)}
     del names["vision_model.decoder.deepstack_merger_list.0.patch_norm.bias"]
@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_the_whole_for_megatron_bridge(tmp_path: Path) -> None:
-    """Names as in Megatron-Bridge's mapping (models/qwen_vl/qwen25_vl_bridge.py, commit 067f987d)."""
+    """Names are those of Megatron-Bridge's mapping (models/qwen_vl/qwen25_vl_bridge.py, commit 067f987d)."""
     source, back = tmp_path / "whole", tmp_path / "back"
     save_whole("qwen2_5_vl", source)
     mcore_ckpt_ext.convert(source, tmp_path / "run", mcore_ckpt_ext.TorchDist(loop="bridge"))
