@@ -58,19 +58,19 @@ class DistcpFiles:
 
     def add_object(self, key: str, value: Any, *, wrapped: bool = True) -> None:
         """Add a pickled object; `wrapped`: inside a list, as Megatron does where it calls the planner itself."""
-        draft = plan_archive([value] if wrapped else value)
+        plan = plan_archive([value] if wrapped else value)
         self._entries[key] = named_object(_METADATA, "BytesStorageMetadata", {})
-        self._file_away(draft, key, None)
+        self._append(plan, key, None)
 
     def add_array(self, array: Array) -> None:
         """Add the chunks of an array."""
         chunks = []
         dtype = getattr(torch, array.dtype)
         for chunk in array.chunks:
-            draft = plan_tensor(DeclaredTensor(dtype, chunk.sizes, chunk.wanted))
-            name = self._file_away(draft, array.key, chunk.offsets)
-            (tensor,) = draft.tensors
-            start = self._position - draft.length
+            plan = plan_tensor(DeclaredTensor(dtype, chunk.sizes, chunk.wanted))
+            name = self._append(plan, array.key, chunk.offsets)
+            (tensor,) = plan.tensors
+            start = self._position - plan.length
             self._records.append(
                 Record(
                     name, start + tensor.offset, array.dtype, tensor.numel, (WriteItem(0, chunk.wanted),),
@@ -96,17 +96,17 @@ class DistcpFiles:
             state["mcore_data"] = self._shapes
         return self._files, self._records, dumps(named_object(_METADATA, "Metadata", state), INDEX_PROTOCOL)[0]
 
-    def _file_away(self, draft: ArchivePlan, key: str, offsets: tuple[int, ...] | None) -> str:
+    def _append(self, plan: ArchivePlan, key: str, offsets: tuple[int, ...] | None) -> str:
         self._position = -(-self._position // _ALIGNMENT) * _ALIGNMENT
-        if self._position and self._position + draft.length > self._file_bytes:
+        if self._position and self._position + plan.length > self._file_bytes:
             self._close()
         name = self._name
         index = {"fqn": key, "index": None} | ({} if offsets is None else {"offset": torch.Size(offsets)})
-        place = {"relative_path": name, "offset": self._position, "length": draft.length}
+        place = {"relative_path": name, "offset": self._position, "length": plan.length}
         info = named_object("torch.distributed.checkpoint.filesystem", "_StorageInfo", place)
         self._places[named_object(_METADATA, "MetadataIndex", index)] = info
-        self._literals += [(self._position + at, data) for at, data in draft.literals]
-        self._position += draft.length
+        self._literals += [(self._position + at, data) for at, data in plan.literals]
+        self._position += plan.length
         return name
 
     @property

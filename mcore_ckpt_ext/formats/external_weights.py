@@ -78,7 +78,7 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
             for group in buffers.groups.values():
                 buffers.packing_of(group)
     except PackingError as error:
-        raise not_of_it(str(error), checkpoint, folder) from error
+        raise other_weights_error(str(error), checkpoint, folder) from error
     for name in state.names():
         weight, master = checkpoint.logical_tensor(WEIGHT, name), state.logical_tensor(FP32_PARAM, name)
         is_weight = any(one.extent.file.startswith(f"{folder}/") for one in state.stored(FP32_PARAM, name))
@@ -90,10 +90,10 @@ def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
             )  # fmt: skip
         if weight is None or weight.shape != master.shape:
             found = f"{name}: {f'weight of {weight.shape}' if weight else 'no weight'}, master of {master.shape}"
-            raise not_of_it(found, checkpoint, folder)
+            raise other_weights_error(found, checkpoint, folder)
 
 
-def not_of_it(found: str, checkpoint: CheckpointView, folder: Path) -> ProofError:
+def other_weights_error(found: str, checkpoint: CheckpointView, folder: Path) -> ProofError:
     """Return the error for weights in a folder that do not belong to the optimizer of a checkpoint."""
     return ProofError(
         "the weights do not belong to this optimizer, or it was written under another layout", found=found,

@@ -60,11 +60,11 @@ def iteration(checkpoint: CheckpointView, target: Target, output: Output) -> Out
         output: the iteration's own files, named within its folder.
     """
     folder = RELEASE if checkpoint.is_release else iteration_name(checkpoint.iteration)
-    output = noting(output, [*checkpoint.notices(), *about_order(checkpoint)], _version_notes(target))
+    output = with_notes(output, [*checkpoint.notices(), *about_order(checkpoint)], _version_notes(target))
     return OutputPlan(_below(_with_companions(output, checkpoint), folder), folder, checkpoint.carried_kinds())
 
 
-def noting(output: Output, notes: Sequence[str], before: Sequence[str] = ()) -> Output:
+def with_notes(output: Output, notes: Sequence[str], before: Sequence[str] = ()) -> Output:
     """Return the same output with additional notes."""
     return replace(output, notes=(*before, *output.notes, *notes))
 
@@ -90,7 +90,7 @@ def _with_companions(output: Output, checkpoint: CheckpointView) -> Output:
     """Return the same output with the model's small files where Megatron keeps its tokenizer."""
     taken = checkpoint.auxiliary_files()
     small = [small_file(f"{TOKENIZER_FOLDER}/{name}", content) for name, content in taken.items()]
-    return noting(with_files(output, *small), companion_notes(taken, checkpoint))
+    return with_notes(with_files(output, *small), companion_notes(taken, checkpoint))
 
 
 def _below(output: Output, folder: str) -> Output:

@@ -85,7 +85,7 @@ def _with_step_zero(child: Mapping[str, Any]) -> dict[str, Any]:
     return {**child, "optimizer": counted} if "optimizer" in child else counted
 
 
-def spelled_as(view: CheckpointView, other: CheckpointView) -> CheckpointView:
+def with_names_of(view: CheckpointView, other: CheckpointView) -> CheckpointView:
     """Return a view under the names of another checkpoint, if the two differ only in the names of their layer specs."""
     known = set(other.names(WEIGHT))
     names = {name: renamed_as_in(known, name) for name in view.names(WEIGHT)}

@@ -79,7 +79,7 @@ def check_gates(written: JobArguments, running: JobArguments, where: str) -> Non
     )  # fmt: skip
 
 
-def check_gates_stand(arguments: JobArguments, where: str) -> None:
+def check_no_sharded_gates(arguments: JobArguments, where: str) -> None:
     """Refuse to convert a model whose gates are stored by shard, because other jobs would misread the result.
 
     Raises:

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.formats.hugging_face.images import with_images
 from mcore_ckpt_ext.formats.hugging_face.model import LOCAL
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.formats.views import spelled_as
+from mcore_ckpt_ext.formats.views import with_names_of
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, word_embeddings_in
@@ -193,7 +193,7 @@ def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Whe
             elif set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
                 opened[index] = open_checkpoint(path, family=of_family, transformer_impl=LOCAL)
     as_stored = all(checkpoint.format_reader.is_model_folder for checkpoint in opened)  # neither is rounded then
-    of_a, of_b = opened[0], spelled_as(opened[1], opened[0])
+    of_a, of_b = opened[0], with_names_of(opened[1], opened[0])
     return _Side(of_a, rows[0], as_stored), _Side(of_b, rows[1], as_stored)
 
 

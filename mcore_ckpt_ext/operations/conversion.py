@@ -22,7 +22,7 @@ from mcore_ckpt_ext.formats.laid_out import OutputPlan
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
-from mcore_ckpt_ext.layout.weight_shards import check_gates_stand
+from mcore_ckpt_ext.layout.weight_shards import check_no_sharded_gates
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.operations.coverage import check_stored_once, raise_first_contradiction
@@ -150,7 +150,7 @@ def convert(
     before = [seen[folder] if folder in seen else state_of(folder) for folder in folders]
     with reraise_as_unreadable(checkpoint.folder):
         for one in read:
-            check_gates_stand(one.arguments, str(one.folder))
+            check_no_sharded_gates(one.arguments, str(one.folder))
         checkpoint, unread = resolve_dropped_state(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, of_family)
     output = with_digests(laid_out.output, laid_out.folder)
@@ -226,9 +226,9 @@ def _turns(checkpoint: CheckpointView, output: Output) -> bool:
     """
     if checkpoint.merger:
         return False
-    turned = any(placed.arranged is not None for record in output.records for placed in record.content)
-    turned = turned or any(record.quantised is not None for record in output.records)
-    return turned or checkpoint.format_reader.is_model_folder
+    is_reordered = any(placed.arranged is not None for record in output.records for placed in record.content)
+    is_reordered = is_reordered or any(record.quantised is not None for record in output.records)
+    return is_reordered or checkpoint.format_reader.is_model_folder
 
 
 def _fingerprint(identity: tuple[object, ...], output: Output) -> str:

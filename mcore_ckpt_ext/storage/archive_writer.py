@@ -63,7 +63,7 @@ def plan_archive(tree: Any, writer: str | None = None) -> ArchivePlan:
     members += [(f"data/{number}", leaf) for number, leaf in enumerate(leaves)]
     members += [("version", b"3\n")]
     members += [(WRITER_MEMBER, writer.encode())] if writer else []
-    return _Zip().draft(members)
+    return _Zip().plan(members)
 
 
 def plan_tensor(declared: DeclaredTensor) -> ArchivePlan:
@@ -85,7 +85,7 @@ class _Zip:
         self._directory: list[bytes] = []
         self._declared: list[tuple[DeclaredTensor, int, int, int]] = []
 
-    def draft(self, members: Sequence[tuple[str, bytes | Leaf]]) -> ArchivePlan:
+    def plan(self, members: Sequence[tuple[str, bytes | Leaf]]) -> ArchivePlan:
         for name, content in members:
             self._add(f"archive/{name}".encode(), content)
         directory, crc_at = self._central_directory()

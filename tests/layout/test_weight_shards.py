@@ -9,7 +9,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.weight_shards import ShardOfWeight, check_gates, check_gates_stand, weight_shards
+from mcore_ckpt_ext.layout.weight_shards import ShardOfWeight, check_gates, check_no_sharded_gates, weight_shards
 
 GATED, PLAIN = "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.self_attention.linear_qkv.weight"
 SIZES = list(product((1, 2, 4), (2, 3, 4)))
@@ -94,10 +94,10 @@ def test_gates_are_confused_where_shards_change(written: JobArguments, running: 
 
 
 def test_what_would_be_converted() -> None:
-    check_gates_stand(job(2, 1), "here")
-    check_gates_stand(job(1, 2, swiglu=False), "here")
+    check_no_sharded_gates(job(2, 1), "here")
+    check_no_sharded_gates(job(1, 2, swiglu=False), "here")
     with pytest.raises(UnsupportedCheckpointError, match="found: gated linears, and 2 weight shards"):
-        check_gates_stand(job(1, 2), "here")
+        check_no_sharded_gates(job(1, 2), "here")
 
 
 @pytest.mark.parametrize("stated", [0, -2, 2.0, "2", True, 1 << 20])

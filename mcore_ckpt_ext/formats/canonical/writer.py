@@ -16,7 +16,7 @@ from mcore_ckpt_ext.formats.canonical.reader import (
     VERSION,
 )
 from mcore_ckpt_ext.formats.description import ARGUMENTS
-from mcore_ckpt_ext.formats.laid_out import OutputPlan, noting
+from mcore_ckpt_ext.formats.laid_out import OutputPlan, with_notes
 from mcore_ckpt_ext.formats.portable_state import known_arguments
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -32,7 +32,7 @@ FILE_BYTES = 4 << 30
 def lay_out(checkpoint: CheckpointView) -> OutputPlan:
     """Lay out a folder."""
     notices = [*checkpoint.notices(), *about_order(checkpoint)]
-    return OutputPlan(noting(_output(checkpoint), notices), "", checkpoint.carried_kinds())
+    return OutputPlan(with_notes(_output(checkpoint), notices), "", checkpoint.carried_kinds())
 
 
 def _output(checkpoint: CheckpointView) -> Output:

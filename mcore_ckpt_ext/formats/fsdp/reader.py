@@ -62,7 +62,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
             else:
                 halves.setdefault(self._prefix(array.key) + name, [None] * len(HALVES))[half] = array
         for key, both in halves.items():
-            _add(arrays, _one_above_the_other(key, both, str(self.folder)))
+            _add(arrays, _joined_halves(key, both, str(self.folder)))
         for key, array in list(arrays.items()):
             self._check_order(key)
             if not key.startswith(_STATE):
@@ -183,7 +183,7 @@ def _add(arrays: dict[str, StoredArray], array: StoredArray) -> None:
     arrays[array.key] = array
 
 
-def _one_above_the_other(key: str, halves: list[StoredArray | None], where: str) -> StoredArray:
+def _joined_halves(key: str, halves: list[StoredArray | None], where: str) -> StoredArray:
     """Join the two halves of a gated projection.
 
     Raises:

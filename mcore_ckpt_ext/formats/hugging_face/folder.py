@@ -32,13 +32,13 @@ ADAPTER = "adapter_config.json"
 class StoredTensor:
     """A tensor of the folder: its shape in elements, the array that contains it, and its first element there.
 
-    `turned`: the array contains the matrices of the last two axes transposed.
+    `is_transposed`: the array contains the matrices of the last two axes transposed.
     """
 
     shape: tuple[int, ...]
     extent: PlainExtent | ScaleCodec
     first: int = 0
-    turned: bool = False
+    is_transposed: bool = False
 
 
 def is_huggingface(folder: Path) -> bool:

@@ -87,7 +87,7 @@ class WithImages(HuggingFaceCheckpoint):
         found = [f"of {self.whole}, text and images, for Megatron-Bridge: pretrain_gpt.py has no such model"]
         if self.left_out:
             found.append(f"left out, no equivalent in Megatron: {join_some(self.left_out, _SHOWN)}")
-        return found + self.unlike_most()
+        return found + self.with_uncommon_dtype()
 
 
 class WithAll(HuggingFaceCheckpoint):
@@ -129,7 +129,7 @@ def as_text_model(checkpoint: CheckpointView) -> CheckpointView:
     return replace(view, job=replace(view.job, arguments=arguments), whole_model=WholeModel(kind, text))
 
 
-def seeing_tensors(checkpoint: CheckpointView, config: Mapping[str, Any]) -> list[HuggingFaceTensor]:
+def vision_tensors(checkpoint: CheckpointView, config: Mapping[str, Any]) -> list[HuggingFaceTensor]:
     """Return the tensors of the vision part in a view from `as_text_model`; empty for any other.
 
     Args:

@@ -93,7 +93,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         if self.whole:
             names = text_names(stored)
             self._images = {name: stored[name] for name, ours in names.items() if ours is None}
-            stored = {ours: self._turned(ours, stored[name]) for name, ours in names.items() if ours is not None}
+            stored = {ours: self._transposed(ours, stored[name]) for name, ours in names.items() if ours is not None}
         stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
         held = self.family.mtp_layers(stored, self.model)
         self._holds_no_mtp, layers = not held, held if mtp else 0
@@ -101,9 +101,9 @@ class HuggingFaceCheckpoint(WeightsAlone):
         self.left_out: list[str] = []
         self._weights = ModelSpaceWeights(self._matched(stored))
 
-    def _turned(self, name: str, tensor: StoredTensor) -> StoredTensor:
+    def _transposed(self, name: str, tensor: StoredTensor) -> StoredTensor:
         shape = turned_experts(name, tensor.shape, self.config)
-        return tensor if shape is None else replace(tensor, shape=shape, turned=True)
+        return tensor if shape is None else replace(tensor, shape=shape, is_transposed=True)
 
     def without_mtp(self) -> HuggingFaceCheckpoint:
         """Read the folder again without the MTP layers."""
@@ -294,7 +294,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
                 "the epsilon of its norms is 0, which turns a row of zeros into NaN; published models have 1e-5 or "
                 "1e-6, so check config.json"
             )
-        found += self.unlike_most()
+        found += self.with_uncommon_dtype()
         if self.model.position_embedding_type == "yarn":
             found.append("--position-embedding-type yarn is of Megatron 0.19 and later")
         if self.model.rotary_seq_len_interpolation_factor:
@@ -308,9 +308,9 @@ class HuggingFaceCheckpoint(WeightsAlone):
             return ""
         return "starts from its weights: --load FOLDER; tested with 0.19.2"
 
-    def unlike_most(self) -> list[str]:
+    def with_uncommon_dtype(self) -> list[str]:
         """Return a note on parameters whose dtype differs from most others; empty if there are none."""
-        others = self._weights.unlike_most
+        others = self._weights.with_uncommon_dtype
         dtypes = " and ".join(sorted({tensor.dtype for tensor in others}))
         rest = f"unlike the rest, so that a job in {self._weights.dtypes[0]} rounds them"
         return [f"in {dtypes}, {rest}: {join_some([tensor.name for tensor in others], _SHOWN)}"] if others else []

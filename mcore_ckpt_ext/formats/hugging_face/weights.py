@@ -50,7 +50,7 @@ class ModelSpaceWeights(StoredOnce):
         return sorted(elements, key=lambda dtype: -elements[dtype])
 
     @property
-    def unlike_most(self) -> list[LogicalTensor]:
+    def with_uncommon_dtype(self) -> list[LogicalTensor]:
         """Parameters that a job in the most frequent dtype would round, without routers' biases, which stay in fp32."""
         most = self.dtypes[0] if self._tensors else "float32"
         tensors = self._tensors.values()
@@ -71,7 +71,7 @@ class ModelSpaceWeights(StoredOnce):
 
 def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[str, StoredSlice]]:
     """Yield the slices of each parameter in a tensor; the regions of one parameter are adjacent there."""
-    transposed = tensor.transposed != stored.turned
+    transposed = tensor.transposed != stored.is_transposed
     first = stored.first
     for name, found in groupby(tensor.regions, key=lambda region: region.name):
         parts = tuple(found)

@@ -40,13 +40,13 @@ from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG
 from mcore_ckpt_ext.formats.hugging_face.images import (
     as_text_model,
     checked_whole,
-    seeing_tensors,
     text_tensors,
+    vision_tensors,
     with_images,
 )
 from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.laid_out import OutputPlan, noting
+from mcore_ckpt_ext.formats.laid_out import OutputPlan, with_notes
 from mcore_ckpt_ext.formats.peft.writer import lay_out as lay_out_adapters
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.assignments import parse_assignments
@@ -91,8 +91,8 @@ class HuggingFaceTarget:
         self._tokenizer = tokenizer
         self.auxiliary_files = {**checkpoint.auxiliary_files(), **tokenizer}
         config = json_of(self.auxiliary_files, CONFIG)
-        self._seeing = seeing_tensors(checkpoint, config)
-        of_images = {tensor.regions[0].name for tensor in self._seeing}
+        self._vision_tensors = vision_tensors(checkpoint, config)
+        of_images = {tensor.regions[0].name for tensor in self._vision_tensors}
         names = [name for name in checkpoint.weights.names() if name not in of_images]
         passed = parse_assignments(options.arguments)
         if unknown := sorted(set(passed) - classified(passed)):
@@ -120,13 +120,13 @@ class HuggingFaceTarget:
                 "the checkpoint has no fp32 masters", found=", ".join(checkpoint.kinds()),
                 where=str(checkpoint.folder), hint="export the weights: leave --from out",
             )  # fmt: skip
-        self._tensors = [*text_tensors(checkpoint, self.fit.family, self.fit.arguments), *self._seeing]
+        self._tensors = [*text_tensors(checkpoint, self.fit.family, self.fit.arguments), *self._vision_tensors]
         self._check_shapes()
 
     @property
-    def sees(self) -> bool:
+    def has_vision(self) -> bool:
         """True if the model has a vision part."""
-        return bool(self._seeing)
+        return bool(self._vision_tensors)
 
     def _check_ignored(self, model: ModelArguments, passed: Collection[str]) -> None:
         """Refuse arguments that Megatron may have ignored, except in release checkpoints, which no job trained."""
@@ -208,7 +208,7 @@ class HuggingFaceTarget:
         """
         family, arguments = self.fit.family, self.fit.arguments
         stored = json_of(self.auxiliary_files, CONFIG)
-        if self._seeing:
+        if self._vision_tensors:
             whole = checked_whole(stored, family, arguments, self._checkpoint)
             inside = {**(whole.get("text_config") or {}), **whole}
             return whole, [key for key in TOKENS if key not in inside], False
@@ -276,7 +276,7 @@ class HuggingFaceTarget:
     def _written(self, tensor: HuggingFaceTensor) -> Iterator[WrittenTensor]:
         """Yield the tensors to write for a tensor: itself, or its codes and their scales."""
         laid_out = self._laid_out(tensor)
-        if not self._options.quantize or not is_linear(tensor) or tensor in self._seeing:
+        if not self._options.quantize or not is_linear(tensor) or tensor in self._vision_tensors:
             yield laid_out
             return
         name = tensor.name
@@ -325,10 +325,10 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
 
     def reads_back(folder: Path) -> CheckpointView:
         written = HuggingFaceCheckpoint(folder, family=layout.fit.family, transformer_impl=spec).view
-        return as_text_model(with_images(written)) if layout.sees else written
+        return as_text_model(with_images(written)) if layout.has_vision else written
 
     taken = {
         name: content for name, content in layout.auxiliary_files.items() if name not in (CONFIG, GENERATION_CONFIG)
     }
-    output = noting(layout.output(), [*merged, *companion_notes(taken, checkpoint)])
+    output = with_notes(layout.output(), [*merged, *companion_notes(taken, checkpoint)])
     return OutputPlan(output, "", (WEIGHT,), layout.left_out, target.kind != WEIGHT, reads_back)

@@ -27,7 +27,7 @@ from mcore_ckpt_ext.formats.external_weights import (
     check_external_weights,
     described_by_model,
     external_weights,
-    not_of_it,
+    other_weights_error,
 )
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.torch_dist.inference import infer_layout, infer_model_config, possible_layouts
@@ -175,7 +175,7 @@ class DescribedCheckpoint(FormatReader):
         unproven = self._with(external)
         found = unproven._under_a_layout(_is_proven)
         if found is None:
-            raise not_of_it("they fit under no layout that its buffers allow", unproven.view, source.folder)
+            raise other_weights_error("they fit under no layout that its buffers allow", unproven.view, source.folder)
         check_belonging(found.view, source.folder)
         return found
 

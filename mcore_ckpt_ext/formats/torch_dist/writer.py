@@ -20,7 +20,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
-from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration, noting, small_file, with_files
+from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration, small_file, with_files, with_notes
 from mcore_ckpt_ext.formats.portable_state import (
     SHARDING_MARK,
     WRITTEN_FOR,
@@ -162,7 +162,7 @@ class TorchDistTarget:
         for key, members in stacks.items():
             tensors = [self._checkpoint.named_tensor(kind, name) for _, name in members]
             counts = tuple(max(axis) + 1 for axis in zip(*(index for index, _ in members), strict=True))
-            shape, dtype = tensors[0].shape, _holding_all(tensors)
+            shape, dtype = tensors[0].shape, _common_dtype(tensors)
             whole = counts + shape
             reshaped = distributed and self._reshapes(whole)
             chunks: list[Chunk] = []
@@ -193,7 +193,7 @@ class TorchDistTarget:
         # Experts are always stacked, so an additional axis shows that the layers of a block are stacked, too.
         stacked = {block_of(key) for key, index in self._keys.values() if len(index) > of_experts(key)}
         states: list[tuple[str, tuple[int, ...], Any]] = []
-        for name, value in {**self._of_last_norms(), **self._state.extra_states}.items():
+        for name, value in {**self._final_norm_states(), **self._state.extra_states}.items():
             parsed = parse(name)
             key, index = parsed.sharded_key(parsed.block in stacked)
             if not leaves_out_state(key, self._keys):
@@ -203,7 +203,7 @@ class TorchDistTarget:
             yield f"{key}/shard_{_dotted(index)}_{_dotted([count + 1 for count in counts[key]])}", value
         yield from self._random_states.items()
 
-    def _of_last_norms(self) -> dict[str, Any]:
+    def _final_norm_states(self) -> dict[str, Any]:
         """Return empty extra states of the final norms for a release checkpoint in the local layer spec.
 
         If Transformer Engine is installed, the final norms are modules of it, and request these states
@@ -282,7 +282,7 @@ def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterato
         yield Chunk(index + offsets, (1,) * len(index) + sizes, wanted)
 
 
-def _holding_all(tensors: Sequence[LogicalTensor]) -> str:
+def _common_dtype(tensors: Sequence[LogicalTensor]) -> str:
     """Return the dtype that rounds none of the tensors, since layers of one array may differ.
 
     Raises:
@@ -332,7 +332,7 @@ def lay_out(checkpoint: CheckpointView, target: TorchDist) -> OutputPlan:
         output = with_files(output, small_file(RUN_CONFIG, own.encode()))
     elif target.for_bridge:
         run_config, notes = run_config_file(checkpoint, written.carries_random_states)
-        output = noting(with_files(output, run_config, small_file(TRAIN_STATE, train_state(checkpoint))), notes)
+        output = with_notes(with_files(output, run_config, small_file(TRAIN_STATE, train_state(checkpoint))), notes)
     found = iteration(checkpoint, target, output)
     if not target.for_bridge or checkpoint.is_release:
         return found
