@@ -1,7 +1,7 @@
-"""A stand-in for `torch` that imports it on first use: commands that read no tensor run without.
+"""Stand-ins for `torch` and `numpy` that import them on first use: commands that read no tensor run without.
 
-`import torch` takes a second and several hundred MiB (benchmarks/README.md). Modules that work without a live job
-import the name `torch` from here, and use it in functions only.
+`import torch` takes a second and several hundred MiB (benchmarks/README.md), `import numpy` a twentieth. Modules that
+work without a live job import these names from here, and use them in functions only.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as numpy
     import torch as torch
     from typing_extensions import TypeIs
 else:
 
-    class _LazyTorch:
-        """A stand-in for the module: the first attribute that is looked up imports it."""
+    class _LazyModule:
+        """A stand-in for a module: the first attribute that is looked up imports it."""
+
+        def __init__(self, name: str) -> None:
+            self._name = name
 
         def __getattr__(self, name: str) -> Any:
             # `import_module` is four times slower for a module that is imported already, and tensors are read in a
             # loop.
-            return getattr(sys.modules.get("torch") or import_module("torch"), name)
+            return getattr(sys.modules.get(self._name) or import_module(self._name), name)
 
-    torch = _LazyTorch()
+    torch, numpy = _LazyModule("torch"), _LazyModule("numpy")
 
 
 def is_tensor(value: object) -> TypeIs[torch.Tensor]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
-from mcore_ckpt_ext.families.adapters import Adapters, adapters_of
-from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed
 from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.model_space.adapters import is_adapter, is_swift_name, to_bridge_name
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.adapters import Adapters
+    from mcore_ckpt_ext.families.family import Family
+    from mcore_ckpt_ext.families.recognition import Fit
 
 
 def has_adapters_alone(checkpoint: CheckpointView) -> bool:
@@ -78,6 +80,9 @@ def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, passed: M
         return fit_of_adapters(checkpoint.adapters.model, family, passed)
     if (fit := checkpoint.format_reader.fit) is not None:
         return fit
+    # All families are imported, which takes longer than to open most checkpoints.
+    from mcore_ckpt_ext.families.recognition import family_of_megatron
+
     where, known = str(checkpoint.folder), checkpoint.arguments
     model = complete(known.replace(source=where, **passed) if passed else known)
     # No adapter depends on the vocabulary size.
@@ -92,6 +97,8 @@ def adapters_in(checkpoint: CheckpointView, fit: Fit) -> Adapters:
     Raises:
         UnsupportedCheckpointError: the weight that an adapter belongs to is unknown.
     """
+    from mcore_ckpt_ext.families.adapters import adapters_of
+
     own = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in own}
     ranks = None if "tensor" in checkpoint.layout.unknown else checkpoint.layout.tensor

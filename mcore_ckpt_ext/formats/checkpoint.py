@@ -6,24 +6,26 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from mcore_ckpt_ext.errors import CheckpointError, ProofError, UnsupportedCheckpointError, reraise_as_unreadable
-from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.adapter_only import for_model, has_adapters_alone
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, sharded_backend
 from mcore_ckpt_ext.formats.description import refuse_facts
 from mcore_ckpt_ext.formats.format import OpenOptions
-from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle
 from mcore_ckpt_ext.formats.registry import FORMATS, format_of
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.model_space.names import LayerSpec
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, no_checkpoint
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, shared_index_of
 from mcore_ckpt_ext.storage.file_digests import check_digests
 from mcore_ckpt_ext.storage.paths import as_path
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.family import Family
 
 __all__ = ["Checkpoint", "TensorHandle", "open_checkpoint"]
 
@@ -36,7 +38,7 @@ def open_checkpoint(
     *,
     order_sources: Sequence[ParameterOrder] = (),
     family: Family | None = None,
-    transformer_impl: str = TRANSFORMER_ENGINE,
+    transformer_impl: str = LayerSpec.TRANSFORMER_ENGINE.value,
     facts: Facts = NOTHING,
     weights: str | os.PathLike[str] | None = None,
 ) -> CheckpointView:

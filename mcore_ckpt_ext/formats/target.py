@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib import metadata
 from inspect import signature
 from typing import ClassVar, Literal, TypeAlias
 
@@ -91,6 +90,8 @@ def version_number(version: str | None) -> Version:
 
 def installed_version() -> str:
     """Return the version of the installed megatron-core, or else the newest known one."""
+    from importlib import metadata  # imports the parsers of e-mail, for the few commands that need it
+
     try:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:

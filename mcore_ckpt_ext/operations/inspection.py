@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import reraise_as_unreadable
@@ -25,6 +25,7 @@ from mcore_ckpt_ext.optimizers.description import described
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata, shows_names
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
+from mcore_ckpt_ext.storage.paths import file_sizes
 
 SCHEMA = 6
 _LABELS = {
@@ -152,7 +153,8 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
     layout, writer = checkpoint.layout, writer_of(checkpoint)
     grid = RankGrid(layout, bool(checkpoint.arguments.use_tp_pp_dp_mapping))
     with_job = has_job(checkpoint, writer)
-    files = _files(checkpoint, None if writer.converted else grid)
+    on_disk = file_sizes(checkpoint.folder)
+    files = _files(checkpoint, None if writer.converted else grid, on_disk)
     ranks = {file.rank for file in files if file.rank is not None}
     silent = tuple(rank for rank in range(layout.world) if rank not in ranks) if ranks and grid.is_known else ()
     by_kind: dict[str, int] = {}
@@ -176,7 +178,7 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
         ),
         model=_model(checkpoint),
         training={} if checkpoint.is_release else _training(checkpoint),
-        bytes_on_disk=sum(file.bytes_on_disk or 0 for file in files) + _other_bytes(checkpoint.folder, files),
+        bytes_on_disk=sum({**on_disk, **{file.file: file.bytes_on_disk or 0 for file in files}}.values()),
         bytes_by_kind=by_kind,
         files=tuple(files),
         silent_ranks=silent,
@@ -192,12 +194,12 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
     )
 
 
-def _files(checkpoint: CheckpointView, grid: RankGrid | None) -> list[StoredFile]:
+def _files(checkpoint: CheckpointView, grid: RankGrid | None, on_disk: Mapping[str, int]) -> list[StoredFile]:
     files: dict[str, StoredFile] = {}
     for part in checkpoint.format_reader.stored_parts():
         file = files.get(part.file)
         if file is None:
-            file = files[part.file] = _explained(checkpoint, part.file, grid)
+            file = files[part.file] = _explained(checkpoint, part.file, grid, on_disk.get(part.file))
         file.records += 1
         file.bytes_by_kind[part.kind] = file.bytes_by_kind.get(part.kind, 0) + part.nbytes
         if not file.tensors or file.tensors[-1] != part.tensor:
@@ -207,12 +209,11 @@ def _files(checkpoint: CheckpointView, grid: RankGrid | None) -> list[StoredFile
     return sorted(files.values(), key=lambda file: (file.rank is None, file.rank or 0, file.writer or 0, file.file))
 
 
-def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid | None) -> StoredFile:
+def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid | None, size: int | None) -> StoredFile:
     """Return a file with its place in the layout; `grid`: the places of the ranks that wrote files, if known."""
-    try:
-        size: int | None = (checkpoint.folder / name).stat().st_size
-    except OSError:
-        size = None
+    if size is None:  # missing, or not below the folder
+        with suppress(OSError):
+            size = (checkpoint.folder / name).stat().st_size
     # An absolute path is a file of another job.
     if grid is not None and (match := _DISTCP.match(name)) and not name.startswith("/"):
         rank = int(match[1])
@@ -221,12 +222,6 @@ def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid | None) -> 
         place = RankGrid(checkpoint.layout).model_place(*rank_of_file)
         return StoredFile(name, None, None, place, size)
     return StoredFile(name, None, None, "", size)
-
-
-def _other_bytes(folder: Path, files: list[StoredFile]) -> int:
-    known = {str(folder / file.file) for file in files}
-    others = (path for path in folder.rglob("*") if str(path) not in known and path.is_file())
-    return sum(path.stat().st_size for path in others)
 
 
 def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:

@@ -22,6 +22,7 @@ from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, blocks, cac
 from mcore_ckpt_ext.operations.workers import Team, map_shares
 from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 from mcore_ckpt_ext.storage.manifest import Manifest, TensorDigest, differing, is_manifest, manifest_text
+from mcore_ckpt_ext.storage.paths import file_sizes
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 _MANIFEST = "the manifest"
@@ -162,11 +163,8 @@ def file_digests(folder: Path, manifest: Path, workers: int, team: Team) -> dict
         UnreadableCheckpointError: a file cannot be read, or is a link out of the folder; on every process.
     """
     own = manifest.absolute()
-    sizes = {
-        path.relative_to(folder).as_posix(): path.stat().st_size
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.absolute() != own
-    }
+    found = sorted(file_sizes(folder).items())
+    sizes = {name: size for name, size in found if (folder / name).absolute() != own}
 
     def digest(name: str) -> str | OSError:
         try:
@@ -174,17 +172,17 @@ def file_digests(folder: Path, manifest: Path, workers: int, team: Team) -> dict
         except OSError as problem:
             return problem
 
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     with threads(workers) as pool:
-        digests = map_shares(team, lambda share: pool.map(digest, share), list(sizes), sizes.__getitem__)
-    for name, result in zip(sizes, digests, strict=True):
+        results = map_shares(team, lambda share: pool.map(digest, share), list(sizes), sizes.__getitem__)
+    for name, result in zip(sizes, results, strict=True):
         if isinstance(result, OSError):
             raise UnreadableCheckpointError(
                 "a file of the checkpoint cannot be read", found=result.strerror, where=str(folder / name),
                 hint=io_hint(result),
             ) from result  # fmt: skip
-        found[name] = result
-    return found
+        digests[name] = result
+    return digests
 
 
 def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: int, team: Team) -> list[TensorDigest]:

@@ -10,15 +10,18 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from math import prod
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy
-from numpy.typing import NDArray
-
+from mcore_ckpt_ext.lazy_torch import numpy
 from mcore_ckpt_ext.model_space.slices import Region
 
-Integers = NDArray[numpy.int64]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Integers: TypeAlias = "NDArray[numpy.int64]"
 # An entry of `Runs.rows`: source, target, length, count, source stride, target stride.
 Run = tuple[int, int, int, int, int, int]
 
@@ -290,14 +293,10 @@ def _subtract(
     return begins, positions[owners] + begins - starts[owners], ends - begins
 
 
-# Count and strides of a single run.
-_ONE_RUN = tuple(numpy.array([number]) for number in (1, 0, 0))
-
-
 def fold(source: Integers, target: Integers, length: Integers) -> Runs:
     """Join adjacent runs, then fold equally spaced runs of one length into strided ones."""
     if len(source) == 1:
-        return Runs(source, target, length, *_ONE_RUN)
+        return Runs(source, target, length, *_count_and_strides_of_one())
     if len(source) > 1:
         joins = (source[1:] == source[:-1] + length[:-1]) & (target[1:] == target[:-1] + length[:-1])
         heads = numpy.flatnonzero(numpy.concatenate([[True], ~joins]))
@@ -314,3 +313,8 @@ def fold(source: Integers, target: Integers, length: Integers) -> Runs:
     source_stride = numpy.where(several, source_gap[gaps] if len(source_gap) else 0, 0)
     target_stride = numpy.where(several, target_gap[gaps] if len(target_gap) else 0, 0)
     return Runs(source[heads], target[heads], length[heads], count, source_stride, target_stride)
+
+
+@cache
+def _count_and_strides_of_one() -> tuple[Integers, ...]:
+    return tuple(numpy.array([number]) for number in (1, 0, 0))

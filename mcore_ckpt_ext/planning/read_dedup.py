@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TypeAlias
 
-import numpy
-
+from mcore_ckpt_ext.lazy_torch import numpy
 from mcore_ckpt_ext.planning.overlap import Integers
 
 MESSAGE_BYTES = 4 << 20
@@ -20,7 +20,7 @@ MESSAGE_BYTES = 4 << 20
 _ALIGNED = 64
 
 Ranks = tuple[int, ...]
-Spans = Mapping[str, Integers]
+Spans: TypeAlias = "Mapping[str, Integers]"
 """By file, `[n, 2]`: the first byte of each span, and one past its last; ascending and disjoint."""
 
 

@@ -10,18 +10,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-
-import numpy
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.lazy_torch import torch
+from mcore_ckpt_ext.lazy_torch import numpy, torch
 from mcore_ckpt_ext.planning.array_location import Extent, RawArray, ScaleCodec, TransposeCodec
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage.crc32 import Piece, appended, crc32
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # Bytes of a matrix that are made contiguous at once: half of the cache of a processor core.
 _ROWS_BYTES = 1 << 19

@@ -142,7 +142,7 @@ def _array(
             raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
         stored += numel
         try:
-            table.append(StoredObject(file, info.offset, length), offsets, sizes)
+            table.append(file, info.offset, length, offsets, sizes)
         except (TypeError, OverflowError) as error:
             raise ValueError(
                 f"a chunk of {key} at {format_value(offsets)} with sizes {format_value(sizes)}: {error}"

@@ -65,17 +65,17 @@ class ChunkTable:
         self._numbers: dict[str, int] = {}
         self._rows = array("q")
 
-    def append(self, place: StoredObject, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        """Add a chunk, and the archive that contains it.
+    def append(self, file: str, offset: int, length: int, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        """Add a chunk, and the archive of `length` bytes at `offset` of `file` that contains it.
 
         Raises:
             TypeError, OverflowError: a value is not an integer, or has more than 63 bits; nothing is added.
         """
-        number = self._numbers.get(place.file)
+        number = self._numbers.get(file)
         if number is None:
-            number = self._numbers[place.file] = len(self._files)
-            self._files.append(place.file)
-        self._rows.extend(array("q", (number, place.offset, place.length, *offsets, *sizes)))
+            number = self._numbers[file] = len(self._files)
+            self._files.append(file)
+        self._rows.extend(array("q", (number, offset, length, *offsets, *sizes)))
 
     @property
     def end(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,3 +57,25 @@ def is_remote(path: object) -> bool:
 def file_system(path: Path) -> Any:
     """Return the fsspec file system of a remote path."""
     return cast("Any", path).fs
+
+
+def file_sizes(folder: Path) -> dict[str, int]:
+    """Return the size in bytes of each file in a folder and its subfolders, by its path in the folder.
+
+    Links to files are followed, links to folders are not. What may not be read is left out.
+    """
+    if is_remote(folder):
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    # Not by `rglob`: checkpoints have thousands of files, and a path object takes ten times as long as a name.
+    sizes: dict[str, int] = {}
+    left = [""]
+    while left:
+        prefix = left.pop()
+        with suppress(PermissionError), os.scandir(folder / prefix) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(f"{prefix}{entry.name}/")
+                elif entry.is_file():
+                    sizes[prefix + entry.name] = entry.stat().st_size
+    return sizes

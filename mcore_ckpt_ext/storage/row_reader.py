@@ -6,9 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
-import numpy
-
-from mcore_ckpt_ext.lazy_torch import torch
+from mcore_ckpt_ext.lazy_torch import numpy, torch
 from mcore_ckpt_ext.planning.overlap import Run, in_parts
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation

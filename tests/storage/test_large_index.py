@@ -36,7 +36,7 @@ from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.storage import dcp_index, safe_pickle
 from mcore_ckpt_ext.storage.dcp_index import SharedIndex, objects_only, read_index, using_index
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
-from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredChunk, StoredObject
+from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredChunk
 from tests.harness.checkpoints import fixture_named
 
 Damage = Callable[[Metadata], None]
@@ -204,15 +204,15 @@ def test_chunks_are_a_sequence_like_any_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 4)], ids=str)
 def test_chunks_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
     table = ChunkTable()
-    table.append(StoredObject("other", 7, 8), (0, 0), (1, 1))
+    table.append("other", 7, 8, (0, 0), (1, 1))
     begin, expected = table.end, []
     for number in range(3):
         offsets = tuple(number * size for size in shape)
-        table.append(StoredObject(f"file {number % 2}", 10 * number, 100), offsets, shape)
+        table.append(f"file {number % 2}", 10 * number, 100, offsets, shape)
         extent = ArchivedTensor(f"file {number % 2}", 10 * number, 100, "bfloat16", shape)
         expected.append(StoredChunk(offsets, shape, extent))
     chunks = table.chunks(begin, len(shape), "bfloat16")
-    table.append(StoredObject("other", 7, 8), (0,), (1,))
+    table.append("other", 7, 8, (0,), (1,))
     assert list(chunks) == expected
 
 
@@ -265,7 +265,7 @@ def test_what_is_no_number_of_a_place_is_damage(damage: Damage, expected: str, t
 def test_a_row_that_is_refused_leaves_nothing_behind() -> None:
     table = ChunkTable()
     with pytest.raises(TypeError):
-        table.append(StoredObject("file", 0, 1), (0,), (1.5,))  # type: ignore[arg-type]
+        table.append("file", 0, 1, (0,), (1.5,))  # type: ignore[arg-type]
     assert table.end == 0
 
 
