@@ -1,4 +1,4 @@
-"""What tests of several folders are given: the real checkpoints in turn, and the small Hugging Face models."""
+"""Fixtures for tests of several folders: the real checkpoints, and the small Hugging Face models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other: the same to all, whether they have the same to tell or not; ranks are forked here."""
+"""Test the messages between ranks: all ranks get the same, whether their items are equal or not."""
 
 from __future__ import annotations
 

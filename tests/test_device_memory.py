@@ -1,4 +1,4 @@
-"""The test device refuses what a GPU refuses, and every format can be read into its memory, each byte once."""
+"""Test the test device: it refuses what a GPU refuses, and every format can be read into it, each byte once."""
 
 from __future__ import annotations
 

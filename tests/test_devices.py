@@ -1,6 +1,6 @@
-"""Whose device: the process group's backends decide, and torch's name for the accelerator is found in one module.
+"""Test the choice of devices: the process group's backends decide, and one module names the accelerator.
 
-An accelerator from outside torch is registered the way torch_npu does it, in a process of its own: it stays registered.
+An accelerator from outside torch is registered as torch_npu does it, in a separate process: it stays registered.
 """
 
 from __future__ import annotations

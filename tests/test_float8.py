@@ -1,4 +1,4 @@
-"""Pickled Float8Tensors of Transformer Engine: read as data, their numbers where they lie."""
+"""Test pickled Float8Tensors of Transformer Engine: they are read as data, without copying their numbers."""
 
 from __future__ import annotations
 

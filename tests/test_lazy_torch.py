@@ -1,4 +1,4 @@
-"""Commands that read no tensor run without torch, whose import takes longer than all they do."""
+"""Test that commands that read no tensor run without torch, whose import takes longer than they do."""
 
 from __future__ import annotations
 

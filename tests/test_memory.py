@@ -1,4 +1,4 @@
-"""A `dp_zero_gather_scatter` object of more than 2 GB: reading slices of it takes their memory, and little more."""
+"""Test a `dp_zero_gather_scatter` object of more than 2 GB: reading slices takes little more than their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is public: the exact list, typed without `Any`, documented, and each function with an example that runs."""
+"""Test the public API: the exact list, typed without `Any`, documented, with examples that run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variables of the environment are said once: in the module, and the documentation's table is made of it."""
+"""Test that environment variables are defined once: the documentation's table is generated from the module."""
 
 from __future__ import annotations
 

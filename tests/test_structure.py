@@ -1,4 +1,4 @@
-"""What tests share lies in `tests/harness`: no test imports another test, no folder of tests imports another one."""
+"""Test the structure: tests share code only through `tests/harness`, and import no other test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time limit of jobs: a hang reaches it, a busy machine does not."""
+"""Test the time limit of jobs: a hang reaches it, a busy machine does not."""
 
 from __future__ import annotations
 

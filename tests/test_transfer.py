@@ -1,4 +1,4 @@
-"""Reading runs of every shape: straight into memory, along, scattered, row by row, and through staging blocks."""
+"""Test reads of runs of every shape: directly into memory, strided, scattered, row by row, and staged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records filled block by block, by several threads, in whatever order these come."""
+"""Test records that several threads fill block by block, in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that ranks write together for ColossalAI: each the old one or the new one, and never some of both."""
+"""Test files that ranks write together for ColossalAI: each is the old or the new one, never a mixture."""
 
 from __future__ import annotations
 

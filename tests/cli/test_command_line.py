@@ -1,4 +1,4 @@
-"""The command line as a user has it: real processes, in an environment in which Megatron cannot be imported."""
+"""Test the command line in real processes, in an environment where Megatron cannot be imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mcore-ckpt convert` as a program: what it says, its exit codes, and several processes that share the work."""
+"""Test `mcore-ckpt convert` as a program: its output, its exit codes, and processes that share the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--json` of every command: one object by the published schema, whatever happens."""
+"""Test `--json` of every command: it prints one object that follows the published schema, also after errors."""
 
 from __future__ import annotations
 

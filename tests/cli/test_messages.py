@@ -1,4 +1,4 @@
-"""What the command line says when something is not as it should be: the sentence, its details, the exit code."""
+"""Test the error messages of the command line: the sentence, its details, the exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages of `--html`, in a real browser without a window."""
+"""Test the pages of `--html` in a real headless browser."""
 
 from __future__ import annotations
 

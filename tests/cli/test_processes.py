@@ -1,4 +1,4 @@
-"""Processes that share a command: where one is killed or stopped, the others end and name it."""
+"""Test processes that share a command: if one is killed or stopped, the others end and name it."""
 
 from __future__ import annotations
 

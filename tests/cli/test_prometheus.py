@@ -1,4 +1,4 @@
-"""`verify --prometheus`: metrics that Prometheus' own parser reads, of sound, damaged and unreadable checkpoints."""
+"""Test `verify --prometheus` with Prometheus' own parser, for sound, damaged and unreadable checkpoints."""
 
 from __future__ import annotations
 

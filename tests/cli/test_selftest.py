@@ -1,4 +1,4 @@
-"""`mcore-ckpt selftest` where it cannot run; what it reports where it can is in `tests/jobs/test_selftest.py`."""
+"""Test `mcore-ckpt selftest` where it cannot run; `tests/jobs/test_selftest.py` tests its results."""
 
 from __future__ import annotations
 

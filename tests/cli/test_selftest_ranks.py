@@ -1,4 +1,4 @@
-"""A self-test under torchrun or srun: who is which rank, and what the processes of all ranks do together."""
+"""Test a self-test under torchrun or srun: the numbers of the ranks, and their cooperation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a terminal shows: styles, progress, completion, and what there is to choose from."""
+"""Test the output on a terminal: styles, progress, completion and lists of choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a terminal of 80 columns shows, and of 200; long lists are folded."""
+"""Test the output on terminals of 80 and 200 columns, where long lists are folded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2 through Booster, as users run it; tensor parallelism included."""
+"""Boosts Hugging Face's GPT-2 as users do, with and without tensor parallelism."""
 
 from __future__ import annotations
 

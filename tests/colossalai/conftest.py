@@ -1,4 +1,4 @@
-"""The genuine ColossalAI on CPU ranks; in an environment without it, these tests are left out."""
+"""Runs the genuine ColossalAI on CPU ranks; without ColossalAI, these tests are left out."""
 
 from __future__ import annotations
 

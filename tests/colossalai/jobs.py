@@ -1,4 +1,4 @@
-"""Training with the genuine ColossalAI inside a rank: wrappers, steps, and what the masters hold."""
+"""Trains with the genuine ColossalAI inside a rank: wrappers, steps, and the masters' values."""
 
 from __future__ import annotations
 

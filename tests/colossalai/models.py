@@ -1,4 +1,4 @@
-"""Small modules with everything that a state dict can hold."""
+"""Small modules with every kind of entry that a state dict can hold."""
 
 from __future__ import annotations
 

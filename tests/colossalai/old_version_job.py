@@ -1,4 +1,4 @@
-"""Run by test_old_versions.py in a process of its own: a checkout of ColossalAI 0.2 or 0.3, on CPU ranks."""
+"""A program of test_old_versions.py: it runs a checkout of ColossalAI 0.2 or 0.3 on CPU ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks agree about what they load, whichever ranks they are; nothing is half of one checkpoint and half of another."""
+"""Test that all ranks load the same content: no model is half of one checkpoint and half of another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Booster's files: what transformers loads, what resumes, under any tensor parallelism."""
+"""Test Booster's files: transformers loads them, and jobs resume from them under any tensor parallelism."""
 
 from __future__ import annotations
 

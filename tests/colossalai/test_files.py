@@ -1,4 +1,4 @@
-"""Booster's files are whole or not there, every rank hears of what fails on one, and foreign files are read."""
+"""Test that Booster's files are complete or absent, that errors reach all ranks, and that stock files are read."""
 
 from __future__ import annotations
 

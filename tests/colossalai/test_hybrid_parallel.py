@@ -1,4 +1,4 @@
-"""HybridParallelPlugin: exact resumes under every layout, the same state under all, files that stock loads."""
+"""Test HybridParallelPlugin: exact resumes under every layout, with files that stock ColossalAI loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The patch comes and goes without a trace; the subclasses do the same without one."""
+"""Test that the patch can be installed and removed completely, and that the subclasses do the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strict loading: whatever PyTorch would take, into the masters, unrounded; or nothing."""
+"""Test strict loading: a dict that PyTorch accepts goes into the masters, unrounded; any other changes nothing."""
 
 from __future__ import annotations
 

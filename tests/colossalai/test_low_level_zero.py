@@ -1,4 +1,4 @@
-"""LowLevelZeroPlugin: masters and loss scale are in the optimizer's files, and stock loads these, too."""
+"""Test LowLevelZeroPlugin: the optimizer's files have masters and loss scale, and stock loads them, too."""
 
 from __future__ import annotations
 

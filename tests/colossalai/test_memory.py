@@ -1,4 +1,4 @@
-"""Peak memory while a state dict is made: the output and one chunk on rank 0, one chunk elsewhere."""
+"""Test the peak memory of making a state dict: the output and one chunk on rank 0, one chunk elsewhere."""
 
 from __future__ import annotations
 

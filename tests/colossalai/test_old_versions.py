@@ -1,4 +1,4 @@
-"""ZeroDDP of ColossalAI 0.2.x and 0.3.x, of the checkouts that COLOSSALAI_PATH names (a colon between two)."""
+"""Test ZeroDDP of ColossalAI 0.2.x and 0.3.x, in the checkouts of COLOSSALAI_PATH (separated by a colon)."""
 
 from __future__ import annotations
 

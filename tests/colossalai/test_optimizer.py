@@ -1,4 +1,4 @@
-"""GeminiOptimizer's state: what ColossalAI cannot save, or forgets."""
+"""Test the parts of GeminiOptimizer's state that ColossalAI cannot save, or omits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong on one rank is told on all, and nobody is left waiting."""
+"""Test that an error on one rank is reported on all, and that no rank is left waiting."""
 
 from __future__ import annotations
 

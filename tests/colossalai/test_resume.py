@@ -1,4 +1,4 @@
-"""Save, build anew, load, go on: the losses of the uninterrupted run, bit for bit."""
+"""Test a save, a new wrapper and a load: the losses are those of the uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strict state dict is what the unwrapped module would give, with the masters' values."""
+"""Test that the strict state dict is that of the unwrapped module, with the masters' values."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""The commands of a page: what a reader is told to type, and what the page says will come.
+"""Reads and runs the commands of a page, and compares their output with the page.
 
-A page's fences are read as follows. `console`: lines that begin with `$ ` are commands, what stands below each is its
-output; `...` on a line of its own stands for any lines, inside a line for any text. `python`: run as it stands. A fence
-with one of the marks of `EXEMPT` as its title, which the reader sees, is not run. `bash`: a script, which the reader
-saves under the name that is its title; later commands of the page run it. Other languages are files and outputs, not
-commands.
+A page's fences are read as follows. `console`: lines that begin with `$ ` are commands, and the lines below are their
+output; `...` on a line of its own stands for any lines, within a line for any text. `python`: run as it stands. A fence
+whose title contains one of the marks of `EXEMPT`, which the reader sees, is not run. `bash`: a script, which the reader
+saves under its title; later commands of the page run it. Other languages are files and outputs, not commands.
 """
 
 from __future__ import annotations

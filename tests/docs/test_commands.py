@@ -1,4 +1,4 @@
-"""Every command of the README and of the documentation is run, and answers as the page says."""
+"""Test that every command of the README and the documentation runs, and prints what the page shows."""
 
 from __future__ import annotations
 

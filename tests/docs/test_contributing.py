@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md and SECURITY.md name files and folders that exist, and CONTRIBUTING.md lists the whole package."""
+"""Test that CONTRIBUTING.md and SECURITY.md name existing files, and CONTRIBUTING.md the whole package."""
 
 from __future__ import annotations
 

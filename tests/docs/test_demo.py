@@ -1,4 +1,4 @@
-"""The demonstration's own small parts: what it says of how far it is, and of a checkout that is none."""
+"""Test parts of the demonstration: its progress messages, and its error for a folder that is no checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to the pages of the site beside Markdown."""
+"""Test the changes to the site's pages that Markdown cannot make."""
 
 from __future__ import annotations
 

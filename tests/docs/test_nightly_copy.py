@@ -1,4 +1,4 @@
-"""The nightly script of "Verify every checkpoint", with an S3 server on this machine."""
+"""Test the nightly script of "Verify every checkpoint" with a local S3 server."""
 
 from __future__ import annotations
 

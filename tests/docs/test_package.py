@@ -1,4 +1,4 @@
-"""What is published: the wheel's content and metadata, and a source archive whose own tests run from it."""
+"""Test the published packages: the wheel's content and metadata, and the tests in the source archive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of the values that Megatron's parser knows: complete for the installed Megatron, and for a checkout."""
+"""Test that the table of values of Megatron's parser is complete, for the installed Megatron and a checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The drawings are those of the checkpoints of today: made again, they are the same in every byte."""
+"""Test that the drawings are current: made again from the checkpoints, they are equal byte for byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference says everything: what is generated is whole, and what is written by hand names what the code has."""
+"""Test that the reference is complete: generated parts are current, and written parts name existing code."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The coverage-guided campaign: atheris changes the decisions of a target where they reach code not seen before.
+"""The coverage-guided campaign: atheris varies a target's decisions to reach new code.
 
     python -m tests.fuzz.campaign --inputs 100000 [--only TARGET...]
 
-Each target runs in a process of its own, which libFuzzer ends when an input takes more than a minute or the process
-more than 2 GiB. The system refuses it more address space than that beyond what it has after its imports, and more of
-the processor than a round may take. Any exception but a CheckpointError, and any attempt to execute something, ends it.
+Each target runs in its own process, which libFuzzer ends if an input takes more than a minute or the process more than
+2 GiB. Resource limits of the system also bound its address space, to that size beyond what its imports use, and its
+processor time. Any exception but a CheckpointError, and any attempt to execute something, ends it.
 `--target NAME --reproduce FILE` runs one input again. Needs `pip install atheris`.
 """
 

@@ -1,4 +1,4 @@
-"""Edits that leave a file what it is, a pickle, an archive or JSON, so that its reader gets past the first byte."""
+"""Edits files so that they stay a pickle, an archive or JSON, and readers get beyond the first byte."""
 
 from __future__ import annotations
 

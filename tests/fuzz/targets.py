@@ -1,6 +1,7 @@
-"""What is fuzzed: every way from a stranger's bytes into the package. Each input ends in a value or a CheckpointError.
+"""The targets of fuzzing: every way in which untrusted bytes enter the package.
 
-A target takes its decisions from `Choices`, so that the coverage-guided campaign and a plain random run share it.
+Each input ends in a value or a CheckpointError. A target takes its decisions from `Choices`, so that the
+coverage-guided campaign and a plain random run share it.
 """
 
 from __future__ import annotations

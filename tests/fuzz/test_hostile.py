@@ -1,4 +1,4 @@
-"""The corpus: attacks on whoever reads a checkpoint, each refused by name, in little time and memory."""
+"""Test a corpus of attacks on readers of checkpoints: each is refused by name, in little time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain pickles are loaded by a short way: it accepts nothing that the long way refuses, nor takes it for another."""
+"""Test that the fast loader of plain pickles accepts only what the full one accepts, with the same result."""
 
 from __future__ import annotations
 

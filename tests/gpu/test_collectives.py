@@ -1,4 +1,4 @@
-"""Ranks agree over the backend of the devices alone: NCCL has no way through the CPU."""
+"""Test that ranks agree over a backend of devices alone, since NCCL cannot use the CPU."""
 
 from __future__ import annotations
 

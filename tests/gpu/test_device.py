@@ -1,4 +1,4 @@
-"""Reading into the memory of a real device: every format bit for bit, and large files at the rate of the machine."""
+"""Test reading into a real device's memory: every format bit for bit, large files at the machine's rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole loads of genuine jobs, measured: what `benchmarks/loading.py --device` prints."""
+"""Measure whole loads of genuine jobs, as `benchmarks/loading.py --device` prints them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every format into every kind of optimizer on a real device, by genuine Megatron and what is installed beside it."""
+"""Test every format with every kind of optimizer on a real device, by genuine Megatron and the installed libraries."""
 
 from __future__ import annotations
 

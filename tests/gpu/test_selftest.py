@@ -1,4 +1,4 @@
-"""The self-test, as a user runs it: genuine Megatron, Transformer Engine and NCCL, on all GPUs, and on one."""
+"""Test the self-test with genuine Megatron, Transformer Engine and NCCL, on all GPUs and on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of a job: what is known of them, what is refused, and what they mean for a model."""
+"""Test the arguments of a job: known ones, refused ones, and their meaning for a model."""
 
 from __future__ import annotations
 

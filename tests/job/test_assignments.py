@@ -1,4 +1,4 @@
-"""Arguments that a user states: JSON, Python's words, text; one rule for every command."""
+"""Test arguments that a user passes as JSON, Python words or text, by one rule for every command."""
 
 from __future__ import annotations
 

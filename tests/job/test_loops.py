@@ -1,4 +1,4 @@
-"""Checkpoints of loops that keep no arguments of Megatron's: what is known of them, by whom, and what is not."""
+"""Test checkpoints of loops that store no arguments of Megatron: which ones are known, and from where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of what releases of Megatron do differently."""
+"""Test the table of differences between releases of Megatron."""
 
 from __future__ import annotations
 

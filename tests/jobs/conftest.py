@@ -1,4 +1,4 @@
-"""Checkpoints that genuine Megatron-LM saves once for all the tests of a run."""
+"""Fixtures with checkpoints that genuine Megatron-LM saves once for all tests of a run."""
 
 from __future__ import annotations
 

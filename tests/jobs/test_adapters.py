@@ -1,4 +1,4 @@
-"""Adapters of genuine Megatron-Bridge: resumed elsewhere, and loaded onto the model by genuine peft."""
+"""Test adapters of genuine Megatron-Bridge: resumed under other layouts, and loaded by genuine peft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-Bridge from PyPI: its genuine `save_checkpoint`, `load_checkpoint` and `AutoBridge`."""
+"""Test Megatron-Bridge from PyPI: its genuine `save_checkpoint`, `load_checkpoint` and `AutoBridge`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The unchanged `pretrain_gpt.py` of a Megatron-LM checkout, named by MEGATRON_LM_PATH, resumes real checkpoints.
+"""Test that the unchanged `pretrain_gpt.py` of a checkout (MEGATRON_LM_PATH) resumes real checkpoints.
 
-For core_v0.16.1 the oracle is stock Megatron itself, on this very machine (losses depend on the processor in the last
-digits): it resumes a `fully_reshardable` twin of the checkpoint, which holds the same state in the one format that it
-can load under another layout. Plugin and stock must then go on with exactly the same losses.
+For core_v0.16.1 the reference is stock Megatron itself, on the same machine (the last digits of losses depend on the
+processor): it resumes a `fully_reshardable` twin of the checkpoint, which holds the same state in the one format that
+it can load under another layout. Both must then continue with exactly the same losses.
 """
 
 from __future__ import annotations

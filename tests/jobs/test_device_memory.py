@@ -1,7 +1,7 @@
-"""Loads of genuine Megatron-LM 0.19.2 whose model and optimizer lie on a device that the CPU cannot touch.
+"""Test loads of genuine Megatron-LM 0.19.2 with model and optimizer on a device that the CPU cannot access.
 
-One rank loads every format into every kind of optimizer. Two ranks, whose groups take memory of the device alone, share
-what they read, and agree where one of them has no memory left.
+One rank loads every format into every kind of optimizer. Two ranks, whose groups only use the device's memory, share
+their reads, and agree on an error if one of them runs out of memory.
 """
 
 from __future__ import annotations

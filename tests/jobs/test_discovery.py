@@ -1,6 +1,6 @@
-"""A model whose order of parameters no rule knows, saved without a sidecar: discovery by content finds the layout.
+"""Test a model whose parameter order no rule describes, saved without a sidecar: its content reveals it.
 
-It is resumed by a model that registers its parameters in Megatron's own order, so that the live model is no witness.
+The job that resumes it registers its parameters in Megatron's own order, so that the live model is no evidence.
 """
 
 from __future__ import annotations

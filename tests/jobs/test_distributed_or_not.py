@@ -1,6 +1,6 @@
-"""Genuine Megatron-LM 0.19.2 without --use-distributed-optimizer: switched on and off, with experts, and with SGD.
+"""Test genuine Megatron-LM 0.19.2 with and without --use-distributed-optimizer, with experts, and with SGD.
 
-With MEGATRON_LM_PATH, the same of a checkout. All jobs are one launch.
+With MEGATRON_LM_PATH, a checkout runs the same. All jobs are one launch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`--ckpt-ext-load fast` beside Megatron's own loader: every real checkpoint that Megatron can load at all.
+"""Compare `--ckpt-ext-load fast` with Megatron's own loader, for every real checkpoint that Megatron can load.
 
-Each is loaded under its own layout (but for the data-parallel ranks) and, where stock reshards, under another, once by
-stock alone and once with `fast`, and trained one step further: model, optimizer, settings and loss are the same in
-every bit. What stock loads wrong or not at all is resumed by this package with both ways of reading the weights.
-All jobs are one launch. With MEGATRON_LM_PATH, a checkout runs them as well.
+Each is loaded under its own layout (with other numbers of data-parallel ranks) and, if stock reshards it, under
+another, once by stock alone and once with `fast`, and trained for one step: model, optimizer, settings and loss are
+equal bit for bit. Checkpoints that stock loads wrongly or not at all are resumed by this package with both ways of
+reading weights. All jobs are one launch. With MEGATRON_LM_PATH, a checkout runs them as well.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""`--ckpt-ext-load fast`: what Megatron 0.19.2 loads by itself, read by this package, is the same in every bit.
+"""Test `--ckpt-ext-load fast`: a checkpoint that Megatron 0.19.2 loads itself is equal bit for bit.
 
-The layout is the one that was saved, but for the data-parallel ranks; `test_formats` resumes under others.
+The layout is unchanged except for the data-parallel ranks; `test_formats` resumes under others.
 """
 
 from __future__ import annotations

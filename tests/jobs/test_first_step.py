@@ -1,6 +1,6 @@
-"""Checkpoints saved before the optimizer's first step, which fp16 puts off until the loss scale fits.
+"""Test checkpoints saved before the optimizer's first step, which fp16 delays until the loss scale fits.
 
-They hold masters and no moments. Stock Megatron saves them, and ends where it loads what it saved in torch_dist.
+They hold masters and no moments. Stock Megatron saves them in torch_dist, and fails to load them.
 """
 
 from __future__ import annotations

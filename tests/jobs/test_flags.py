@@ -1,4 +1,4 @@
-"""Flags of Megatron's that stand beside a resume under another layout: what they ask for is had, or told."""
+"""Test flags of Megatron in a resume under another layout: they apply, or a message says that they do not."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Each format of each version, written by the genuine Megatron-LM of that version, into three other layouts on 0.19.2.
+"""Test each format of each version, written by genuine Megatron-LM of that version, with three layouts on 0.19.2.
 
-One launch a layout loads them all into one model, one after the other; before each load the live optimizer is filled
-with noise. The dump of the live optimizer equals what the job that wrote held, bit for bit.
+One launch for each layout loads all of them into one model, one after the other; before each load the live optimizer is
+filled with noise. The dump of the live optimizer equals the state of the job that saved, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""fp8 scales and histories of Transformer Engine's modules: equal after every resume and conversion, expert by expert.
+"""Test fp8 scales and histories of Transformer Engine's modules after every resume and conversion.
 
-Genuine Megatron-LM 0.19.2 and Transformer Engine's Python code over the stand-in for its kernels: scales and histories
-are numbers of module, expert and iteration (`fp8_scaling`), so one that went astray is seen. All jobs are one launch.
+Genuine Megatron-LM 0.19.2 and Transformer Engine's Python code run over a stand-in for its kernels. Scales and
+histories are computed from module, expert and iteration (`fp8_scaling`), so that a misplaced one is detected. All jobs
+are one launch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Genuine Megatron-LM jobs that start from a Hugging Face folder, under layouts that no conversion was told of.
+"""Test genuine Megatron-LM jobs that start from a Hugging Face folder, under several layouts.
 
-One of them writes such a folder beside its checkpoint, while it trains on.
-
-The folders are made of real checkpoints, so the truth is what genuine Megatron had in memory when it wrote those. The
-logits of all families, of jobs that load the folder itself, are in `test_huggingface_witness.py`.
+One of them exports such a folder with its checkpoint during training. The folders are made from real checkpoints, so
+the reference is the memory of the genuine Megatron that wrote those. `test_huggingface_witness.py` compares the logits
+of all families in jobs that load the folder itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Genuine Megatron-FSDP (`--use-megatron-fsdp`) on CPU ranks resumes what was converted for it, and its own alike.
+"""Test that genuine Megatron-FSDP (`--use-megatron-fsdp`) on CPU ranks resumes converted and own checkpoints.
 
-It resumes what jobs of 3D parallelism wrote, too, with experts and without; that they resume what it wrote without,
-`test_formats.py` shows.
+It also resumes checkpoints of jobs with 3D parallelism, with and without experts; `test_formats.py` tests the opposite
+direction, without experts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameter groups of which a writer left out a setting, as ms-swift 4.1 and 4.2 leave out `lr_mult`."""
+"""Test parameter groups that lack a setting, as ms-swift 4.1 and 4.2 omit `lr_mult`."""
 
 from __future__ import annotations
 

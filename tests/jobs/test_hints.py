@@ -1,4 +1,4 @@
-"""What messages advise exists: flags of Megatron or of this package, variables, and command lines of `mcore-ckpt`."""
+"""Test that hints of messages exist: flags of Megatron or this package, variables, and command lines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Models that genuine Megatron trained for some steps, exported and run by transformers: the same loss.
+"""Test models that genuine Megatron trained for some steps: exported and run by transformers, the loss is equal.
 
-One is trained from the start, the other from a converted Hugging Face folder, with the flags that the conversion told.
+One is trained from scratch, the other from a converted Hugging Face folder, with the flags that the conversion printed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The independent witness: genuine Megatron loads what was converted, and answers as transformers does.
+"""Compare conversions independently: genuine Megatron loads them, and answers as transformers does.
 
 Under the first of a model's layouts it loads a conversion, under all others the Hugging Face folder itself, or legacy
 files for that layout.
 Two ranks serve all models: TP1 on both, TP2, and for experts EP2; first with the local layer spec, then with
 Transformer Engine's, whose modules are genuine and compute in torch what their kernels would (`engine_passes`). The
-deliberate mistakes are families of a user's own file, so they show `--family`, too.
+deliberate mistakes are families in a user's own file, so that they also test `--family`.
 """
 
 from __future__ import annotations

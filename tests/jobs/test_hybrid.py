@@ -1,7 +1,7 @@
-"""Mamba, attention and MLP layers in one model of genuine Megatron-LM 0.19.2, resumed under other layouts.
+"""Test models of genuine Megatron-LM 0.19.2 with Mamba, attention and MLP layers, under other layouts.
 
-Its kernels run on GPUs only (see `ranks/hybrid_layers.py`): the optimizer holds noise instead of what a training left,
-and what is compared is the live optimizer before saving and after loading, element for element.
+The Mamba kernels run on GPUs only (see `ranks/hybrid_layers.py`), so the optimizer holds noise in place of trained
+state, and the live optimizer after loading is compared with the one before saving, element by element.
 """
 
 from __future__ import annotations

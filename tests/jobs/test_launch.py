@@ -1,4 +1,4 @@
-"""Jobs share one process that has imported Megatron, and nothing else: each has its own environment, output and end."""
+"""Test that jobs share a process that has imported Megatron, but no environment, output or errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of `layout_choice` against genuine Megatron: what it accepts, and what each pipeline stage then holds."""
+"""Compare the rules of `layout_choice` with genuine Megatron: accepted layouts, and each stage's layers."""
 
 from __future__ import annotations
 

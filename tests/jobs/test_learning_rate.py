@@ -1,7 +1,7 @@
-"""A learning rate that is changed on resuming counts as the flags say, where the package fills the optimizer.
+"""Test a changed learning rate in a resume that this package fills: it applies as the flags request.
 
-The oracles are jobs by stock Megatron: one that never stopped, and one that had the new learning rate from the start.
-Stock itself cannot resume so: 0.19 and 0.20 do not find their own parameter groups (KeyError).
+The references are two jobs by stock Megatron: an uninterrupted one, and one that had the new learning rate from the
+start. Stock itself cannot resume so: 0.19 and 0.20 do not find their own parameter groups (KeyError).
 """
 
 from __future__ import annotations

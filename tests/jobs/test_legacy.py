@@ -1,7 +1,7 @@
-"""Legacy checkpoints in the genuine Megatron-LM, under another layout: every live element is that of the truth.
+"""Test legacy checkpoints in genuine Megatron-LM under another layout: every live element is as saved.
 
-The default runs use megatron-core 0.19.2 on checkpoints that 0.16.1 wrote. With MEGATRON_LM_PATH, a checkout that is
-able to save legacy checkpoints writes and resumes further kinds of models itself.
+By default, megatron-core 0.19.2 loads checkpoints that 0.16.1 wrote. With MEGATRON_LM_PATH, a checkout that can save
+legacy checkpoints writes and resumes further kinds of models itself.
 """
 
 from __future__ import annotations

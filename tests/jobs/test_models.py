@@ -1,4 +1,4 @@
-"""Models beyond the plain GPT, saved and resumed by genuine Megatron-LM 0.19.2 under other layouts.
+"""Test models beyond the plain GPT, saved and resumed by genuine Megatron-LM 0.19.2 under other layouts.
 
 The live optimizer right after the resume equals the one that was saved, element for element.
 """

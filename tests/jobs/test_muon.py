@@ -1,9 +1,9 @@
-"""Jobs of genuine Megatron-LM 0.19.2 with Muon and Lion: whole, layer-wise, and beside a DistributedOptimizer.
+"""Test jobs of genuine Megatron-LM 0.19.2 with Muon and Lion: whole, layer-wise, or partly distributed.
 
-Stock reshards the first two by itself as long as there are the same parameter groups on both sides, and refuses or
-fails with the third: under another layout, and where one kind becomes another. Muon's update depends on tensor
-parallelism, so losses after such a change are near those of the uninterrupted run, with stock's resharding, too.
-All jobs are one launch. With MEGATRON_LM_PATH, a checkout runs them as well.
+Stock reshards the first two itself if both sides have the same parameter groups. It refuses or fails with the third
+under another layout, and if one kind becomes another. Muon's update depends on tensor parallelism, so losses after such
+a change are only near those of the uninterrupted run, also with stock's resharding. All jobs are one launch. With
+MEGATRON_LM_PATH, a checkout runs them as well.
 """
 
 from __future__ import annotations

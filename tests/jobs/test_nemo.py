@@ -1,4 +1,4 @@
-"""NeMo 2: its folder, written by genuine calls of Megatron Core and Fiddle in NeMo's order and names."""
+"""Test NeMo 2: its folder, written by genuine calls of Megatron Core and Fiddle with NeMo's order and names."""
 
 from __future__ import annotations
 

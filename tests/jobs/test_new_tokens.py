@@ -1,6 +1,6 @@
-"""A vocabulary that has grown: tokens that a checkpoint has no row for, in genuine Megatron-LM.
+"""Test a larger vocabulary: tokens without a row in the checkpoint, in genuine Megatron-LM.
 
-Stock Megatron stops where it loads the optimizer; where it loads weights alone, it sets the new rows to zero.
+Stock Megatron fails if it loads the optimizer; if it only loads weights, it sets the new rows to zero.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Saving in the background with the strategy `nvrx`, which Megatron 0.17 and later prefer where they find it.
+"""Test background saves with the strategy `nvrx`, which Megatron 0.17 and later prefer if it is installed.
 
 NVRX_PATH is a folder with nvidia-resiliency-ext 0.6.0 or later in it: `pip install --no-deps --target FOLDER`.
 """

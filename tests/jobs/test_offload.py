@@ -1,7 +1,7 @@
-"""Jobs of genuine Megatron-LM 0.19.2 with --optimizer-cpu-offload, resumed under the same and other layouts.
+"""Test jobs of genuine Megatron-LM 0.19.2 with --optimizer-cpu-offload, resumed under several layouts.
 
-Half of the shards are stepped by torch's AdamW, half by FusedAdam. Stock restarts the former at step 1 and keeps the
-latter at the saved step, under the same layout, without a word; under another one it refuses. All jobs are one launch.
+torch's AdamW steps half of the shards, FusedAdam the other half. Under the same layout, stock silently restarts the
+former at step 1 and keeps the latter at the saved step; under another one it refuses. All jobs are one launch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Old checkpoints in the genuine Megatron-LM 0.19.2: written by 0.7 to 0.16, in every torch_dist format, they train on.
+"""Test old checkpoints in genuine Megatron-LM 0.19.2: 0.7 to 0.16 wrote them, in every torch_dist format.
 
-The live optimizer of every rank, dumped right after `load_checkpoint` by code that never reads a checkpoint, equals
-what the job that wrote the checkpoint held. Most of these Megatron 0.19.2 refuses, some under any layout. Every format
-under several layouts, without training on: `test_formats.py`.
+Training continues, and the live optimizer of every rank, dumped right after `load_checkpoint` by code that never reads
+a checkpoint, equals the state of the job that saved. Megatron 0.19.2 refuses most of them, some under any layout.
+`test_formats.py` tests every format under several layouts, without training.
 """
 
 from __future__ import annotations

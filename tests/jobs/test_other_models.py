@@ -1,4 +1,4 @@
-"""Models that are no plain GPT, of genuine Megatron Core under the local spec: saved, and resumed elsewhere."""
+"""Test models of genuine Megatron Core other than plain GPT, with the local spec: saved and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pretrain_bert.py` and `pretrain_t5.py` themselves, unchanged, as long as Megatron-LM had them: up to 0.16."""
+"""Test the unchanged `pretrain_bert.py` and `pretrain_t5.py`, which Megatron-LM has up to 0.16."""
 
 from __future__ import annotations
 

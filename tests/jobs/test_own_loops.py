@@ -1,4 +1,4 @@
-"""Programs on Megatron Core alone: the one of the documentation, which calls the package, and one that does not."""
+"""Test programs on Megatron Core alone: the one in the documentation, and one that does not call the package."""
 
 from __future__ import annotations
 

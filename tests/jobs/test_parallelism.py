@@ -1,7 +1,7 @@
-"""Every other way to spread a model, saved by genuine Megatron-LM 0.19.2 without the plugin, resumed with it.
+"""Test every other parallelism, saved by genuine Megatron-LM 0.19.2 without this package, resumed with it.
 
 There is no sidecar: the layout follows from the stored arguments and weights, or from the content. The live optimizer
-right after the resume equals the one that was saved, bit for bit, as does what is read offline; training goes on with
+right after the resume equals the one that was saved, bit for bit, and so does an offline read; training continues with
 the loss of the uninterrupted run.
 """
 

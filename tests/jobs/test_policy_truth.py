@@ -1,9 +1,9 @@
-"""The load policy compared with the truth: what stock Megatron, run alone, makes of the same load.
+"""Compare the load policy with the result of the same load by stock Megatron alone.
 
-Where stock fails, or ends in another state than the one that was saved, the policy must not have left the load to it;
-where the policy leaves it to stock, stock must end in that state; what it lacks may be random states alone, which it is
-kept from requesting. With this package every load must. What Megatron wrote shifted has rows of its own: stock loads
-it, and that shows afterwards.
+If stock fails, or ends in another state than the one that was saved, the policy must not leave the load to stock. If
+the policy does so, stock must end in the saved state; only random states may be absent, which stock then does not
+request. With this package every load must end in the saved state. Checkpoints that Megatron wrote shifted have their
+own rows: stock loads them, and the error shows afterwards.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The load policy compared with the truth in jobs of Megatron-FSDP and of torch's FSDP.
+"""Compare the load policy with stock Megatron in jobs of Megatron-FSDP and torch's FSDP.
 
-The same loads by stock Megatron alone, and with this package; see `test_policy_truth.py`.
+The same loads run by stock Megatron alone and with this package; see `test_policy_truth.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Jobs of genuine Megatron-LM 0.19.2 with --use-precision-aware-optimizer, resumed under the same and other layouts.
+"""Test jobs of genuine Megatron-LM 0.19.2 with --use-precision-aware-optimizer, under several layouts.
 
-The fused optimizer keeps masters as the int16 that bf16 weights lack. Stock looks at none of it when the option is
-switched on or off: torch's loader copies remainders into fp32 masters, and masters into remainders, without a word.
-All jobs are one launch.
+The fused optimizer keeps masters as the int16 that bf16 weights lack. Stock does not check if the option is switched on
+or off: torch's loader silently copies remainders into fp32 masters, and masters into remainders. All jobs are one
+launch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Models that predict further tokens, and stated layouts of stages, where content alone shows no order.
+"""Test multi-token prediction and custom stage layouts, where content alone reveals no order.
 
-Remainders of masters go with any weight, and what has hardly been trained is alike in all layers: then only the local
-models that every rank built say which parameter lies where.
+Remainders fit any weight, and parameters that have hardly been trained are alike in all layers: then only the local
+models that every rank built show which parameter lies where.
 """
 
 from __future__ import annotations

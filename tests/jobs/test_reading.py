@@ -1,4 +1,4 @@
-"""What each rank of genuine Megatron-LM reads and holds while it resumes: its own shards, and not much more."""
+"""Test how much each rank of genuine Megatron-LM reads and holds during a resume: little more than its shards."""
 
 from __future__ import annotations
 

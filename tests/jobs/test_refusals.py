@@ -1,7 +1,7 @@
-"""Wrong and hostile checkpoints in genuine Megatron-LM 0.19.2, resumed under another layout.
+"""Test wrong and hostile checkpoints in genuine Megatron-LM 0.19.2, resumed under another layout.
 
-Each is refused with a clear error on every rank, those included that would not have read the damage, and the
-optimizer is as it was. One launch loads them all, one after the other; a rank that hung would end it at its time limit.
+Each is refused with a clear error on every rank, also on ranks that would not have read the damage, and the optimizer
+is unchanged. One launch loads them all, one after the other; a rank that hangs would end it at its time limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A genuine Megatron-LM job that starts from a Hugging Face folder of a family that another distribution registers."""
+"""Test a genuine Megatron-LM job that starts from a folder of a family that another distribution registers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Genuine Megatron-LM 0.19.2 resumes under another layout, with the plugin installed and nothing else done.
+"""Test that genuine Megatron-LM 0.19.2 resumes under another layout if the package is only installed.
 
-The hooks come by autoload alone. The live optimizer is dumped from the tensors that training works with, on every
-rank, right after loading, and compared with what the job that saved held.
+The hooks are loaded by autoload. The live optimizer is dumped from the tensors that training uses, on every rank, right
+after loading, and compared with the state of the job that saved.
 """
 
 from __future__ import annotations

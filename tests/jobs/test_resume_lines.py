@@ -1,4 +1,4 @@
-"""The lines of a resume name what genuine Megatron loaded, and what its checkpoint lacks and why."""
+"""Test the log lines of a resume: they name what genuine Megatron loaded, and what the checkpoint lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving in the background with genuine Megatron-LM 0.19.2: real, durable, and no failure goes unnoticed."""
+"""Test background saves with genuine Megatron-LM 0.19.2: asynchronous, durable, and all failures reported."""
 
 from __future__ import annotations
 

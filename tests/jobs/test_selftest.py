@@ -1,4 +1,4 @@
-"""`mcore-ckpt selftest` on two CPU ranks: the program of its ranks is the one that runs on GPUs."""
+"""Test `mcore-ckpt selftest` on two CPU ranks, with the same program as on GPUs."""
 
 from __future__ import annotations
 

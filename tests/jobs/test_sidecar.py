@@ -1,4 +1,4 @@
-"""The sidecar that genuine Megatron-LM 0.19.2 leaves beside its checkpoints, and what reading makes of it."""
+"""Test the sidecar that genuine Megatron-LM 0.19.2 saves with its checkpoints, and its use when reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stock Megatron-LM 0.19.2 can do, it does: with the arguments that it was called with, and nothing of ours."""
+"""Test that stock Megatron-LM 0.19.2 loads whatever it can, with its unchanged arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where stock Megatron ends by a bare KeyError or AssertionError out of a resume: refused in words that help."""
+"""Test resumes in which stock Megatron fails with a bare KeyError or AssertionError: the refusals are clear."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What `convert` wrote, in genuine Megatron-LM without this package: it resumes, and every live element is the truth's.
+"""Test that genuine Megatron-LM without this package resumes what `convert` wrote, with every live element.
 
-The default runs use megatron-core 0.19.2, all of them in one launch; with MEGATRON_LM_PATH, a checkout resumes
-torch_dist and legacy files.
+By default, megatron-core 0.19.2 runs all of them in one launch; with MEGATRON_LM_PATH, a checkout resumes torch_dist
+and legacy files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Intact checkpoints that stock Megatron-LM 0.19.2 cannot resume under the very layout that it wrote them with."""
+"""Test intact checkpoints that stock Megatron-LM 0.19.2 cannot resume under the layout of the save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ms-swift: its genuine `save_mcore_checkpoint` and `load_mcore_checkpoint` (4.6.0), and mcore-bridge 1.2.2.
+"""Test ms-swift's genuine `save_mcore_checkpoint` and `load_mcore_checkpoint` (4.6.0), and mcore-bridge 1.2.2.
 
 Both are from PyPI.
 """

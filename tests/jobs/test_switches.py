@@ -1,8 +1,8 @@
-"""Options of the optimizer that a resume switches on or off: each is taken over, never left to stock's silent cast.
+"""Test optimizer options that a resume switches on or off: this package converts state that stock silently casts.
 
-Genuine Megatron-LM 0.19.2 and Transformer Engine's Python code over the stand-in for its kernels; all jobs are one
-launch. `--use-precision-aware-optimizer` keeps masters as remainders in bf16, in Megatron's own fp32 beside fp8, and
-in fp16 with `--main-params-dtype fp16`; `--fp8-param-gather` keeps weights in fp8.
+Genuine Megatron-LM 0.19.2 and Transformer Engine's Python code run over a stand-in for its kernels; all jobs are one
+launch. `--use-precision-aware-optimizer` keeps masters as remainders in bf16, as Megatron's own fp32 masters with fp8,
+and in fp16 with `--main-params-dtype fp16`; `--fp8-param-gather` keeps weights in fp8.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Jobs of genuine Megatron-LM 0.19.2 with Transformer Engine's layer spec, resumed under other layouts.
+"""Test jobs of genuine Megatron-LM 0.19.2 with Transformer Engine's layer spec, under other layouts.
 
 Transformer Engine's Python code is genuine: modules, parameters, recipes, quantized tensors, FusedAdam. Its kernels are
-a stand-in, over which no forward pass runs, so gradients are made of weights (`synthetic_training`): a job that resumes
-exactly goes on exactly, in every bit. All jobs are one launch.
+a stand-in without a forward pass, so gradients are computed from weights (`synthetic_training`): a job that resumes
+exactly continues exactly, bit for bit. All jobs are one launch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models that begin with the weights of another kind of model, under the same and under a changed layout."""
+"""Test models that start from the weights of another kind of model, under the same and another layout."""
 
 from __future__ import annotations
 

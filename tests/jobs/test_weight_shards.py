@@ -1,7 +1,7 @@
-"""Generalized tensor parallelism: jobs of genuine Megatron-LM 0.19.2 whose weights are cut into shards, and others.
+"""Test generalized tensor parallelism in genuine Megatron-LM 0.19.2: with and without weight shards.
 
-As in `test_transformer_engine`, no forward pass runs and gradients are made of weights: a job that resumes exactly goes
-on exactly. What a job of weight shards holds is read from what it saves. All jobs are one launch.
+As in `test_transformer_engine`, no forward pass runs and gradients are computed from weights: a job that resumes
+exactly continues exactly. The state of a job with weight shards is read from its saves. All jobs are one launch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which iteration a resume takes when the newest is damaged: genuine Megatron-LM 0.19.2 loads on two ranks."""
+"""Test which iteration a resume takes if the newest is damaged, in genuine Megatron-LM 0.19.2 on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digest of a parameter's state: its parts add up, it knows where a value lies, and it never changes."""
+"""Test the digest of a parameter's state: parts add up, positions count, and its definition never changes."""
 
 from __future__ import annotations
 

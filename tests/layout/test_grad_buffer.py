@@ -1,4 +1,4 @@
-"""The packing rules: against Megatron's own layout function, against real buffers, and version by version."""
+"""Compare the packing rules with Megatron's own layout function and real buffers, version by version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof by nearness: masters beside fp8, fp4 and fp16 numbers, made by torch's own casts."""
+"""Test the comparison of masters with fp8, fp4 and fp16 numbers, made by torch's own casts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real checkpoints through the engine: every element of every kind equals what the live job held."""
+"""Test the recovery of packing on real checkpoints: every element of every kind equals the live job's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layouts of stages that jobs state, read as genuine Megatron-LM reads them."""
+"""Test the stage layouts of jobs: they are parsed as by genuine Megatron-LM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sidecar that is not of the checkpoint beside it is reported as stale, and counts as none wherever it is used."""
+"""Test that a stale sidecar is reported, and is not used anywhere."""
 
 from __future__ import annotations
 

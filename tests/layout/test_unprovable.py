@@ -1,6 +1,6 @@
-"""Optimizer state that no weight can prove is refused with the reason; that of fp8 weights is proven within rounding.
+"""Test that unverifiable optimizer state is refused, and that state of fp8 weights is verified within rounding.
 
-Both need a GPU to be written. The real checkpoints here are edited to what those jobs write: keys and dtypes of the
+A GPU is needed to write either. The real checkpoints here are edited to what those jobs write: keys and dtypes of the
 index, and the job's arguments.
 """
 

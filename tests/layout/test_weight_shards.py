@@ -1,4 +1,4 @@
-"""Which part of a stored weight a shard of generalized tensor parallelism is, against how Megatron files it."""
+"""Test which part of a stored weight a shard of generalized tensor parallelism is, against Megatron's files."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tests of what decides and carries out the loads of a live Megatron job."""
+"""Tests of the decision and execution of loads in a live Megatron job."""

@@ -1,4 +1,4 @@
-"""Background processes of Megatron end with the rank that started them: real processes, real SIGKILL."""
+"""Test that Megatron's background processes end with the rank that started them, even after SIGKILL."""
 
 from __future__ import annotations
 

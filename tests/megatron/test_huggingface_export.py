@@ -1,4 +1,4 @@
-"""Which checkpoints become Hugging Face folders, and that nothing that goes wrong there reaches the job."""
+"""Test which checkpoints are exported to Hugging Face folders, and that no export error reaches the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of the load policy, each on the least facts that make it apply."""
+"""Test each check of the load policy with the fewest facts that make it apply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapters of loops that refuse another layout themselves: their check is stepped over, and for nothing else."""
+"""Test the adapters of loops that check the layout themselves: only that check is bypassed."""
 
 from __future__ import annotations
 

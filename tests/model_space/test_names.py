@@ -1,4 +1,4 @@
-"""Names of parameters, taken apart and put together again in every way that they are written."""
+"""Test parsing and formatting of parameter names in all their spellings."""
 
 from __future__ import annotations
 

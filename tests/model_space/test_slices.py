@@ -1,4 +1,4 @@
-"""Names and slices of model space."""
+"""Test names and slices of model space."""
 
 from __future__ import annotations
 

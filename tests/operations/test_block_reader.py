@@ -1,4 +1,4 @@
-"""Blocks of elements: what is odd is counted exactly, though most take one pass that counts nothing."""
+"""Test blocks of elements: unusual values are counted exactly, though most blocks take a pass without counting."""
 
 from __future__ import annotations
 

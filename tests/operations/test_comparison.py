@@ -1,4 +1,4 @@
-"""Comparison in model space: five formats of one state are one, and every single difference is told."""
+"""Test the comparison in model space: five formats of one state are equal, and each difference is reported."""
 
 from __future__ import annotations
 

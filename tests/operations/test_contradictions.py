@@ -1,4 +1,4 @@
-"""Checkpoints that contradict themselves: what is there twice, in part, or under another's number is no checkpoint."""
+"""Test contradictory checkpoints: state that is stored twice, partly, or under another parameter's number."""
 
 from __future__ import annotations
 

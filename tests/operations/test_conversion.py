@@ -1,4 +1,4 @@
-"""Conversion of real checkpoints: every direction keeps every bit of every kind, and refuses what it cannot keep."""
+"""Test conversions of real checkpoints: each keeps every bit of every kind, or is refused."""
 
 from __future__ import annotations
 

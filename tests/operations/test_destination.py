@@ -1,4 +1,4 @@
-"""What a conversion never does to what is there already: source, neighbours, strangers' folders, another's output."""
+"""Test what a conversion never overwrites: its source, other files next to it, folders of other users or programs."""
 
 from __future__ import annotations
 

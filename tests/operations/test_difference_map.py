@@ -1,4 +1,4 @@
-"""Where in a tensor differences are: by property, against counting each element by itself."""
+"""Test the map of differences in a tensor, by properties, against counting each element."""
 
 from __future__ import annotations
 

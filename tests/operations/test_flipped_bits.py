@@ -1,4 +1,4 @@
-"""Bits flipped in the folders that this package writes: whatever changes the content is noticed."""
+"""Test that flipped bits in the folders of this package are noticed if they change the content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `inspect` says of real checkpoints, compared with what the jobs that wrote them recorded."""
+"""Test the output of `inspect` for real checkpoints against records of the jobs that wrote them."""
 
 from __future__ import annotations
 

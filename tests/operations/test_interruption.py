@@ -1,4 +1,4 @@
-"""Conversions that are killed, or whose disk refuses: the old state or the new one, and nothing that looks whole."""
+"""Test conversions that are killed, or whose disk fails: the old or the new state remains, never a mixture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron converted to the other layer spec, without a job: names, refusals, there and back."""
+"""Test conversions of Megatron checkpoints to the other layer spec without a job: names, refusals, round trips."""
 
 from __future__ import annotations
 

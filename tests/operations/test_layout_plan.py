@@ -1,4 +1,4 @@
-"""`plan`: what layouts need, against what genuine ranks held; which ones are listed; bad input."""
+"""Test `plan`: memory needs against genuine ranks, the choice of listed layouts, and bad input."""
 
 from __future__ import annotations
 

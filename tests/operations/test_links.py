@@ -1,4 +1,4 @@
-"""Links and files that are none, in the folder of a source: nothing from elsewhere is read or carried along."""
+"""Test links and special files in a source folder: nothing outside of the folder is read or copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers in foreign descriptions are integers, or the description is refused: by every reader."""
+"""Test that numbers in foreign descriptions are integers, or all readers refuse the description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written names only what this package chose, whatever the source says: no code is carried or made."""
+"""Test that output contains only names that this package chooses: no code is copied or generated."""
 
 from __future__ import annotations
 

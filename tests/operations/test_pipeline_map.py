@@ -1,4 +1,4 @@
-"""Which layer lies on which rank, against what the live jobs held."""
+"""Test the map of layers to ranks against the live jobs."""
 
 from __future__ import annotations
 

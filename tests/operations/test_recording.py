@@ -1,4 +1,4 @@
-"""Manifests of checkpoints: copies are as recorded, whatever differs is named, conversions keep all tensors."""
+"""Test manifests: copies match them, differences are named, and conversions keep all tensors."""
 
 from __future__ import annotations
 

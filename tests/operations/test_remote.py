@@ -1,4 +1,4 @@
-"""Remote stores through fsspec: in memory, and a local S3 server."""
+"""Test remote stores through fsspec: in memory, and a local S3 server."""
 
 from __future__ import annotations
 

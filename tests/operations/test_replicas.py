@@ -1,4 +1,4 @@
-"""Copies of one tensor that ranks hold, and that differ: no command takes the first of them without a word."""
+"""Test differing copies of one tensor on several ranks: every command reports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that a resume takes up: each one that differs makes two checkpoints different."""
+"""Test settings that a resume restores: each difference makes two checkpoints different."""
 
 from __future__ import annotations
 

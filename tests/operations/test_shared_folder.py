@@ -1,4 +1,4 @@
-"""A parent folder that others may write to: nothing that they put there is adopted, followed or believed."""
+"""Test a parent folder that others may write to: nothing that they put there is used, followed or trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source that changes while it is converted is noticed, whatever its modification times; so are small things."""
+"""Test that a source that changes during its conversion is noticed, whatever its modification times are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each statement of `inspect` is true of the job that saved a checkpoint, and absent where no job did."""
+"""Test that each statement of `inspect` is true for the job that saved, and absent without a job."""
 
 from __future__ import annotations
 

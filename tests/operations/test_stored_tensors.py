@@ -1,4 +1,4 @@
-"""Verification of folders of weights: intact ones are sound, and each kind of defect is named with its place."""
+"""Test the verification of folders of weights: intact ones are sound, each kind of defect is located."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account: what nothing knows is named by every command, and optimizer state is never lost without a word."""
+"""Test that every command names unknown state, and that optimizer state is never lost silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verification of real checkpoints: intact ones are sound; of damaged ones it says what is wrong, and where."""
+"""Test the verification of real checkpoints: intact ones are sound, damage is described and located."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checkpoints seen otherwise than they are stored: under other names, with other weights, without optimizer.
+"""Test views of checkpoints: with other names, with other weights, without optimizer.
 
-What a view replaces is listed here for each way of making one. Everything else has to be the same, and all members are
-found by introspection, so that a new one is covered.
+Each way of making a view lists here what it replaces. All other members must be the same; they are found by
+introspection, so that new ones are covered.
 """
 
 from __future__ import annotations

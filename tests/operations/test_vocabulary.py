@@ -1,4 +1,4 @@
-"""How many rows the vocabulary has: what is stored decides, and no row of a token is lost without a word."""
+"""Test the number of vocabulary rows: the stored rows decide, and no token's row is lost silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer that was saved without weights, and the folder of weights that a user names."""
+"""Test an optimizer that was saved without weights, with a folder of weights that the user names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes share a verification and a comparison, and all end with the result of a single one."""
+"""Test that processes share a verification and a comparison, with the result of a single process."""
 
 from __future__ import annotations
 

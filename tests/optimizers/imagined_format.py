@@ -1,6 +1,6 @@
-"""The optimizer format of an imagined release 0.21, as its module in `optimizers/` and its row in `job/releases.py`.
+"""The optimizer format of an imagined release 0.21: a module of `optimizers/`, and a row of `job/releases.py`.
 
-It holds arrays shaped like the weights, like `fully_reshardable`, under keys of its own.
+It holds arrays shaped like the weights, as in `fully_reshardable`, under its own keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An optimizer format of a release that is not there yet: one module, one row about releases, one line in the table."""
+"""Test an optimizer format of a future release: one module, one row about releases, one line in the table."""
 
 from __future__ import annotations
 

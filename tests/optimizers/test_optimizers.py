@@ -1,4 +1,4 @@
-"""Every optimizer that Megatron has, as its checkpoints keep it: every element of every kind is the live job's."""
+"""Test every optimizer of Megatron in its checkpoints: every element of every kind is the live job's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masters split into weights and remainders, and joined again."""
+"""Test masters that are split into weights and remainders, and joined again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer states as data: parts replaced, and several states as one."""
+"""Test optimizer states as data: replaced parts, and several states joined into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throw-away frameworks to hook into."""
+"""Temporary frameworks to patch."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A broken or half-removed installation of this package never stops `import torch`, and says so in one line."""
+"""Test that a broken or half-removed installation never stops `import torch`, and logs one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Former import paths of public names keep working, with a warning that names the new one."""
+"""Test that former import paths of public names still work, with a warning that names the new ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Messages of the hooks: through logging, to stderr unless the program decides otherwise."""
+"""Test messages of the hooks: they go through logging, and by default to stderr."""
 
 from __future__ import annotations
 

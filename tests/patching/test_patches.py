@@ -1,4 +1,4 @@
-"""The patches for forks, on the genuine framework: they apply, come off again, and switch the hooks on."""
+"""Test the patches for forks on the genuine framework: they apply, revert, and enable the hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of this package that leave a framework's function are instances of the framework's types, too."""
+"""Test that errors of this package that leave a framework's function are instances of its types, too."""
 
 from __future__ import annotations
 

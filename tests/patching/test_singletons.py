@@ -1,4 +1,4 @@
-"""What changes in a process lies in one place: no module of the hooks or of saving has a global that changes."""
+"""Test that mutable state is in one place: modules of patching and saving have no mutable globals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without ColossalAI this package is importable, and says what is missing when it is asked for the patch."""
+"""Test that this package imports without ColossalAI, and that `install` then names what is missing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Runs tests of ColossalAI's own suite; the ranks that they spawn are forked, and every case of a test counts.
 
-ColossalAI's tests go through their cases inside of the ranks (`colossalai.testing.parameterize`), and a case that fails
-ends the test. Here a case is recorded like a test of its own, and the ranks go on with the next.
-
+ColossalAI's tests iterate over their cases inside of the ranks (`colossalai.testing.parameterize`), and a failing case
+ends the test. Here each case is recorded like a test, and the ranks continue with the next.
 The command line: a file with the order of this launch (see `launches.py`).
 """
 

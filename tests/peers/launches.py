@@ -1,4 +1,4 @@
-"""Runs the tests of a file of a framework's suite in launches that end, whatever the tests do."""
+"""Runs the tests in a file of a framework's suite, in launches that always end."""
 
 from __future__ import annotations
 

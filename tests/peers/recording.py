@@ -1,7 +1,7 @@
-"""Pytest plugin that records every test of a rank, in step with the other ranks; imported by ranks alone.
+"""Pytest plugin that records every test of a rank, in step with the other ranks; only ranks import it.
 
-A rank that has failed leaves the others waiting in a collective, and the tests after it out of step. So all ranks meet
-after every test: where they do not agree, or do not come, the launch ends, and the next one continues after that test.
+A rank that fails leaves the others waiting in a collective, and later tests out of step. So all ranks meet after every
+test: if they disagree, or some do not arrive, the launch ends, and the next one continues after that test.
 """
 
 from __future__ import annotations

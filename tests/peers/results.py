@@ -1,4 +1,4 @@
-"""Outcomes of tests, merged over ranks, and compared between two runs: pure data."""
+"""Outcomes of tests, merged over ranks and compared between two runs, as data."""
 
 from __future__ import annotations
 

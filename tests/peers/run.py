@@ -1,12 +1,12 @@
-"""Runs a framework's own tests with this package and without it, and prints where they differ.
+"""Runs a framework's own tests with this package and without it, and prints the differences.
 
     python -m tests.peers.run megatron /path/to/Megatron-LM
     python -m tests.peers.run colossalai /path/to/ColossalAI
     python -m tests.peers.run megatron /path/to/Megatron-LM tests/unit_tests/dist_checkpointing/test_optimizer.py
 
-From the root of this repository, in the environment of the framework. Launches follow one another; a test that hangs
-ends at its time limit and counts as not finished. What differs is run again, in a launch of its own for each test, and
-counts only if it differs again. The exit status is 1 where a test breaks that `suites.py` does not expect to.
+Run it in the root of this repository and the environment of the framework. Launches follow one another; a test that
+hangs ends at its time limit and counts as unfinished. Tests that differ run again, each in its own launch, and count
+only if they differ again. The exit status is 1 if a test breaks that is not listed in `suites.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The suites that are compared: which files of a framework, how they are run, and what may fail with this package."""
+"""The suites that are compared: a framework's files, how they run, and which tests may fail with this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file of each framework's own tests, without the package and with it; `run.py` runs all of them."""
+"""Run one file of each framework's own tests, without and with the package; `run.py` runs all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The overlap arithmetic against a plain numpy reference, on random shapes, regions, slices and flattenings."""
+"""Compare the overlap arithmetic with a plain numpy reference, on random shapes, regions and slices."""
 
 from __future__ import annotations
 

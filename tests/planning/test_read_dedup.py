@@ -1,4 +1,4 @@
-"""What several ranks want: every byte in one message, all ranks in one order; and parts of runs."""
+"""Test data that several ranks need: every byte is in one message, in one order for all ranks."""
 
 from __future__ import annotations
 

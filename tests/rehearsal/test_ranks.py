@@ -1,4 +1,4 @@
-"""Simulated ranks against genuine ones: what each held of every parameter in its optimizer."""
+"""Compare simulated ranks with genuine ones: the parts of every parameter in each rank's optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rehearsals of real checkpoints, intact and damaged, without Megatron; the command's output and its usage errors."""
+"""Test rehearsals of real checkpoints, intact and damaged, without Megatron, and the command's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tests a change concerns: those that import what changed, or the nearest that import it through others."""
+"""Test which tests a change selects: those that import the changed module, or the nearest indirect ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cells of the workflow's matrix: each names tests that exist, and together they cover what is promised."""
+"""Test the cells of the workflow's matrix: each names existing tests, and together they cover the promises."""
 
 from __future__ import annotations
 

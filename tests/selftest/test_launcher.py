@@ -1,4 +1,4 @@
-"""Ranks that end well, fail, hang or die: real processes, none of which is left."""
+"""Test ranks that succeed, fail, hang or die: they are real processes, and none remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the self-test runs on machines of several sizes."""
+"""Test the jobs of the self-test for machines of several sizes."""
 
 from __future__ import annotations
 

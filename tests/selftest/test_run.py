@@ -1,4 +1,4 @@
-"""Jobs that fail do not end the test, and what they left is kept; ranks are simulated by what they write."""
+"""Test that failing jobs do not end the self-test, and that their output is kept; ranks are simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two live states are equal where each bit of each element is, whatever the layouts."""
+"""Test that two live states are equal if all bits are, whatever their layouts."""
 
 from __future__ import annotations
 

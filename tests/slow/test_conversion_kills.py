@@ -1,4 +1,4 @@
-"""Conversions of each kind, killed at fifty random moments and continued; run by name."""
+"""Test conversions of each kind, killed at fifty random moments and continued; run by name."""
 
 from __future__ import annotations
 

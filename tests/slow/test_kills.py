@@ -1,4 +1,4 @@
-"""Thirty jobs killed at random moments around three saves; run by name: `pytest tests/slow`."""
+"""Test thirty jobs killed at random moments around three saves; run by name: `pytest tests/slow`."""
 
 from __future__ import annotations
 

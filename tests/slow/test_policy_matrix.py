@@ -1,7 +1,7 @@
-"""The load policy compared with the truth for every fixture, under every kind of layout, on one release of Megatron.
+"""Compare the load policy with stock Megatron for every fixture and kind of layout, on one release.
 
-Stock Megatron alone and the same job with this package load each. Where stock fails or ends in another state, the
-policy must not have left the load to it. The installed release runs; with MEGATRON_LM_PATH, that checkout.
+Stock Megatron alone and the same job with this package load each fixture. If stock fails or ends in another state, the
+policy must not leave the load to it. The installed release runs; with MEGATRON_LM_PATH, that checkout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All published configurations, to torch_dist and back: a sample of them is in `tests/huggingface`."""
+"""Convert all published configurations to torch_dist and back; `tests/huggingface` has a sample."""
 
 from __future__ import annotations
 

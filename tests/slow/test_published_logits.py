@@ -1,7 +1,7 @@
-"""Genuine Megatron answers for scaled-down published configurations as transformers does: 32 of them.
+"""Test that genuine Megatron answers as transformers does, for 32 scaled-down published configurations.
 
-Two ranks serve all of them: TP2, and EP2 where there are experts; first with the local layer spec, then with
-Transformer Engine's. Weights are in fp32, whatever the file says; sizes are `scripts/scaled_configs.py`'s.
+Two ranks serve all of them: TP2, and EP2 for experts; first with the local layer spec, then with Transformer Engine's.
+Weights are in fp32, whatever the file says; `scripts/scaled_configs.py` defines the sizes.
 """
 
 from __future__ import annotations

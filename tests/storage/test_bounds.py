@@ -1,4 +1,4 @@
-"""Work and memory are bounded by what was read: small pickles and indexes that ask for gigabytes, or for ever."""
+"""Test limits of work and memory by input size: small pickles and indexes that claim gigabytes, or never end."""
 
 from __future__ import annotations
 

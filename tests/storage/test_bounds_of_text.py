@@ -1,4 +1,4 @@
-"""Work and memory are bounded by what was read: JSON, the headers of safetensors files, configurations, trackers."""
+"""Test limits of work and memory by input size: JSON, safetensors headers, configurations, trackers."""
 
 from __future__ import annotations
 

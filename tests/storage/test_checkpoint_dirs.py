@@ -1,4 +1,4 @@
-"""Run folders: what the tracker file names, and which folders are iterations."""
+"""Test run folders: the meaning of the tracker file, and which folders are iterations."""
 
 from __future__ import annotations
 

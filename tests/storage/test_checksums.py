@@ -1,4 +1,4 @@
-"""Checksums put together from those of pieces, and compared as the pieces pass by."""
+"""Test checksums that are combined from those of pieces, and compared while pieces are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that are written past the page cache, beside small writes that go through it."""
+"""Test blocks that bypass the page cache, next to small writes that use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's dtypes by name, without torch."""
+"""Test torch's dtypes by name, without torch."""
 
 from __future__ import annotations
 

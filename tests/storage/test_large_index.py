@@ -1,4 +1,4 @@
-"""Indexes of large checkpoints are read by the short way, whoever wrote them; the long one would refuse their size."""
+"""Test that indexes of large checkpoints are read by the fast parser; the full one would refuse their size."""
 
 from __future__ import annotations
 

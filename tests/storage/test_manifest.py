@@ -1,4 +1,4 @@
-"""The text of a manifest: it comes back as it was written, `sha256sum` reads its files, and damage is refused."""
+"""Test the text of a manifest: it round-trips, `sha256sum` reads its files, and damage is refused."""
 
 from __future__ import annotations
 

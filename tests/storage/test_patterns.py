@@ -1,4 +1,4 @@
-"""Patterns of strangers end: with what they find, or with an error."""
+"""Test that untrusted patterns end, with a match or with an error."""
 
 from __future__ import annotations
 

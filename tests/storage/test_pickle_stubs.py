@@ -1,4 +1,4 @@
-"""What stands for the classes of torch's checkpoint metadata."""
+"""Test the stand-ins for the classes of torch's checkpoint metadata."""
 
 from __future__ import annotations
 

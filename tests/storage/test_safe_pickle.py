@@ -1,4 +1,4 @@
-"""Torch archives and pickles: read without torch.load, trusted in nothing."""
+"""Test torch archives and pickles, which are read without torch.load and without trust."""
 
 from __future__ import annotations
 

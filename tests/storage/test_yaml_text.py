@@ -1,4 +1,4 @@
-"""YAML of a stranger: plain values or a refusal, at a cost that its size explains."""
+"""Test untrusted YAML: plain values or a refusal, at a cost proportional to its size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row of the table of arguments: what it is as an attribute, and what its columns say."""
+"""Test a row of the table of arguments: its attribute, and the meaning of its columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved and resumed with each release, and how its run is started."""
+"""The jobs that are saved and resumed with each release, and how a run is started."""
 
 from __future__ import annotations
 

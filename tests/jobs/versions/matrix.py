@@ -1,4 +1,4 @@
-"""What a run has shown, and the table of it in the documentation."""
+"""The results of a run, and their table in the documentation."""
 
 from __future__ import annotations
 

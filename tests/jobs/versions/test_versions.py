@@ -1,10 +1,10 @@
-"""The genuine DistributedOptimizer of six releases: what each writes is read back equal, offline and into live ranks.
+"""Test the genuine DistributedOptimizer of six releases: checkpoints are equal, read offline or into live ranks.
 
-One program a release (`ranks/core_job.py`): it saves every format that the release can write from several sources, then
-builds target layouts of the same release and fills them from the checkpoints. The matrix in docs/reference/versions.md
-is made of what was equal in a full run, with UPDATE_MATRIX=1 and TEST_RELEASES=all (twenty minutes); otherwise each
-checkpoint fills one of the layouts in turn, and the matrix must say at least what was equal. Without TEST_RELEASES=all
-three of the releases run.
+One program for each release (`ranks/core_job.py`) saves every format that the release can write from several sources,
+then builds target layouts of the same release and fills them from the checkpoints. The matrix in
+docs/reference/versions.md is made from a full run, with UPDATE_MATRIX=1 and TEST_RELEASES=all (twenty minutes);
+otherwise each checkpoint fills one of the layouts in turn, and the matrix must list at least the equal ones. Without
+TEST_RELEASES=all three of the releases run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The arguments of a live job: the fields of Megatron's own objects that they are read from."""
+"""Test the arguments of a live job: the fields of Megatron's own objects from which they are read."""
 
 from __future__ import annotations
 

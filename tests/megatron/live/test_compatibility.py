@@ -1,4 +1,4 @@
-"""What a checkpoint and a live job must have in common: refused before anything is planned."""
+"""Test what a checkpoint and a live job must have in common; differences are refused before planning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masters that a home takes over: whoever holds them, a tensor or a view of it, sees the new ones."""
+"""Test masters that an adapter replaces: every tensor or view that refers to them has the new values."""
 
 from __future__ import annotations
 

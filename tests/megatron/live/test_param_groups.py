@@ -1,4 +1,4 @@
-"""Parameter groups are carried by what they are, never by their position."""
+"""Test that parameter groups are matched by their settings, never by their position."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A load by what Megatron's ShardedTensors say of themselves: other cuts than saved, padding, holes, unknown kinds.
+"""Test loads by Megatron's ShardedTensors: other slices than saved, padding, holes, unknown kinds.
 
-The live loads are in `jobs/test_fast_load.py`; here a checkpoint's own tensors are the truth.
+`jobs/test_fast_load.py` tests live loads; here the checkpoint's own tensors are the reference.
 """
 
 from __future__ import annotations

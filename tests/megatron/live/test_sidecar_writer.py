@@ -1,4 +1,4 @@
-"""A sidecar that a rank cannot help to make is not made, and the user is told which rank, and why."""
+"""Test that no sidecar is written if a rank fails to contribute, and that the log names the rank and the reason."""
 
 from __future__ import annotations
 

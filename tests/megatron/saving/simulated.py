@@ -1,7 +1,7 @@
-"""A job of simulated ranks that saves: a thread a rank, a real folder, and every call that training makes of saving.
+"""A job of simulated ranks that saves: a thread for each rank, a real folder, and all calls of training.
 
-What is simulated is what lies around the coordinator: the ranks, which notice at once when one waits where another
-never comes; Megatron, in the order of its calls; writers, which take as long as they are told; a disk that refuses.
+The surroundings of the coordinator are simulated: ranks, which notice immediately if one waits for another that never
+arrives; Megatron, in the order of its calls; writers, which take a set time; a disk that fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What must be on disk before a save counts: judged by an index made of torch's own classes."""
+"""Test what must be on disk before a save is committed, by an index made of torch's own classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of a save, without Megatron: every way it may go, every failure at every point, on simulated ranks."""
+"""Test the states of a save without Megatron: every transition, and every failure at every point."""
 
 from __future__ import annotations
 

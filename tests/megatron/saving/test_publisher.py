@@ -1,4 +1,4 @@
-"""The last step of a save runs beside training; what comes of it is waited for where it must be known."""
+"""Test that the last step of a save runs in the background, and that its result is awaited where needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a job tell each other their problems, in processes of their own."""
+"""Test that the ranks of a job exchange their problems, in separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the writers of Megatron's asynchronous saves report of its queue."""
+"""Test the reports of the writers behind Megatron's asynchronous saves."""
 
 from __future__ import annotations
 

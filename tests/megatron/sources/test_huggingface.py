@@ -1,4 +1,4 @@
-"""What starting from a Hugging Face folder asks of a job's arguments; the jobs are in `tests/jobs`."""
+"""Test the requirements of a start from a Hugging Face folder for a job's arguments."""
 
 from __future__ import annotations
 

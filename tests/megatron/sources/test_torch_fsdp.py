@@ -1,4 +1,4 @@
-"""What a job of Megatron-FSDP is handed of another format: the same as from the folder that `convert` would write."""
+"""Test a job of Megatron-FSDP that loads another format: it gets the same as from the folder of `convert`."""
 
 from __future__ import annotations
 

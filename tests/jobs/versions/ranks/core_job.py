@@ -1,6 +1,6 @@
-"""Saves and resumes with the genuine DistributedOptimizer of the megatron-core that is first on the path.
+"""Saves and resumes with the genuine DistributedOptimizer of the first megatron-core on the path.
 
-argv: a JSON file with what to do (see `jobs.py`). Imports once, then forks the ranks of each step.
+argv: a JSON file with the steps (see `jobs.py`). Imports once, then forks the ranks of each step.
 """
 
 from __future__ import annotations
