@@ -46,27 +46,30 @@ def whole_values(
     for chunk, group in groupby(places.items(), key=lambda item: item[1].chunk):
         members = list(group)
         payload = fate.attempt(partial(held, chunk))
+        staging = fate.attempt(partial(_staging, chunk, payload, dtype))
         room = fate.attempt(partial(_room, chunk, payload, members, dtype, device)) if receives else None
         fate.meet()
         if _is_scattered(chunk):
-            _gather(chunk, payload, members, room, dtype, everywhere)  # type: ignore[arg-type]  # no rank has failed
+            _gather(chunk, payload, members, room, staging, everywhere)  # type: ignore[arg-type]  # no rank has failed
         for place, (parameter, (_, begin, end)) in enumerate(members):
             if room is None:
                 yield parameter, None
                 continue
             local = (room.values[place] if _is_scattered(chunk) else payload[begin:end]).view(parameter.shape)  # type: ignore[index]
             cut = room.cut[place]
-            whole = tensor_parallel.whole(parameter, local if cut is None else local.to(cut.padded.device), cut)
+            if room.staged[place] is not None:
+                local = room.staged[place].copy_(local)  # type: ignore[union-attr]
+            whole = tensor_parallel.whole(parameter, local, cut)
             if padding is not None:
                 rows = fate.attempt(partial(tensor_parallel.padding_of, parameter, cut, local))
                 if rows is not None:
                     padding[parameter] = rows
             is_own = whole is local and _is_scattered(chunk)
             yield parameter, whole if is_own else fate.attempt(partial(own_copy, whole, dtype, device))
-            room.cut[place] = None
+            room.cut[place] = room.staged[place] = None
             if _is_scattered(chunk):
                 room.values[place] = _NOTHING
-        del payload, room
+        del payload, room, staging
     fate.meet()
 
 
@@ -100,11 +103,13 @@ class _Room(NamedTuple):
         values: flat memory for each parameter, in order.
         windows: two buffers for the pieces of all ranks: one is received while the other is read.
         cut: for each parameter, the buffers to join its tensor-parallel slices.
+        staged: for each parameter with such slices, a buffer to send this rank's from, if the group cannot reach it.
     """
 
     values: list[torch.Tensor]
     windows: tuple[list[torch.Tensor], list[torch.Tensor]]
     cut: list[tensor_parallel.Room | None]
+    staged: list[torch.Tensor | None]
 
 
 def _is_scattered(chunk: Any) -> bool:
@@ -121,28 +126,44 @@ def _room(
     given = dtype if _is_scattered(chunk) or held is None else held.dtype
     cut = [tensor_parallel.room_for(parameter, given, reached) for parameter, _ in members]
     if not _is_scattered(chunk):
-        return _Room([], ([], []), cut)
+        is_reached = held is None or held.device == reached
+        staged = [
+            None if room is None or is_reached else torch.empty(parameter.shape, dtype=given, device=reached)
+            for (parameter, _), room in zip(members, cut, strict=True)
+        ]
+        return _Room([], ([], []), cut, staged)
     values = [
         torch.empty(end - begin, dtype=dtype, device=reached if tensor_parallel.is_sharded(parameter) else device)
         for parameter, (_, begin, end) in members
     ]
     size = min(chunk.shard_size, _PIECE_BYTES // dtype.itemsize)
     first, second = ([torch.empty(size, dtype=dtype, device=reached) for _ in range(chunk.pg_size)] for _ in range(2))
-    return _Room(values, (first, second), cut)
+    return _Room(values, (first, second), cut, [None] * len(members))
+
+
+def _staging(chunk: Any, held: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Allocate two buffers for the pieces that this rank sends, so that nothing is allocated during a collective.
+
+    Returns None if the chunk is sent from where it lies.
+    """
+    device = chunk.cuda_global_chunk.device
+    if held is None or not _is_scattered(chunk) or (held.device == device and held.dtype == dtype):
+        return None
+    size = min(chunk.shard_size, _PIECE_BYTES // dtype.itemsize)
+    return torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
 
 
 def _gather(
-    chunk: Any, held: torch.Tensor, members: list[tuple[nn.Parameter, Place]], room: _Room | None, dtype: torch.dtype,
-    everywhere: bool,
+    chunk: Any, held: torch.Tensor, members: list[tuple[nn.Parameter, Place]], room: _Room | None,
+    staging: tuple[torch.Tensor, torch.Tensor] | None, everywhere: bool,
 ) -> None:  # fmt: skip
     """Exchange a chunk in pieces, and copy each into its parameters while the next is sent."""
-    device = chunk.cuda_global_chunk.device
-    step = _PIECE_BYTES // dtype.itemsize
+    step = _PIECE_BYTES // (held if staging is None else staging[0]).itemsize
     begun: tuple[Any, int, list[torch.Tensor]] | None = None
     for number, start in enumerate(range(0, chunk.shard_size, step)):
         piece = held[start : start + step]
-        if piece.device != device or piece.dtype != dtype:
-            piece = piece.to(device=device, dtype=dtype)
+        if staging is not None:
+            piece = staging[number % 2][: len(piece)].copy_(piece)
         windows = [window[: len(piece)] for window in room.windows[number % 2]] if room is not None else []
         work = _send(chunk, piece, windows, everywhere)
         if begun is not None:

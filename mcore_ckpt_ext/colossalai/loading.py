@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters
 from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
+from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.shards import shapes_of
 from mcore_ckpt_ext.colossalai.state import standing_in
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
@@ -60,6 +62,8 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
     Raises:
         StateDictMismatchError: on every rank: the dict does not fit (in PyTorch's words), or the ranks pass different
             dicts; nothing has been written on any rank.
+        ResumeRefusedError: on every rank: a rank failed while it wrote, for example without memory; the model is
+            partly written.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
@@ -138,15 +142,22 @@ def _write_place(place: Place, local: torch.Tensor, through: torch.dtype, where:
 
 @torch.no_grad()
 def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> Any:
+    """Write the values; ranks that fail tell the others where they next meet, at the end at the latest."""
     zero = accepted.zero
-    for tensor, given in accepted.tensors:
-        value = value_of_first(zero, given) if comes_from_first else given
+    fate = GroupErrors(zero.ranks, "writing the model", "it is partly written: do not train on, load again")
+
+    def write(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if tensor in zero.working:
             write_master(zero, tensor, value, keeps_exact=keeps_exact)  # type: ignore[arg-type]  # a parameter
         else:
             tensor.copy_(tensor_parallel.slice_of(tensor, value.detach()))
+
+    for tensor, given in accepted.tensors:
+        value = value_of_first(zero, given, fate) if comes_from_first else given
+        fate.attempt(partial(write, tensor, value))
     for set_extra_state, state in accepted.extra_states:
-        set_extra_state(state)
+        fate.attempt(partial(set_extra_state, state))
+    fate.meet()
     return accepted.answer
 
 

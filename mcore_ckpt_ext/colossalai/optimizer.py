@@ -147,7 +147,8 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
             all ranks but rank 0 of the ZeRO group, receives that of rank 0.
 
     Raises:
-        ResumeRefusedError: on all ranks; nothing has been written.
+        ResumeRefusedError: on all ranks; nothing has been written, or the message says that the state is partly
+            written, as where one has no memory.
     """
     zero = wrapped(optimizer.module)
     is_full = any(state_dict.get("state", {}).values())
@@ -158,21 +159,23 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
         OPTIMIZER_UNCHANGED,
     )  # fmt: skip
     groups, states, rows = fitting[0]
-    optimizer.load_param_groups(groups)
+    fate = GroupErrors(zero.ranks, "writing the optimizer", "it is partly written: do not train on, load again")
+    fate.attempt(partial(optimizer.load_param_groups, groups))
     for fake in optimizer.id_to_fake_params.values():
         optimizer.optim.state.pop(fake, None)
     for key in sorted(states):
-        state = _received(zero, states[key]) if content.comes_from_first else states[key]
-        _write(optimizer, zero, key, state, rows.get(key, {}))
+        state = _received(zero, states[key], fate) if content.comes_from_first else states[key]
+        fate.attempt(partial(_write, optimizer, zero, key, state, rows.get(key, {})))
     for key, parameter in optimizer.id_to_real_params.items():
         if MASTER not in states.get(key, {}) and parameter in zero.working:
-            _write_padding(zero, parameter, rows.get(key, {}))
+            fate.attempt(partial(_write_padding, zero, parameter, rows.get(key, {})))
+    fate.meet()
     if any(MASTER in state for state in states.values()):
         note_exact_masters(optimizer)
 
 
-def _received(zero: Wrapped, state: State) -> State:
-    return {n: value_of_first(zero, v) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+def _received(zero: Wrapped, state: State, fate: GroupErrors) -> State:
+    return {n: value_of_first(zero, v, fate) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
 
 
 def _write(optimizer: Any, zero: Wrapped, key: int, state: State, rows: Mapping[str, torch.Tensor]) -> None:

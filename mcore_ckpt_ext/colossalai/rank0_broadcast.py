@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mcore_ckpt_ext.collectives import gather
+from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, refuse_different, summary
 from mcore_ckpt_ext.colossalai.wrapper import Wrapped
 from mcore_ckpt_ext.errors import ResumeRefusedError, format_ranks
@@ -72,11 +74,19 @@ def same_content(
     return Agreed(content if zero.is_first else outline, comes_from_first=True)
 
 
-def value_of_first(zero: Wrapped, value: torch.Tensor) -> torch.Tensor:
-    """Receive a tensor from rank 0 of the group; the others pass its outline, and all must call this."""
-    sent = torch.empty(value.shape, dtype=value.dtype, device=payload_device(zero.group))
-    if zero.is_first:
-        sent.copy_(value.detach())
+def value_of_first(zero: Wrapped, value: torch.Tensor, fate: GroupErrors) -> torch.Tensor:
+    """Receive a tensor from rank 0 of the group; the others pass its outline, and all must call this.
+
+    Raises:
+        ResumeRefusedError: on all ranks, if a rank has failed since they last met, or has no memory for the tensor.
+    """
+
+    def sent_or_received() -> torch.Tensor:
+        made = torch.empty(value.shape, dtype=value.dtype, device=payload_device(zero.group))
+        return made.copy_(value.detach()) if zero.is_first else made
+
+    sent: torch.Tensor = fate.attempt(sent_or_received)  # type: ignore[assignment]  # no rank has failed
+    fate.meet()
     # View as bytes, because a backend may not support the dtype; the values stay the same.
     dist.broadcast(sent.view(-1).view(torch.uint8), src=zero.first_rank, group=zero.group)
     return sent
@@ -93,9 +103,8 @@ def _outline_of_first(zero: Wrapped, content: Any) -> Any:
 
     Extra state is sent as it is.
     """
-    sent = [(_without_data(dict(content)), getattr(content, "_metadata", None)) if zero.is_first else None]
-    dist.broadcast_object_list(sent, src=zero.first_rank, group=zero.group)
-    items, metadata = sent[0]  # type: ignore[misc]  # rank 0 has sent it
+    own = (_without_data(dict(content)), getattr(content, "_metadata", None)) if zero.is_first else None
+    items, metadata = gather(own, zero.group)[0]  # type: ignore[misc]  # rank 0 has one
     outline = _Outline(items)
     if metadata is not None:
         outline._metadata = metadata

@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from mcore_ckpt_ext.collectives import agreed_among
+from mcore_ckpt_ext.collectives import agreed_among, gather, highest_of_all
 from mcore_ckpt_ext.errors import ResumeRefusedError
-from mcore_ckpt_ext.group_device import control_device
 
 Result = TypeVar("Result")
 
@@ -35,9 +33,7 @@ class Ranks:
         """Return an item of every rank, by its rank in the job."""
         known = {dist.get_rank(): item}
         for group in self.groups:
-            parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, known, group=group)
-            known = {rank: found for part in parts for rank, found in part.items()}
+            known = {rank: found for part in gather(known, group) for rank, found in part.items()}
         return dict(sorted(known.items()))
 
     def agreed(self, phase: str, work: Callable[[], Result], consequence: str) -> dict[int, Result]:
@@ -89,11 +85,10 @@ class Ranks:
         Raises:
             ResumeRefusedError: on all ranks, if one failed.
         """
-        failed = torch.tensor([int(failure is not None)], dtype=torch.int32, device="cpu")
+        failed = [int(failure is not None)]
         for group in self.groups:
-            failed = failed.to(control_device(group))
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-        if not failed.item():
+            failed = highest_of_all(failed, group)
+        if not any(failed):
             return
 
         def own() -> None:

@@ -222,15 +222,15 @@ def parameter_values(
         zero, places, lambda chunk: chunk.payload, given, device=device, everywhere=everywhere, fate=fate
     )
     for parameter in zero.outside:
-        room = None
+        room, local = None, parameter.detach()
         if tensor_parallel.is_sharded(parameter):
             room = fate.attempt(partial(tensor_parallel.room_for, parameter, parameter.dtype, parameter.device))
+            local = fate.attempt(local.contiguous)  # type: ignore[assignment]  # no rank has failed
             fate.meet()
         if not (everywhere or zero.is_first):
             yield parameter, None
             continue
         # Tensor-parallel ranks of one kind all receive, so they gather among themselves.
-        local = parameter.detach() if room is None else parameter.detach().contiguous()
         whole = tensor_parallel.whole(parameter, local, room)
         yield parameter, fate.attempt(partial(own_copy, whole, dtype_of(zero, parameter, dtype), device))
 

@@ -16,6 +16,8 @@ if find_spec("colossalai") is None:
 else:
     from colossalai_on_cpu import redirect
 
+    import tests.colossalai.on_device  # noqa: F401  # see there: before the redirection
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         redirect.install()

@@ -1,9 +1,9 @@
 """Simulates a device whose memory the CPU cannot access, so that code that mixes the two fails as on a GPU.
 
-A `DeviceTensor` reports the device `cuda:0`; its elements are in a CPU tensor that only this module accesses. Operands
-on two devices are refused. So are `numpy()`, addresses, buffers and all other functions that would read device memory
-as CPU memory. Copies between the two are allowed, and counted. Non-blocking copies happen as late as a stream allows:
-memory that is reused before its event is done has wrong bytes, as on a GPU.
+A `DeviceTensor` reports the device `cuda:0`, or one of another kind; its elements are in a CPU tensor that only this
+module accesses. Operands on two devices are refused. So are `numpy()`, addresses, buffers and all other functions that
+would read device memory as CPU memory. Copies between the two are allowed, and counted. Non-blocking copies happen as
+late as a stream allows: memory that is reused before its event is done has wrong bytes, as on a GPU.
 
     with device() as counts:             # factories with device="cuda", events, `torch.cuda.current_device`
         tensor = torch.zeros(4, device="cuda")
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -96,7 +97,7 @@ class Stream:
             self._begun.append((target, source))
 
     def flush(self) -> None:
-        with self._lock, torch._C.DisableTorchFunction(), torch.no_grad():
+        with self._lock, DisableTorchFunction(), torch.no_grad():
             for target, source in self._begun:
                 target.copy_(source)
             self._begun.clear()
@@ -146,7 +147,7 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             return _called(func, args, dict(kwargs or {}))
 
 
@@ -299,7 +300,7 @@ class _Factories(TorchFunctionMode):
         names = [kwargs.get("device"), *(args[1:] if func is _T.to else ())]
         if func is not _T.cuda and not any(_means_device(item) for item in names if _is_device(item)):
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             if func in _MOVING:
                 return _moved(func, args, kwargs)
             kwargs["device"] = "cpu"
@@ -324,14 +325,14 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def device() -> Iterator[Counts]:
+def device(kind: str = "cuda") -> Iterator[Counts]:
     """Within this scope the process has the device, in the thread that opens it; yields the counts."""
-    global COUNTS
-    COUNTS = Counts()
+    global COUNTS, KIND, _DEVICE
+    COUNTS, KIND, _DEVICE = Counts(), kind, torch.device(kind, INDEX)
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(devices, accelerator_type=lambda: KIND))
         stand_ins = {"Event": Event, "device": lambda *_: contextlib.nullcontext(), "current_device": lambda: INDEX}
-        stack.enter_context(replaced(torch.cuda, **stand_ins))
+        stack.enter_context(replaced(devices.device_module(kind), **stand_ins))
         stack.enter_context(_Factories())
         yield COUNTS
         STREAM.flush()
