@@ -17,7 +17,14 @@ import torch.distributed as dist
 
 from mcore_ckpt_ext import devices
 from mcore_ckpt_ext.collectives import gather
-from mcore_ckpt_ext.group_device import control_device, payload_device
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.group_device import control_device, default_backend, payload_device
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.transfer import read_slice
+from tests.harness.checkpoints import fixture_named
+from tests.harness.device import device
+from tests.harness.device_group import BACKENDS_VARIABLE, device_groups
 
 CPU = torch.device("cpu")
 
@@ -110,6 +117,51 @@ def test_each_group_has_a_device_of_its_own() -> None:
         return [str(device) for device in (control_device(), control_device(group), payload_device(group))]
 
     assert in_a_process(work) == ["npu:5", "cpu", "cpu"]
+
+
+@pytest.mark.parametrize("kind", ["npu", "xpu"])
+def test_other_accelerators_are_used_as_cuda_is(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is read into their memory, each byte once, and ranks communicate over it."""
+    fixture = fixture_named("p10")
+    monkeypatch.setenv(BACKENDS_VARIABLE, f"{kind}:collectives")
+
+    def work() -> tuple[Any, ...]:
+        if kind == "npu":
+            with_npu()
+            torch.npu.Event = torch.npu.device = None  # type: ignore[attr-defined]  # of the test device
+        start("gloo")
+        with device(kind) as counts, device_groups():
+            checkpoint, is_equal = open_checkpoint(fixture.run), []
+            for wanted in (checkpoint.tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)):
+                part = Slice.whole((Region.whole(wanted.logical.name, wanted.shape),))
+                read = read_slice(checkpoint, checkpoint.transfer, WEIGHT, part, allocate=allocated_on(kind))
+                truth = fixture.truth[f"{WEIGHT}.{wanted.logical.name}"].reshape(-1)
+                is_equal.append(read.device.type == kind and torch.equal(read.cpu(), truth))
+            crossed = counts.to_device == sum(fixture.truth[name].nbytes for name in weights_in(fixture.truth))
+            here = devices.accelerator_type(), devices.is_staged(torch.device(kind, 0)), str(payload_device())
+            return all(is_equal), crossed, gather("long " * 100) == ["long " * 100], *here
+
+    assert in_a_process(work) == (True, True, True, kind, True, f"{kind}:0")
+
+
+def allocated_on(kind: str) -> Callable[[int, torch.dtype], torch.Tensor]:
+    return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=kind)
+
+
+def weights_in(truth: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in truth if name.startswith(WEIGHT)]
+
+
+def test_rocm_is_cuda_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its builds name their devices "cuda" and RCCL "nccl"; only the reported versions differ."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert devices.accelerator_type() == "cuda"
+    assert default_backend("cuda") == "nccl"
+    found = devices.driver_versions(tmp_path / "missing")
+    assert found["ROCm"] == "6.4.43482" and "CUDA" not in found
 
 
 @pytest.mark.parametrize("has_accelerator_module", [True, False])
