@@ -128,7 +128,8 @@ def _comparisons(
         problem = f"{type(error).__name__}: {error}"
     comparisons = gather(_Comparison(own, problem, any_keeps_remainders(optimizer)))
     if problems := listed_of_all([comparison.problem for comparison in comparisons]):
-        announce(f"this load is not verified: {problems}")
+        # Rank 0 names all; the log of a rank that could not check says so, too.
+        announce(f"this load is not verified: {problems}", every_rank=problem is not None)
     return comparisons
 
 

@@ -6,29 +6,49 @@ their reads, and agree on an error if one of them runs out of memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from megatron_on_cpu import launch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.layout.additive_checksum import digest_of, written
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
+from mcore_ckpt_ext.operations.iteration_health import problems_of
 from tests.harness.cases import Case, Outcomes, load_all
-from tests.harness.checkpoints import fixture_named
+from tests.harness.checkpoints import everything_in, fixture_named
 from tests.harness.device_group import BACKENDS_VARIABLE
-from tests.harness.device_loads import BY_STOCK, FAST, LOADS, TWO_LAYERS, assert_is_the_truth, cases
-from tests.harness.layouts import Layout
+from tests.harness.device_loads import AWARE, BY_STOCK, FAST, LOADS, TWO_LAYERS, assert_is_the_truth, cases
+from tests.harness.jobs import differing, with_vocabulary
+from tests.harness.layouts import VOCABULARY, Layout
 
 SCRIPT = "device_cases.py"
+SAVES_TO = "TEST_SAVES_TO"
+ITERATION = "iter_0000004"
+SAVE, SAVE_IN_BACKGROUND = "save", "save in the background"
+# With plain masters, with remainders that are digested, and with half of the masters on the CPU.
+SAVED = ("dp_reshardable", "remainders", "offload of half")
 ONCE = {**FAST, "MCORE_CKPT_EXT_READ_ONCE": "1"}
 NUMBERS_ON_THE_CPU = {BACKENDS_VARIABLE: "cpu:gloo,cuda:nccl"}
 OUT_OF_MEMORY = "TEST_OUT_OF_MEMORY"
+NO_MEMORY_TO_SAVE = "no memory to save"
 WHOLE = "load"
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 FP32_BYTES, BF16_BYTES = 4, 2
 # For each copy: until a block is free again, until its elements are there, and until they are compared.
 WAITS = 6
+# In a save: what Megatron counts and compares of its own.
+FEW_BYTES, FEW_WAITS = 256, 8
+
+
+def saved_by(folder: Path, name: str) -> Path:
+    """Where what was loaded is saved, in a folder for each way."""
+    return folder / "saved" / name
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +58,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> dict[str, dict[str, Any]]:
-    """What one rank reports of each load."""
-    loads = cases(folder, {**FAST, **NUMBERS_ON_THE_CPU})
+    """What one rank reports of each load; what is loaded in some of them, it saves."""
+    saves = {name: {SAVES_TO: str(saved_by(folder, name))} for name in SAVED}
+    loads = [
+        replace(case, environment={**case.environment, **saves.get(case.name, {})})
+        for case in cases(folder, {**FAST, **NUMBERS_ON_THE_CPU})
+    ]
     outcomes = load_all(folder / "one", Layout(1, 1, 1), loads, script=SCRIPT, plugins=[launch.PRECISION_AWARE])
     return {name: rank for name, (rank,) in outcomes.items()}
 
@@ -77,15 +101,40 @@ def test_digests_of_remainders_are_taken_on_the_device(loaded: dict[str, dict[st
     assert loaded["dp_reshardable"]["digests"] == {}
 
 
+@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("how", [SAVE, SAVE_IN_BACKGROUND])
+def test_a_save_is_what_lies_on_the_device(
+    name: str, how: str, loaded: dict[str, dict[str, Any]], folder: Path
+) -> None:
+    """With its sidecar, complete, and what is stored crosses once: nothing else is read on the CPU."""
+    run, fixture = saved_by(folder, name) / how, fixture_named(LOADS[name][0])
+    iteration = run / ITERATION
+    assert problems_of(iteration) == ()
+    assert find_sidecar(iteration).sidecar is not None
+    found = everything_in(open_checkpoint(run))
+    assert differing(*(with_vocabulary(one, VOCABULARY) for one in (fixture.truth, found))) == []
+    stored = sum(
+        entry.size.numel() * entry.properties.dtype.itemsize
+        for entry in FileSystemReader(iteration).read_metadata().state_dict_metadata.values()
+        if isinstance(entry, TensorStorageMetadata)
+    )
+    crossed = loaded[name]["crossed"][how]
+    assert crossed["to_cpu"] <= stored + FEW_BYTES
+    assert crossed["to_device"] <= FEW_BYTES
+    assert crossed["waits"] <= crossed["copies"] + FEW_WAITS
+
+
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Outcomes:
     """What each of two ranks reports, of groups that take memory of the device alone, or for numbers the CPU's too."""
+    remainders, saves = fixture_named(LOADS["remainders"][0]), saved_by(folder, NO_MEMORY_TO_SAVE)
     loads = [
         Case("read once", fixture_named("p10").run, {}, ONCE, {}, folder / "read once"),
         Case("both backends", fixture_named("p10").run, {}, {**ONCE, **NUMBERS_ON_THE_CPU}, {}, folder / "both"),
         Case(OUT_OF_MEMORY, fixture_named("p12").run, {}, {**ONCE, OUT_OF_MEMORY: "1"}, TWO_LAYERS),
+        Case(NO_MEMORY_TO_SAVE, remainders.run, {}, {**FAST, OUT_OF_MEMORY: "1", SAVES_TO: str(saves)}, AWARE),
     ]
-    return load_all(folder / "two", Layout(1, 1, 2), loads, script=SCRIPT)
+    return load_all(folder / "two", Layout(1, 1, 2), loads, script=SCRIPT, plugins=[launch.PRECISION_AWARE])
 
 
 @pytest.mark.parametrize(("name", "dump"), [("read once", "read once"), ("both backends", "both")])
@@ -107,10 +156,28 @@ def test_a_rank_without_memory_is_heard_by_all(shared: Outcomes) -> None:
     assert len(attempts) >= 8
     for ranks in attempts:
         if ranks[0]["error"] is None:  # the optimizer is filled, and cannot be looked at once more
-            assert any("this load is not verified: rank 1: OutOfMemoryError" in line for line in ranks[0]["lines"])
+            # Rank 0 reports it for all, and so does the rank that could not check.
+            reported = "this load is not verified: rank 1: OutOfMemoryError"
+            assert any(line.startswith(reported) for line in ranks[0]["lines"])
+            assert any(line.startswith(f"on this rank: {reported}") for line in ranks[1]["lines"])
             continue
         for one in ranks:
             assert "rank 1: OutOfMemoryError: CUDA out of memory" in one["error"]
             assert "ResumeRefusedError" in one["types"]
         unchanged = all(one["before"] == one["after"] for one in ranks)
         assert unchanged or all("do not train on" in one["error"] for one in ranks)
+
+
+def test_a_save_without_memory_is_complete_all_the_same(shared: Outcomes) -> None:
+    """What this package allocates in a save are digests: where a rank has no memory for them, there are none."""
+    truth, digested = fixture_named(LOADS["remainders"][0]).truth, list[bool]()
+    (folders,) = {tuple(rank["saved"]) for rank in shared[NO_MEMORY_TO_SAVE]}
+    for iteration in (Path(folder) / ITERATION for folder in folders):
+        assert problems_of(iteration) == ()
+        found = everything_in(open_checkpoint(iteration))
+        assert differing(*(with_vocabulary(one, VOCABULARY) for one in (truth, found))) == []
+        sidecar = find_sidecar(iteration).sidecar
+        assert sidecar is not None
+        digested.append(bool(sidecar.digests))
+    assert digested == [False] * (len(folders) - 1) + [True]
+    assert len(folders) > 2

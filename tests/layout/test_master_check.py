@@ -346,12 +346,12 @@ def test_what_cannot_be_looked_at_hides_no_mismatch(monkeypatch: pytest.MonkeyPa
 def test_an_unknown_optimizer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence would say that the load is proven."""
     said: list[str] = []
-    monkeypatch.setattr(hooks_proof, "announce", said.append)
+    monkeypatch.setattr(hooks_proof, "announce", lambda line, every_rank: said.append(f"{every_rank}: {line}"))
     optimizer = SimpleNamespace(optimizer=torch.optim.Adagrad([torch.ones(1, requires_grad=True)]))
     chunk = torch.nn.ParameterDict({"first": torch.ones(4)})
     hooks_proof.prove_loaded([chunk], optimizer, loaded=True, weaker=None)
     assert said == [
-        "this load is not verified: rank 0: this version cannot check the optimizer: SimpleNamespace over Adagrad"
+        "True: this load is not verified: rank 0: this version cannot check the optimizer: SimpleNamespace over Adagrad"
     ]
     hooks_proof.prove_loaded([chunk], optimizer, loaded=False, weaker=None)
     assert len(said) == 1

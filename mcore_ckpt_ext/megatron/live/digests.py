@@ -51,23 +51,38 @@ class Digester:
         if problems := listed_of_all([text for _, text in of_ranks]):
             self.complain(problems)
         self.places = [] if problems else sorted({place for found, _ in of_ranks for place in found})
+        self._failed: torch.Tensor | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="digests")
         self._newest: Digests | None = None  # keeps the exchange alive beyond this rank's save
 
+    def _reserve(self) -> bool:
+        """Allocate once what a rank without memory sends in a save; False if a rank has no memory now. Collective."""
+        if self._failed is not None:
+            return True
+        own: list[torch.Tensor] = []
+        if problems := listed_of_all(gather(attempt(lambda: own.append(self._zeros())))):
+            self.complain(problems)
+            return False
+        (self._failed,) = own
+        return True
+
+    def _zeros(self) -> torch.Tensor:
+        """Return a number for each place, and one that counts the ranks that fail."""
+        return torch.zeros(len(self.places) + 1, dtype=torch.int64, device=payload_device())
+
     def begin(self, optimizer: Any, in_background: bool) -> Digests:
-        """Begin the digests of this save's remainders, which must not change until they are shared.
+        """Begin the digests of this save's remainders, which must not change until they are shared. Collective.
 
         Args:
             optimizer: the optimizer that is saved.
             in_background: a background thread may compute them meanwhile, since no other process is forked.
         """
         own: Callable[[], torch.Tensor] | None = None
-        if self.places:
-            totals = torch.zeros(len(self.places) + 1, dtype=torch.int64, device=payload_device())
-            if in_background and totals.device.type == "cpu":
-                own = self._background.submit(self._add_own, optimizer, totals).result
+        if self.places and self._reserve():
+            if in_background and payload_device().type == "cpu":
+                own = self._background.submit(self._add_own, optimizer).result
             else:  # computed in `share`: a device is asynchronous anyway, and a synchronous save may fork at any time
-                own = partial(self._add_own, optimizer, totals)
+                own = partial(self._add_own, optimizer)
         self._newest = Digests(self, own)
         return self._newest
 
@@ -75,13 +90,16 @@ class Digester:
         """Log why there are no digests."""
         self._say(f"no digests of the optimizer's state in the sidecar: {why}")
 
-    def _add_own(self, optimizer: Any, totals: torch.Tensor) -> torch.Tensor:
-        """Add this rank's part to each place, or 1 to the last number if it fails."""
+    def _add_own(self, optimizer: Any) -> torch.Tensor:
+        """Return this rank's part of each place, or 1 as the last number if it fails."""
         try:
+            totals = self._zeros()
             totals[:-1] += self._own(optimizer, totals.device)
         except Exception as error:  # noqa: BLE001 - every rank must reach the sum, and the save must not fail
             # Logged on rank 0 only; `recorded` reports the number of failed ranks.
             self.complain(text_of(error))
+            # Allocated by `_reserve`; after a failure only its last number is read.
+            totals = self._failed  # type: ignore[assignment]
             totals[-1] = 1
         return totals
 

@@ -1,15 +1,14 @@
 """Loads the cases of an order into a model on a device whose memory the CPU cannot access.
 
 Copies between the two are counted. With TEST_OUT_OF_MEMORY a case is loaded repeatedly. Each time an allocation on the
-device fails, on the rank that the variable names, at another place of this package, until none is left.
+device fails, on the rank that the variable names, at another place of this package, until none is left. With
+TEST_SAVES_TO, the loaded state is saved to that folder; then the allocations of the save fail instead.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import traceback
-import types
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import load_cases
 import torch
-from live_job import Live, training
+from live_job import Live, changed, get_args, training
 from load_cases import WriteDetector
 
 from mcore_ckpt_ext.megatron.live import sharded_load
@@ -27,10 +26,13 @@ sys.path.append(str(Path(__file__).parents[3]))  # ranks do not start in the rep
 from tests.harness import device as test_device
 from tests.harness.device import DeviceTensor, device
 from tests.harness.device_group import device_groups
+from tests.harness.out_of_memory import Failure
 
 WHOLE_LOAD = "load"
-PACKAGE = "mcore_ckpt_ext"
+SAVE, SAVE_IN_BACKGROUND = "save", "save in the background"
 OUT_OF_MEMORY_VARIABLE = "TEST_OUT_OF_MEMORY"
+SAVE_VARIABLE = "TEST_SAVES_TO"
+ITERATION = 4
 crossed: dict[str, dict[str, int]] = {}
 
 
@@ -68,12 +70,46 @@ def counted(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def load(original: Callable[..., Any], case: dict[str, Any], live: Live, witness: WriteDetector) -> dict[str, Any]:
     """Run one case, or the same one repeatedly, and add the counts to its report."""
     crossed.clear()
-    rank = case["environment"].get(OUT_OF_MEMORY_VARIABLE)
-    if rank is not None:
+    rank, save_to = (case["environment"].get(name) for name in (OUT_OF_MEMORY_VARIABLE, SAVE_VARIABLE))
+    if rank is not None and save_to is None:
         fails_here = int(rank) == torch.distributed.get_rank()
         return {"attempts": without_memory(functools.partial(original, case, live, witness), fails_here)}
     outcome: dict[str, Any] = original(case, live, witness)
+    if rank is not None:
+        return outcome | {"saved": save_without_memory(live, Path(save_to), int(rank))}
+    if save_to is not None:
+        save(live, Path(save_to))
     return outcome | {"crossed": dict(crossed), "held": held(live), "digests": digests(live)}
+
+
+def save(live: Live, folder: Path) -> None:
+    """Save what is live, and once more in the background, each into a folder of its name."""
+    for phase, is_asynchronous in {SAVE: False, SAVE_IN_BACKGROUND: True}.items():
+        counted(phase, functools.partial(save_once, live, folder / phase, is_asynchronous))()
+
+
+def save_once(live: Live, folder: Path, is_asynchronous: bool) -> None:
+    """Call Megatron's `save_checkpoint`, and wait until the checkpoint is complete."""
+    arguments = get_args()
+    values = {"save": str(folder), "async_save": is_asynchronous, "iteration": ITERATION, "ckpt_format": "torch_dist"}
+    with changed(vars(arguments), values):
+        scheduler = training.get_optimizer_param_scheduler(live.optimizer)
+        training.save_checkpoint(ITERATION, live.model, live.optimizer, scheduler, 0)
+        training.maybe_finalize_async_save(blocking=True)
+
+
+def save_without_memory(live: Live, folder: Path, fails_on: int) -> list[str]:
+    """Save until no place is left at which an allocation has not failed once; returns the folders, in order."""
+    folders, failure = list[str](), Failure()
+    happened = [True]
+    while any(happened):
+        failure.place = None
+        folders.append(str(folder / str(len(folders))))
+        save = functools.partial(save_once, live, Path(folders[-1]), len(folders) % 2 == 0)
+        failure.within(save) if fails_on == torch.distributed.get_rank() else save()
+        happened = [False] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(happened, failure.place is not None)
+    return folders
 
 
 def digests(live: Live) -> dict[str, str]:
@@ -117,42 +153,6 @@ def without_memory(load_once: Callable[[], dict[str, Any]], fails_here: bool) ->
         torch.distributed.all_gather_object(happened, failure.place is not None)
     training.load_checkpoint = inner
     return attempts
-
-
-class Failure:
-    """Makes an allocation on the device fail, at another place of the program each time.
-
-    Attributes:
-        place: where one has failed.
-    """
-
-    def __init__(self) -> None:
-        self.place: tuple[str, ...] | None = None
-        self._places: set[tuple[str, ...]] = set()
-
-    def within(self, function: Callable[..., Any], *positional: Any, **keywords: Any) -> Any:
-        """Call a function during which an allocation fails."""
-        test_device.BEFORE_ALLOCATION.append(self)
-        try:
-            return function(*positional, **keywords)
-        finally:
-            test_device.BEFORE_ALLOCATION.remove(self)
-
-    def __call__(self, number: int, nbytes: int) -> None:
-        frames = [(frame, line) for frame, line in traceback.walk_stack(None) if _owner(frame)]
-        place = tuple(f"{frame.f_code.co_filename}:{line}" for frame, line in frames if _owner(frame) == PACKAGE)
-        if not frames or _owner(frames[0][0]) != PACKAGE:
-            return  # an allocation by Megatron
-        if self.place is None and place not in self._places:
-            self.place = place
-            self._places.add(place)
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes.")
-
-
-def _owner(frame: types.FrameType) -> str:
-    """Return the owner of a frame's code: this package or Megatron; empty for all others."""
-    name = str(frame.f_globals["__name__"]).partition(".")[0]
-    return name if name in (PACKAGE, "megatron") else ""
 
 
 if __name__ == "__main__":

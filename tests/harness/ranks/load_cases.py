@@ -67,7 +67,7 @@ class WriteDetector:
         checkpointing.load_checkpoint = self._listening(checkpointing.load_checkpoint)
         training.load_checkpoint = checkpointing.load_checkpoint
         mcore_ckpt_ext.install()
-        hook.announce = proof.announce = resuming.announce = fast_load.announce = self.lines.append
+        hook.announce = proof.announce = resuming.announce = fast_load.announce = self._announce
         fast_load.ShardedLoad.read = self._noted(self._counted(fast_load.ShardedLoad.read))
         Reading.read = self._noted(Reading.read)  # type: ignore[method-assign]
         files.os = self  # type: ignore[attr-defined]
@@ -75,6 +75,10 @@ class WriteDetector:
         Transfer.execute = failing("TEST_OWN_READ_FAILS", Transfer.execute)  # type: ignore[method-assign]
         for owner, phase in ((hook, "prepare"), (Prepared, "prove"), (Proven, "fill")):
             setattr(owner, phase, self._measured(phase, getattr(owner, phase)))
+
+    def _announce(self, line: str, *, every_rank: bool = False) -> None:
+        """Of the product; a line of one rank's own is marked, every other is logged on rank 0 alone."""
+        self.lines.append(f"on this rank: {line}" if every_rank else line)
 
     def _listening(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
