@@ -33,6 +33,6 @@ def _row(family: Family) -> tuple[str, ...]:
     models = (sys.modules[type(family).__module__].__doc__ or "").partition("\n")[0].rstrip(".")
     spec = "Megatron (Transformer Engine)" if family.needs_engine else "Megatron"
     since, names = checked(family.model_type)
-    shown = f"{models} ({', '.join(names)})" if names else models
+    models_and_names = f"{models} ({', '.join(names)})" if names else models
     trained_by = "Megatron-Bridge" if family.bridge_only_reason else spec
-    return family.model_type, family.name, trained_by, since, "import, export", shown
+    return family.model_type, family.name, trained_by, since, "import, export", models_and_names

@@ -126,9 +126,9 @@ def _show_files(found: Inspection, *, show_all: bool) -> None:
     if any(file.rank is not None for file in found.files):
         line("  __x_y.distcp: written by global rank x, writer process y of that rank")
     if found.silent_ranks:
-        shown = ", ".join(map(str, found.silent_ranks[:_RANKS_SHOWN]))
+        names = ", ".join(map(str, found.silent_ranks[:_RANKS_SHOWN]))
         more_ranks = ", ..." if len(found.silent_ranks) > _RANKS_SHOWN else ""
-        line(f"  no file from {_ranks(len(found.silent_ranks))} ({shown}{more_ranks}): {found.why_silent}")
+        line(f"  no file from {_ranks(len(found.silent_ranks))} ({names}{more_ranks}): {found.why_silent}")
 
 
 def _kind_of_file(file: StoredFile) -> tuple[str, bool]:

@@ -123,7 +123,7 @@ class Team:
         try:
             code = test(self._run_order)
         finally:
-            self._tell({"code": code})
+            self._send({"code": code})
         return code
 
     def follow(self) -> int:
@@ -136,10 +136,10 @@ class Team:
 
     def _run_order(self, order: Order) -> Ended:
         path, port = order.write().resolve(), free_port()
-        self._tell({"order": str(path), "port": port})
+        self._send({"order": str(path), "port": port})
         return self._run_rank(path, port, lambda: len(read_results(order.results)), self._patience)
 
-    def _tell(self, wanted: Mapping[str, Any]) -> None:
+    def _send(self, wanted: Mapping[str, Any]) -> None:
         self._store.set(self._key("wanted"), json.dumps(wanted))
 
     def _run_rank(self, order: Path, port: int, progress: Callable[[], object], patience: float) -> Ended:

@@ -163,12 +163,12 @@ class Family:
         strange = sorted(key for key, value in config.items() if key not in known and value is not None)
         if not strange:
             return
-        shown = ", ".join(f"{key}: {shorten(repr(config[key]), _SHOWN)}" for key in strange[:_MOST_SHOWN])
+        listed = ", ".join(f"{key}: {shorten(repr(config[key]), _SHOWN)}" for key in strange[:_MOST_SHOWN])
         more = f", and {len(strange) - _MOST_SHOWN} more" if len(strange) > _MOST_SHOWN else ""
         accept = " ".join(f"--accept-key {key}" for key in strange[:_MOST_SHOWN])
         raise UnsupportedCheckpointError(
             f"config.json has keys unknown for {self.name} that may change what the model computes",
-            found=shown + more + (f" ({neutral.strict})" if neutral.strict else ""), where="config.json",
+            found=listed + more + (f" ({neutral.strict})" if neutral.strict else ""), where="config.json",
             hint=f"if they do not: {accept} (in a job: {ACCEPT_KEYS.flag}); to map them, a family of your own "
             "(docs/how-to/own-format.md): --family path.py:Name",
         )  # fmt: skip

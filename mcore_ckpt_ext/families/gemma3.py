@@ -52,10 +52,10 @@ def _rope() -> Setting:
         if not isinstance(of_layers, Mapping):
             raise unrepresentable("rope_parameters", of_layers, f"keys {_LOCAL} and {_GLOBAL}")
         if {*of_layers} & {_LOCAL, _GLOBAL}:
-            beside = {key: config[key] for key in ("rope_theta", "rope_scaling") if config.get(key)}
+            outer = {key: config[key] for key in ("rope_theta", "rope_scaling") if config.get(key)}
             of_windows = {"rope_theta": config["rope_local_base_freq"]} if config.get("rope_local_base_freq") else {}
             local = rope_parameters({**of_windows, "rope_parameters": of_layers.get(_LOCAL)})
-            found = rope_parameters({**beside, "rope_parameters": of_layers.get(_GLOBAL)}, 1000000.0)
+            found = rope_parameters({**outer, "rope_parameters": of_layers.get(_GLOBAL)}, 1000000.0)
         else:  # until transformers 4
             local = rope_parameters({"rope_theta": config.get("rope_local_base_freq", 10000.0)})
             found = rope_parameters(config, 1000000.0)

@@ -91,8 +91,8 @@ def _parameters(key: str, given: Any, config: Config, theta: float, ignored: Col
     found = {name: value for name, value in given.items() if value is not None and name not in ignored}
     found.setdefault("rope_type", found.pop("type", "default"))
     for name in ("rope_theta", _PART):
-        if (beside := config.get(name)) is not None and found.setdefault(name, beside) != beside:
-            raise contradictory(name, beside, f"{found[name]} among {key}")
+        if (other := config.get(name)) is not None and found.setdefault(name, other) != other:
+            raise contradictory(name, other, f"{found[name]} among {key}")
     found.setdefault("rope_theta", config.get("rope_theta", theta))
     return found
 
@@ -212,16 +212,16 @@ _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def _yarn_to_config(arguments: ModelArguments) -> dict[str, Any]:
-    said = {key: arguments.value(name) for key, name in _YARN.items()}
+    settings = {key: arguments.value(name) for key, name in _YARN.items()}
     for key, usual in (*_BETAS.items(), ("truncate", True)):
-        if said[key] == usual:
-            del said[key]
+        if settings[key] == usual:
+            del settings[key]
     mscale, all_dim = arguments.mscale, arguments.mscale_all_dim
     if mscale and all_dim:
-        said |= {"mscale": mscale, "mscale_all_dim": all_dim}
+        settings |= {"mscale": mscale, "mscale_all_dim": all_dim}
     elif (mscale, all_dim) != (1.0, 0.0):
-        said["attention_factor"] = concentration(float(said["factor"]), mscale, all_dim)
-    return {"rope_type": "yarn", **said}
+        settings["attention_factor"] = concentration(float(settings["factor"]), mscale, all_dim)
+    return {"rope_type": "yarn", **settings}
 
 
 def _yarn_to_arguments(found: Mapping[str, Any], config: Config) -> dict[str, Any]:

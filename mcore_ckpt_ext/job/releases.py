@@ -275,7 +275,7 @@ TAKES_STEPS_OF_PRECISION_AWARE = Capability(
     since=Version(0, 17),
 )
 MAY_SPLIT_LAYER_WISE = Capability(
-    "may have a DistributedOptimizer beside a layer-wise one, unless --no-use-layer-wise-param-layout is given",
+    "may have a DistributedOptimizer in addition to a layer-wise one, unless --no-use-layer-wise-param-layout is given",
     "megatron/core/optimizer/__init__.py, `_get_megatron_emerging_optimizer`; megatron/training/training.py (0.18.2)",
     since=Version(0, 18),
 )

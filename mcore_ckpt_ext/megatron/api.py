@@ -79,8 +79,8 @@ def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object)
     """
     folder, chunks = Path(os.fspath(path)), unwrapped(model)
     iteration = agreed("looking at the checkpoint", lambda: open_checkpoint(folder).iteration, _NONE)[0]
-    stated = live_arguments(chunks, optimizer).raw
-    text = recorder().text(lambda: chunks, optimizer, stated, iteration)
+    settings = live_arguments(chunks, optimizer).raw
+    text = recorder().text(lambda: chunks, optimizer, settings, iteration)
 
     def write() -> None:
         if text and is_first_rank():

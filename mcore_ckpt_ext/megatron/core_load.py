@@ -137,15 +137,15 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
     Raises:
         ResumeRefusedError: on every rank, if some have no optimizer and Megatron cannot load that of the others.
     """
-    ask = gather(bool(requests))
-    if all(ask) or not any(ask):
-        return ask[0]
-    speaks = rank_and_size()[0] == ask.index(True)
+    has_request = gather(bool(requests))
+    if all(has_request) or not any(has_request):
+        return has_request[0]
+    speaks = rank_and_size()[0] == has_request.index(True)
 
     def inspect_here() -> None:
         served = [request for request in requests if serves(request.optimizer)] if speaks else []
         if served and any(not _decided(folder, one.optimizer, _fits(folder, one)).is_stock for one in served):
-            ranks = format_ranks(rank for rank, has_one in enumerate(ask) if not has_one)
+            ranks = format_ranks(rank for rank, has_one in enumerate(has_request) if not has_one)
             raise UnsupportedCheckpointError(
                 "Megatron cannot load this optimizer, and some ranks have no optimizer",
                 found=f"no optimizer on rank {ranks}, as where a rank trains no parameter", where=str(folder),
@@ -241,8 +241,8 @@ def _decided(folder: Path, optimizer: Any, fits: bool) -> LoadDecision:
 def _switched(checkpoint: Checkpoint, chain: Chain) -> list[str]:
     """Return the optimizer's arguments that differ from the checkpoint's, if it has them."""
     kinds = {"optimizer_cpu_offload": is_offloaded, "use_precision_aware_optimizer": is_precision_aware}
-    stated = {name: bool(value) for name, value in checkpoint.arguments.raw.items() if name in kinds}
-    found = [name for name, value in stated.items() if value != any(map(kinds[name], chain.distributed))]
+    settings = {name: bool(value) for name, value in checkpoint.arguments.raw.items() if name in kinds}
+    found = [name for name, value in settings.items() if value != any(map(kinds[name], chain.distributed))]
     joins = any(map(keeps_remainders, chain.distributed))
     index = checkpoint.format_reader.index
     if index is not None and has_remainders(index) != joins:

@@ -91,8 +91,8 @@ def _text(optimizer: Any, iteration: object) -> str:
     if not Chain.of(optimizer).distributed:
         return ""
     chunks = functools.partial(chunks_of, optimizer)
-    stated = live_arguments(chunks(), optimizer).raw
-    return recorder().text(chunks, optimizer, stated, iteration if isinstance(iteration, int) else 0)
+    settings = live_arguments(chunks(), optimizer).raw
+    return recorder().text(chunks, optimizer, settings, iteration if isinstance(iteration, int) else 0)
 
 
 def _publish(folder: Path, text: str) -> None:

@@ -127,9 +127,9 @@ def _load(
             return stock(request), 0
 
     if missing := sum(number for *_, number in plans):
-        stated = checkpoints[0].arguments.raw
+        settings = checkpoints[0].arguments.raw
         announce(
-            missing_extra_states_message(missing, were_dropped=bool(stated.get("ckpt_drop_redundant_extra_state")))
+            missing_extra_states_message(missing, were_dropped=bool(settings.get("ckpt_drop_redundant_extra_state")))
         )
 
     absent = set(map(id, empty))

@@ -85,14 +85,14 @@ class Exports:
 
     Args:
         start: runs a function in the background, after the functions before it.
-        say: logs a line.
+        log: logs a line.
         warn: logs a warning, from every rank.
     """
 
     def __init__(
-        self, start: Callable[[Callable[[], None]], object], say: Callable[[str], None], warn: Callable[[str], None]
+        self, start: Callable[[Callable[[], None]], object], log: Callable[[str], None], warn: Callable[[str], None]
     ) -> None:
-        self._start, self._say, self._warn = start, say, warn
+        self._start, self._log, self._warn = start, log, warn
 
     def follow(self, save: Save, arguments: Any) -> None:
         """Begin the export of a committed checkpoint if an export is requested for its iteration."""
@@ -118,7 +118,7 @@ class Exports:
             problem = str(error)
         if problem is None:
             seconds = time.monotonic() - begun
-            self._say(f"iteration {save.iteration} was also written as a Hugging Face folder: {place}, {seconds:.1f} s "
+            self._log(f"iteration {save.iteration} was also written as a Hugging Face folder: {place}, {seconds:.1f} s "
                       "in the background")  # fmt: skip
         else:
             output_end = " ".join(problem.strip().splitlines()[-_SHOWN:])

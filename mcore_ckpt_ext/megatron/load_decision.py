@@ -210,8 +210,8 @@ def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | No
     checkpoint = open_checkpoint(folder)
     if checkpoint.format_reader.index is None:
         return False
-    stated = (written or checkpoint.arguments).raw
-    return are_lacking(checkpoint.random_state_grid(), arguments, megatron_version(), stated)
+    settings = (written or checkpoint.arguments).raw
+    return are_lacking(checkpoint.random_state_grid(), arguments, megatron_version(), settings)
 
 
 def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> None:

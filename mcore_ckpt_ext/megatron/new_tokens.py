@@ -48,8 +48,8 @@ def stored_vocabulary_rows(folder: Path, arguments: Any) -> int | None:
     The checkpoint's arguments are cheap to read; its index is parsed only if they do not decide.
     """
     count, checkpoint = token_count(arguments), open_checkpoint(folder)
-    stated = checkpoint.arguments.padded_vocab_size
-    if count is None or (stated is not None and stated >= count):
+    recorded = checkpoint.arguments.padded_vocab_size
+    if count is None or (recorded is not None and recorded >= count):
         return None
     return checkpoint.vocabulary_rows
 

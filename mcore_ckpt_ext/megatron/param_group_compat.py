@@ -17,18 +17,18 @@ _RATES = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
 
 def has_other_rates(written: JobArguments, running: JobArguments) -> bool:
     """Return True if a learning rate, and so the bounds of groups, differs from the checkpoint's."""
-    stated = [rate for rate in _RATES if rate in written.raw and rate in running.raw]
-    return any(written.raw[rate] != running.raw[rate] for rate in stated)
+    known = [rate for rate in _RATES if rate in written.raw and rate in running.raw]
+    return any(written.raw[rate] != running.raw[rate] for rate in known)
 
 
 def overrides_own_bounds(running: JobArguments, chain: Chain) -> bool:
     """Return True if --override-opt_param-scheduler would replace the bounds of a group that has its own."""
-    stated = running.raw
-    if not stated.get("override_opt_param_scheduler"):
+    settings = running.raw
+    if not settings.get("override_opt_param_scheduler"):
         return False
 
     def is_its_own(group: Group, bound: str, rate: str) -> bool:
-        wanted = stated.get(f"decoupled_{rate}" if group.get("is_decoupled_lr") else rate)
+        wanted = settings.get(f"decoupled_{rate}" if group.get("is_decoupled_lr") else rate)
         return wanted is not None and group.get(bound) not in (None, wanted)
 
     live = [group for child in (*chain.distributed, *(one for one, _ in chain.whole)) for group in groups_of(child)]

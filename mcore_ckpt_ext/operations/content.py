@@ -93,7 +93,9 @@ class ContentCheck:
         """
         report = ParameterReport()
         tensors = {kind: source.logical_tensor(kind, name) for kind, source in self._sources.items()}
-        held = {kind: tensor for kind, tensor in tensors.items() if tensor is not None and self._readable(kind, name)}
+        held = {
+            kind: tensor for kind, tensor in tensors.items() if tensor is not None and self._is_readable(kind, name)
+        }
         if self._optimizer is not None and name in self._shifted:
             report.findings += self._check_shifted(self._optimizer, name, held)
             held = {kind: tensor for kind, tensor in held.items() if kind == WEIGHT}
@@ -108,7 +110,7 @@ class ContentCheck:
             self._check_copies(kind, name, report)
         return report
 
-    def _readable(self, kind: str, name: str) -> bool:
+    def _is_readable(self, kind: str, name: str) -> bool:
         return not any(stored.extent.file in self._unreadable for stored in self._sources[kind].stored(kind, name))
 
     def _check_elements(self, name: str, held: dict[str, LogicalTensor], report: ParameterReport) -> None:

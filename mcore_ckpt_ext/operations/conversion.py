@@ -186,10 +186,10 @@ def convert(
             for folder, state in zip(folders, before, strict=True):
                 check_unchanged(folder, state)
 
-        def readable() -> None:
+        def check_readable() -> None:
             _check_readable(written.folder, checkpoint, laid_out)
 
-        written.write(output, filler, (unchanged, readable), progress, force=force, resume=resume)
+        written.write(output, filler, (unchanged, check_readable), progress, force=force, resume=resume)
     return Report(
         destination=place.path,
         files=len(output.files),

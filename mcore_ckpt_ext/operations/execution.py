@@ -100,7 +100,7 @@ class RemoteOutput:
 
         If the second check fails, the files that mark the output as complete are removed again.
         """
-        unchanged, readable = checks
+        unchanged, check_readable = checks
         team = self._team
         records: dict[str, list[tuple[int, Record]]] = {}
         for number, record in enumerate(output.records):
@@ -127,7 +127,7 @@ class RemoteOutput:
         try:
             for file in last:
                 team.first(lambda file=file: self._make(file, [], filler, None))  # type: ignore[misc]  # bound at once
-            team.first(readable)
+            team.first(check_readable)
         except BaseException:  # interrupts included
             if team.rank == 0:
                 self._upload.withdraw([file.name for file in last])

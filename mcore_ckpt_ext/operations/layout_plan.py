@@ -155,7 +155,7 @@ def plan(
         old = ParallelLayout.from_arguments(job)
         table = table_of(checkpoint, job)
         buffers = buffers_of(job, table, version)
-        wish = SearchRequest(
+        request = SearchRequest(
             gpus, gpus_per_node, version, gpu_memory, recomputation=_recomputation(job, recomputation),
             pins=_sizes_of(pins or {}),
         )  # fmt: skip
@@ -163,8 +163,8 @@ def plan(
         if gpu_memory is None and not trained:
             source = _NO_MEMORY
         elif gpu_memory is None:
-            wish, source = _as_before(job, table, old, wish, buffers)
-        result = search(job, table, old, wish, buffers)
+            request, source = _as_before(job, table, old, request, buffers)
+        result = search(job, table, old, request, buffers)
         least = min(result.found, key=lambda one: one.memory.total, default=None)
         chosen = result.found if most is None else result.found[:most]
         return LayoutPlan(
@@ -178,7 +178,7 @@ def plan(
             accepted=len(result.found),
             least_memory=least.memory.total if least else None,
             least_layout=str(least.choice.layout) if least else None,
-            gpu_memory=wish.memory,
+            gpu_memory=request.memory,
             gpu_memory_source=source,
             excluded=dict(result.excluded),
             nearest=_nearest(result),
@@ -198,14 +198,14 @@ def check_gpus(*numbers: int) -> None:
 
 
 def _as_before(
-    job: JobArguments, table: ModelTable, old: ParallelLayout, wish: SearchRequest, buffers: Buffers
+    job: JobArguments, table: ModelTable, old: ParallelLayout, request: SearchRequest, buffers: Buffers
 ) -> tuple[SearchRequest, str]:
     """Set the memory to the need of the old layout, as its job has run."""
     pins = {name: getattr(old, name) for name in PINS.values()}
-    before = search(job, table, old, replace(wish, gpus=old.world, pins=pins), buffers).found
+    before = search(job, table, old, replace(request, gpus=old.world, pins=pins), buffers).found
     if not before or old.unknown:
-        return wish, _NO_MEMORY
-    return replace(wish, memory=before[0].memory.total, is_least=True), f"at least: {old} needs it, and its job ran"
+        return request, _NO_MEMORY
+    return replace(request, memory=before[0].memory.total, is_least=True), f"at least: {old} needs it, and its job ran"
 
 
 def buffers_of(job: JobArguments, table: ModelTable, version: Version) -> Buffers:

@@ -70,16 +70,16 @@ def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
     return ModelTable(parameters, job.num_layers, copies=embedding_copies(job), padded_rows=padded)
 
 
-def _check_layers(checkpoint: CheckpointView, job: JobArguments, stated: int, block: str) -> None:
+def _check_layers(checkpoint: CheckpointView, job: JobArguments, declared: int, block: str) -> None:
     """Refuse a number of layers that the weights contradict: memory and pipeline division would be wrong."""
     layers = (split_layer(name)[0] for name in checkpoint.names(WEIGHT))
     found = 1 + max(layer.number for layer in layers if layer is not None and layer.block == block)
     # The last layers of a heterogeneous model may have no parameters.
     is_heterogeneous = any(job.raw.get(name) for name in _HETEROGENEOUS)
-    if found > stated or (found < stated and not is_heterogeneous):
+    if found > declared or (found < declared and not is_heterogeneous):
         raise UnsupportedCheckpointError(
             "the number of layers is not that of the weights",
-            found=f"num_layers {stated}",
+            found=f"num_layers {declared}",
             expected=f"{found} layers",
             where=str(checkpoint.folder),
             hint=f"pass --argument num_layers={found}",

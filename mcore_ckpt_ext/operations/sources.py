@@ -132,8 +132,8 @@ def _merged(
             "Megatron checkpoint", found=f"--merge {path} --to {target.name}", where=str(checkpoint.folder),
             hint="convert in two steps: first with --merge FOLDER --to hf, then the folder that this writes",
         )  # fmt: skip
-    scaling, stated = scaling_of(checkpoint, target.lora_alpha), parse_assignments(target.arguments)
-    return merged_view(base, checkpoint, scaling, family, stated)
+    scaling, passed = scaling_of(checkpoint, target.lora_alpha), parse_assignments(target.arguments)
+    return merged_view(base, checkpoint, scaling, family, passed)
 
 
 def _for_legacy_files(checkpoint: CheckpointView) -> CheckpointView:

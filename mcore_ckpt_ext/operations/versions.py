@@ -133,10 +133,10 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
         return [*_of_fsdp(checkpoint, writer, loading)]
     if not checkpoint.arguments.is_complete:
         return [*_of_another_loop(checkpoint)]
-    readable = loading.releases(min(writer.first, NEWEST))
+    releases = loading.releases(min(writer.first, NEWEST))
     own = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
-    same = [v for v in readable if _stock(checkpoint, False, v)]
-    other = [v for v in readable if _stock(checkpoint, True, v)]
+    same = [v for v in releases if _stock(checkpoint, False, v)]
+    other = [v for v in releases if _stock(checkpoint, True, v)]
     found = []
     if other:
         found.append(Resumption("stock Megatron", _span(other), "any", _stock_note(checkpoint)))
@@ -146,18 +146,18 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
         found.append(Resumption("stock Megatron", "none", "none", _stock_note(checkpoint)))
     if checkpoint.optimizer_format is None or encodings_named(checkpoint.optimizer_format):
         note = "tested with 0.16.1, 0.19.0 and 0.19.2"
-        found.append(Resumption("Megatron with mcore_ckpt_ext", _span(readable), "any", note))
+        found.append(Resumption("Megatron with mcore_ckpt_ext", _span(releases), "any", note))
     return found
 
 
 def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> Iterator[Resumption]:
-    readable = loading.releases(writer.first)
+    releases = loading.releases(writer.first)
     own = f"its own: {checkpoint.layout}; another DP"
-    yield Resumption(f"stock Megatron with {loading.flag}", _span(readable), own, _stock_note(checkpoint))
+    yield Resumption(f"stock Megatron with {loading.flag}", _span(releases), own, _stock_note(checkpoint))
     yield Resumption(
         "stock Megatron without it", "none", "none", "convert it: mcore-ckpt convert SRC DST --to torch_dist"
     )
-    yield Resumption("Megatron with mcore_ckpt_ext, without it", _span(readable), "any", "tested with 0.19.2")
+    yield Resumption("Megatron with mcore_ckpt_ext, without it", _span(releases), "any", "tested with 0.19.2")
 
 
 def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:

@@ -105,9 +105,9 @@ class _Zip:
         fixed = header_at + 30 + len(name) + len(large) + 4
         padding = -fixed % _ALIGNMENT
         extra = large + struct.pack("<HH", 0x4246, padding) + b"Z" * padding  # "FB", as torch pads
-        shown = min(size, _LIMIT_32)
+        size_32 = min(size, _LIMIT_32)
         header = struct.pack(
-            "<4s5H3I2H", b"PK\x03\x04", _VERSION, 0, 0, 0, _DATE, crc, shown, shown, len(name), len(extra)
+            "<4s5H3I2H", b"PK\x03\x04", _VERSION, 0, 0, 0, _DATE, crc, size_32, size_32, len(name), len(extra)
         )
         head = header + name + extra
         data_at = header_at + len(head)
@@ -129,8 +129,8 @@ class _Zip:
                 "<4sQ2H2I4Q", b"PK\x06\x06", 44, _VERSION, _VERSION, 0, 0, count, count, len(body), self._position
             )
             end += struct.pack("<4sIQI", b"PK\x06\x07", 0, at, 1)
-        shown, size, start = min(count, _LIMIT_16), min(len(body), _LIMIT_32), min(self._position, _LIMIT_32)
-        end += struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, shown, shown, size, start, 0)
+        entries, size, start = min(count, _LIMIT_16), min(len(body), _LIMIT_32), min(self._position, _LIMIT_32)
+        end += struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, entries, entries, size, start, 0)
         return body + end, crc_at
 
 
@@ -139,8 +139,8 @@ def _directory_entry(name: bytes, crc: int, size: int, header_at: int) -> bytes:
     if header_at >= _LIMIT_32:
         large += struct.pack("<Q", header_at)
     extra = struct.pack("<HH", 1, len(large)) + large if large else b""
-    shown = min(size, _LIMIT_32)
-    fields = (_VERSION, _VERSION, 0, 0, 0, _DATE, crc, shown, shown, len(name), len(extra), 0, 0, 0, 0)
+    size_32 = min(size, _LIMIT_32)
+    fields = (_VERSION, _VERSION, 0, 0, 0, _DATE, crc, size_32, size_32, len(name), len(extra), 0, 0, 0, 0)
     return struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *fields, min(header_at, _LIMIT_32)) + name + extra
 
 

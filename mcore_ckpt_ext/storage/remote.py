@@ -136,8 +136,8 @@ class Upload:
         self.destination = destination
         self._files = file_system(destination)
         name = hashlib.sha256(str(destination).encode()).hexdigest()[:12]
-        self._beside = destination.parent / f"{destination.name}.partial-{name}"
-        self._journal = self._beside / f"{_JOURNAL}{rank}"
+        self._partial = destination.parent / f"{destination.name}.partial-{name}"
+        self._journal = self._partial / f"{_JOURNAL}{rank}"
         self._fingerprint, self._rank = fingerprint, rank
         self._claimed = [fingerprint, secrets.token_hex(8)]
         self._noted: dict[str, list[int]] = {}
@@ -154,7 +154,7 @@ class Upload:
         if work and not resume:
             raise DestinationError(
                 "another conversion to this destination is under way, or was interrupted",
-                where=str(self._beside),
+                where=str(self._partial),
                 hint="wait for it; if none is running, continue it with --resume, or delete the destination and start "
                 "again",
             )
@@ -170,12 +170,12 @@ class Upload:
         if resume and work and work[0] != self._fingerprint:
             raise DestinationError(
                 "the interrupted conversion to this destination had another source, or other options",
-                where=str(self._beside),
+                where=str(self._partial),
                 hint="pass the options of the interrupted run, or delete the destination and start again",
             )
         with self._answering():
-            self._beside.mkdir(parents=True, exist_ok=True)
-            (self._beside / _CLAIM).write_text(json.dumps(self._claimed))
+            self._partial.mkdir(parents=True, exist_ok=True)
+            (self._partial / _CLAIM).write_text(json.dumps(self._claimed))
 
     def join(self) -> None:
         """Join the upload in the processes that did not open it: they share the claim.
@@ -195,7 +195,7 @@ class Upload:
         if self._claim() != self._claimed:
             raise DestinationError(
                 "another conversion took the destination meanwhile; it may be incomplete",
-                where=str(self._beside),
+                where=str(self._partial),
                 hint="let one of them finish; or stop both, delete the destination and start again",
             )
 
@@ -203,7 +203,7 @@ class Upload:
         """Return the content of the claim file; empty if there is none."""
         with self._answering():
             try:
-                found = json.loads((self._beside / _CLAIM).read_text())
+                found = json.loads((self._partial / _CLAIM).read_text())
             except FileNotFoundError:
                 return []
             except ValueError:
@@ -214,7 +214,7 @@ class Upload:
         """Return the files that an interrupted upload has finished, with their sizes, after reading each back."""
         journaled: dict[str, list[int]] = {}
         with self._answering():
-            for journal in self._beside.glob(f"{_JOURNAL}*") if self._beside.exists() else ():
+            for journal in self._partial.glob(f"{_JOURNAL}*") if self._partial.exists() else ():
                 # It may be incomplete, because the process was killed.
                 with contextlib.suppress(OSError, ValueError, TypeError):
                     journaled |= json.loads(journal.read_text())
@@ -247,7 +247,7 @@ class Upload:
     def publish(self) -> None:
         """Remove the journal and the claim of a finished upload."""
         with self._answering():
-            self._files.rm(str(self._beside.path), recursive=True)  # type: ignore[attr-defined]  # a remote path
+            self._files.rm(str(self._partial.path), recursive=True)  # type: ignore[attr-defined]  # a remote path
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:

@@ -129,8 +129,8 @@ def test_lion_is_converted_and_back(name: str, described: str, results: Results,
 @pytest.mark.parametrize(
     ("target", "says", "marked"),
     [
-        (TorchDist(megatron_version="0.19"), "core_v0.19.1 and later have one beside a layer-wise optimizer", True),
-        (TorchDist(megatron_version="0.16"), "that version has no other beside it", False),
+        (TorchDist(megatron_version="0.19"), "core_v0.19.1 and later have one in addition to", True),
+        (TorchDist(megatron_version="0.16"), "that version has no separate DistributedOptimizer", False),
         (Legacy(megatron_version="0.19"), "written whole, what was distributed, too", False),
     ],
     ids=["0.19", "0.16", "legacy"],

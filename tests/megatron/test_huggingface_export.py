@@ -106,6 +106,6 @@ def test_what_follows_a_save_cannot_fail_it(tmp_path: Path) -> None:
     publisher = Publisher(Disk(), lambda work: work(), lambda: 0.0, said.append, warned.append, follow)  # type: ignore[arg-type,return-value]
     save = save_of(tmp_path, 4)
     save.line = "iteration 4 is complete"
-    publisher.tell(save)
+    publisher.announce(save)
     assert said == ["iteration 4 is complete"]
     assert warned == ["iteration 4 is saved, but then: RuntimeError: no thread to be had"]

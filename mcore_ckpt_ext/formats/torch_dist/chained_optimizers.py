@@ -69,16 +69,19 @@ class ChainedOptimizers:
         """Yield which jobs load the written split, if that is not obvious."""
         if self._is_resplit:
             yield (
-                "what Muon does not step is written for a DistributedOptimizer of its own, as that version has it; a "
-                "job with --no-use-layer-wise-param-layout resumes it with this package only"
+                "the optimizer of the parameters that Muon does not update is written as a separate "
+                "DistributedOptimizer, as that version has it; a job with --no-use-layer-wise-param-layout resumes it "
+                "with this package only"
             )
         elif self._was_split and not MAY_SPLIT_LAYER_WISE.is_of(self._version):
-            yield "all of the optimizer is written as a layer-wise one has it: that version has no other beside it"
+            yield (
+                "the whole optimizer is written as a layer-wise one: that version has no separate DistributedOptimizer"
+            )
         elif self._was_split and not splits_layer_wise(self._version):
             yield (
-                "a part of the optimizer is written for a DistributedOptimizer of its own, as it was: core_v0.19.1 and "
-                "later have one beside a layer-wise optimizer, where the model is built by a function; other jobs "
-                "resume it with this package only"
+                "a part of the optimizer is written as a separate DistributedOptimizer, as in the source: core_v0.19.1 "
+                "and later have one in addition to a layer-wise optimizer if the model is built by a function; other "
+                "jobs resume it with this package only"
             )
 
     def _splits_by_default(self) -> bool:

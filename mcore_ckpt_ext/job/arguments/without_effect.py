@@ -126,11 +126,11 @@ _TEXT = """
     batch_invariant_backend gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute gtp_expert_remat_nccl_ub
     gtp_remat_nccl_ub gtp_remat_opt_in_modules gtp_remat_reduce_scatter_with_fp32_accumulation logit_dtype
     moe_combine_bwd_dtype moe_dispatch_fwd_dtype moe_use_grouped_tensor mtp_hsm use_gigatoken
-# What Megatron-Bridge's model providers add: how the vocabulary lies in rows, and which tokens stand for images, as
-# their configuration says (gpt_provider.py, and those of vision-language models, 0.2.1 to 0.6.2).
+# Arguments that Megatron-Bridge's model providers add: padding of the vocabulary, and tokens for images
+# (gpt_provider.py, and those of vision-language models, 0.2.1 to 0.6.2).
     should_pad_vocab image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id
     image_token_index bos_token_id eos_token_id
-# What Megatron itself notes beside them, what its scripts add, and what is in its configurations alone.
+# Arguments that Megatron itself adds, or its scripts, or that only its configurations have.
     batch_p2p_comm batch_p2p_sync curr_iteration deallocate_pipeline_outputs delay_grad_reduce do_test
     do_train do_valid expert_gtp_weight_remat_size finetune_data_split gdp_num_householder
     gtp_weight_remat_size iteration model_type parallel_output rank scatter_embedding_sequence_parallel

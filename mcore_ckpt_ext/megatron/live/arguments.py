@@ -60,14 +60,14 @@ def live_arguments(chunks: Iterable[Any], optimizer: Any) -> JobArguments:
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
     """
-    stated: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     config = next((chunk.config for chunk in chunks if hasattr(chunk, "config")), None)
-    stated |= {name: getattr(config, name) for name in _OF_MODEL if hasattr(config, name)}
-    stated["num_experts"] = getattr(config, "num_moe_experts", None)
+    arguments |= {name: getattr(config, name) for name in _OF_MODEL if hasattr(config, name)}
+    arguments["num_experts"] = getattr(config, "num_moe_experts", None)
     for child in Chain.of(optimizer).distributed:
         known = getattr(child, "ddp_config", None)
-        stated |= {argument: getattr(known, name) for name, argument in OF_BUFFERS.items() if hasattr(known, name)}
+        arguments |= {argument: getattr(known, name) for name, argument in OF_BUFFERS.items() if hasattr(known, name)}
     world = dist.get_world_size() if dist.is_initialized() else 1
-    sizes = [stated.get(name) or 1 for name in (*_OF_MODEL[:2], _OF_MODEL[5])]
-    stated |= {"world_size": world, "data_parallel_size": max(1, world // (sizes[0] * sizes[1] * sizes[2]))}
-    return JobArguments.of(stated, source="the live model and its optimizer", is_complete=False)
+    sizes = [arguments.get(name) or 1 for name in (*_OF_MODEL[:2], _OF_MODEL[5])]
+    arguments |= {"world_size": world, "data_parallel_size": max(1, world // (sizes[0] * sizes[1] * sizes[2]))}
+    return JobArguments.of(arguments, source="the live model and its optimizer", is_complete=False)

@@ -28,15 +28,15 @@ Place = tuple[int, int, str]
 class Digester:
     """Digests an optimizer; ranks agree once on parameters, and exchange a number for each in a save."""
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any, say: Callable[[str], None]) -> None:
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, log: Callable[[str], None]) -> None:
         """Collect the parameters from all ranks. Collective.
 
         Args:
             chunks: the unwrapped model chunks.
             optimizer: the live optimizer.
-            say: logs a line.
+            log: logs a line.
         """
-        self._say = say
+        self._log = log
         self._names: Mapping[int, str] = {}
         own: list[Place] = []
 
@@ -49,7 +49,7 @@ class Digester:
         problem = attempt(inspect_here)  # every rank must reach `gather`, and the save must not fail
         of_ranks = gather((own, problem))
         if problems := listed_of_all([text for _, text in of_ranks]):
-            self.complain(problems)
+            self.report_failure(problems)
         self.places = [] if problems else sorted({place for found, _ in of_ranks for place in found})
         self._failed: torch.Tensor | None = None
         self._background = ThreadPoolExecutor(1, thread_name_prefix="digests")
@@ -61,7 +61,7 @@ class Digester:
             return True
         own: list[torch.Tensor] = []
         if problems := listed_of_all(gather(attempt(lambda: own.append(self._zeros())))):
-            self.complain(problems)
+            self.report_failure(problems)
             return False
         (self._failed,) = own
         return True
@@ -86,9 +86,9 @@ class Digester:
         self._newest = Digests(self, own)
         return self._newest
 
-    def complain(self, why: str) -> None:
+    def report_failure(self, why: str) -> None:
         """Log why there are no digests."""
-        self._say(f"no digests of the optimizer's state in the sidecar: {why}")
+        self._log(f"no digests of the optimizer's state in the sidecar: {why}")
 
     def _add_own(self, optimizer: Any) -> torch.Tensor:
         """Return this rank's part of each place, or 1 as the last number if it fails."""
@@ -97,7 +97,7 @@ class Digester:
             totals[:-1] += self._own(optimizer, totals.device)
         except Exception as error:  # noqa: BLE001 - every rank must reach the sum, and the save must not fail
             # Logged on rank 0 only; `recorded` reports the number of failed ranks.
-            self.complain(text_of(error))
+            self.report_failure(text_of(error))
             # Allocated by `_reserve`; after a failure only its last number is read.
             totals = self._failed  # type: ignore[assignment]
             totals[-1] = 1
@@ -143,10 +143,10 @@ class Digests:
                 self._exchange.wait()
             *sums, failures = self._totals.tolist()
         except Exception as error:  # noqa: BLE001 - a checkpoint without digests is better than none
-            self._digester.complain(text_of(error))
+            self._digester.report_failure(text_of(error))
             return ()
         if failures:
-            self._digester.complain(f"{failures} ranks could not take theirs")
+            self._digester.report_failure(f"{failures} ranks could not take theirs")
             return ()
         groups: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
         for (child, group, name), total in zip(self._digester.places, sums, strict=True):

@@ -69,8 +69,8 @@ class Prover:
 
     def _none_matches(self) -> bool:
         """Return True if no parameter of this rank, except constant ones, matches its masters."""
-        shown = [sample_matches(shard, master) for shard, master in self._masters.items()]
-        return False in shown and True not in shown
+        matches = [sample_matches(shard, master) for shard, master in self._masters.items()]
+        return False in matches and True not in matches
 
     def _not_loaded(self, error: ProofError) -> ProofError:
         return ProofError(

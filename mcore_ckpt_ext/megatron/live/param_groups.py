@@ -55,7 +55,7 @@ def carried_groups(live: Sequence[Group], stored: Sequence[Group], own_bounds: b
     return [_carried(group, live, whole, own_bounds) for group in live]
 
 
-def takes_own_bounds(stated: Mapping[str, Any], version: tuple[int, int]) -> bool:
+def takes_own_bounds(arguments: Mapping[str, Any], version: tuple[int, int]) -> bool:
     """Return True if a new learning rate applies, by --override-opt_param-scheduler, as since 0.20.
 
     Before 0.19, stock Megatron and this package keep the stored bounds; stock 0.19 fails, because it does not find the
@@ -64,10 +64,10 @@ def takes_own_bounds(stated: Mapping[str, Any], version: tuple[int, int]) -> boo
     megatron/core/optimizer/__init__.py, core_v0.19.2).
 
     Args:
-        stated: Megatron's arguments of the job that resumes.
+        arguments: Megatron's arguments of the job that resumes.
         version: the version of its Megatron.
     """
-    return bool(stated.get("override_opt_param_scheduler")) and MATCHES_GROUPS_BY_BOUNDS.is_of(version)
+    return bool(arguments.get("override_opt_param_scheduler")) and MATCHES_GROUPS_BY_BOUNDS.is_of(version)
 
 
 def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: int | None) -> list[dict[str, Any]]:

@@ -25,11 +25,11 @@ class Reading(Generic[OwnShard]):
     def __init__(self, checkpoint: CheckpointView, shards: Sequence[OwnShard], accept_lost: bool) -> None:
         self._checkpoint = checkpoint
         self._accept_lost = accept_lost
-        wishes = [(kind, shard) for shard in shards for kind in (FP32_PARAM, *shard.kinds)]
-        derived = [wish for wish in wishes if checkpoint.derivation(wish[0], wish[1].name) is not None]
-        self._derived = {wish: plans_of(_slice(*wish), checkpoint, accept_lost) for wish in derived}
-        self._stored = [wish for wish in wishes if wish not in self._derived]
-        self._plan = make_plan([_slice(*wish) for wish in self._stored], checkpoint, accept_lost)
+        requests = [(kind, shard) for shard in shards for kind in (FP32_PARAM, *shard.kinds)]
+        derived = [request for request in requests if checkpoint.derivation(request[0], request[1].name) is not None]
+        self._derived = {request: plans_of(_slice(*request), checkpoint, accept_lost) for request in derived}
+        self._stored = [request for request in requests if request not in self._derived]
+        self._plan = make_plan([_slice(*request) for request in self._stored], checkpoint, accept_lost)
         for plan in self.plans:
             for copy in plan.copies:
                 checkpoint.transfer.locate(copy.extent)

@@ -39,12 +39,12 @@ class PackingRecorder:
     """Gathers the packing of gradient buffers once for each optimizer, and makes each save's sidecar.
 
     Args:
-        say: logs a line.
+        log: logs a line.
         versions: of this package, and of megatron-core.
     """
 
-    def __init__(self, say: Callable[[str], None], versions: tuple[str, str]) -> None:
-        self._say = say
+    def __init__(self, log: Callable[[str], None], versions: tuple[str, str]) -> None:
+        self._log = log
         self._versions = versions
         self._groups: WeakKeyDictionary[Any, tuple[RecordedGroup, ...]] = WeakKeyDictionary()
         self._digesters: WeakKeyDictionary[Any, Digester] = WeakKeyDictionary()
@@ -79,7 +79,7 @@ class PackingRecorder:
         if optimizer not in self._groups:
             live = chunks()
             self._groups[optimizer] = self._gathered(live, optimizer)
-            self._digesters[optimizer] = Digester(live, optimizer, self._say)
+            self._digesters[optimizer] = Digester(live, optimizer, self._log)
         digests = self._digesters[optimizer].begin(optimizer, in_background)
         groups = self._groups[optimizer]
         return PendingSidecar(
@@ -92,7 +92,7 @@ class PackingRecorder:
         problem = attempt(lambda: own.extend(recorded_groups(chunks, optimizer)))
         of_ranks = gather((own, problem))
         if problems := listed_of_all([text for _, text in of_ranks]):
-            self._say(f"no sidecar for this job: {problems}; a resume will recover the packing instead")
+            self._log(f"no sidecar for this job: {problems}; a resume will recover the packing instead")
             return ()
         return merged(group for groups, _ in of_ranks for group in groups)
 
@@ -114,7 +114,7 @@ class PackingRecorder:
             sidecar = Sidecar(f"mcore_ckpt_ext {written_by}", megatron, iteration, layout, groups, saved, digests)
             return sidecar.to_json()
         except Exception as error:  # noqa: BLE001 - see above
-            self._say(f"no sidecar in iteration {iteration}: {error}; a resume will recover the packing instead")
+            self._log(f"no sidecar in iteration {iteration}: {error}; a resume will recover the packing instead")
             return ""
 
 

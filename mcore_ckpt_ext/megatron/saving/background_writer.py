@@ -96,13 +96,13 @@ class ProcessWatch:
     Args:
         process: a `multiprocessing` process.
         stays: the process continues with other work after this, so that its end is no evidence about this work.
-        say: called once when the writer has not moved for ten seconds.
+        log: called once when the writer has not moved for ten seconds.
     """
 
-    def __init__(self, process: Any, stays: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, process: Any, stays: bool, log: Callable[[str], None]) -> None:
         self.process = process
         self._stays = stays
-        self._say = say
+        self._log = log
         self._out_of_memory = _kills_for_memory()
         self.renew()
 
@@ -137,7 +137,7 @@ class ProcessWatch:
         what = f"its writer (pid {self.process.pid}) has not moved for {seconds:.0f} s: {state}"
         if seconds > _REMARKABLE and not self._is_reported:
             self._is_reported = True
-            self._say(f"{what}; it is given up after {WRITER_PATIENCE.value:.0f} s ({WRITER_PATIENCE.name})")
+            self._log(f"{what}; it is given up after {WRITER_PATIENCE.value:.0f} s ({WRITER_PATIENCE.name})")
         return what if seconds > WRITER_PATIENCE.value else None
 
     def _death(self) -> str:

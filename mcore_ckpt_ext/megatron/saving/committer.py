@@ -32,7 +32,7 @@ class Publisher:
         disk: the disk that holds the run.
         start: begins a function in the background.
         now: returns the time in seconds.
-        say: logs a line.
+        log: logs a line.
         warn: logs a line from every rank.
         follow: begins work that depends on a committed save, in the background.
     """
@@ -42,12 +42,12 @@ class Publisher:
         disk: Disk,
         start: Start,
         now: Callable[[], float],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         warn: Callable[[str], None],
         follow: Callable[[Save], None] = lambda save: None,
     ) -> None:
         self._follow = follow
-        self._disk, self._start, self._now, self._say, self._warn = disk, start, now, say, warn
+        self._disk, self._start, self._now, self._log, self._warn = disk, start, now, log, warn
         self._running: _Running | None = None
 
     def prepare(self, save: Save) -> None:
@@ -95,7 +95,7 @@ class Publisher:
             running.save.problem = f"iteration {running.save.iteration} was not saved: {problem}{gone}"
             return self.clear_away([running.save])
         self.do(running.save, running.own)
-        return self.tell(running.save)
+        return self.announce(running.save)
 
     def do(self, save: Save, own: Sequence[Step]) -> None:
         """Run the training script's own functions after a save."""
@@ -103,9 +103,9 @@ class Publisher:
             if (failure := attempt(step.run)) is not None:
                 self._warn(f"iteration {save.iteration} is saved, but then: {failure}")
 
-    def tell(self, save: Save) -> None:
+    def announce(self, save: Save) -> None:
         """Report that a save is complete, and begin the work that depends on it."""
-        self._say(save.line)
+        self._log(save.line)
         self._disk.remove(save.scratch)
         if (failure := attempt(partial(self._follow, save))) is not None:
             self._warn(f"iteration {save.iteration} is saved, but then: {failure}")

@@ -68,7 +68,7 @@ class Coordinator:
     Args:
         ranks: the ranks of the job.
         publisher: performs the last step of a save, on rank 0.
-        say: logs a line, on rank 0.
+        log: logs a line, on rank 0.
         goes_on: returns True if training continues when a save fails; the same on every rank.
         clock: a function that returns the time in seconds, and one that sleeps.
     """
@@ -77,11 +77,11 @@ class Coordinator:
         self,
         ranks: Ranks,
         publisher: Publisher,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         goes_on: Callable[[], bool],
         clock: tuple[Callable[[], float], Callable[[float], None]] = (time.monotonic, time.sleep),
     ) -> None:
-        self._ranks, self._publisher, self._say, self._goes_on = ranks, publisher, say, goes_on
+        self._ranks, self._publisher, self._log, self._goes_on = ranks, publisher, log, goes_on
         self._now, self._sleep = clock
         self._saves: list[Save] = []  # the saves that are being written or committed, oldest first
         self._active: Save | None = None  # the save that nested calls plan or finalize
@@ -99,9 +99,9 @@ class Coordinator:
         """
         save.began = self._now()
         if reason := self._first_does(Point.BEGIN, partial(self._begin, save)):
-            self._conclude(ask=True)
+            self._conclude(exchange=True)
             return self._fail(f"iteration {save.iteration} cannot be saved to {save.folder}:\n  {reason}", [save])
-        self._conclude(ask=False)
+        self._conclude(exchange=False)
         redirected = self._ranks.is_first and (save.asynchronous or not must_track or save.was_tracked)
         try:
             with self._activated(save):
@@ -151,7 +151,7 @@ class Coordinator:
             for save in self._at(State.WRITING):
                 save.stalled += _POLL_SECONDS
             self._sleep(_POLL_SECONDS if self._at(State.WRITING) else 0)
-        if reasons := self._conclude(ask=True):
+        if reasons := self._conclude(exchange=True):
             self._fail("; ".join(reasons))
         with writers.going_home() if ending else contextlib.nullcontext():
             return stock()
@@ -205,7 +205,7 @@ class Coordinator:
         if reason := self._first_does(Point.OUTCOME, partial(self._publisher.publish, save, redirected)):
             return self._fail(f"iteration {save.iteration} was not saved:\n  {reason}", [save])
         save.become(State.COMMITTED)
-        return self._publisher.tell(save) if self._ranks.is_first else None
+        return self._publisher.announce(save) if self._ranks.is_first else None
 
     def _polled(self, writers: Writers, stock: Stock) -> Any:
         try:
@@ -245,17 +245,17 @@ class Coordinator:
         self._publisher.begin(save, own) if self._ranks.is_first else self._publisher.do(save, own)
         save.become(State.PUBLISHING)
 
-    def _conclude(self, ask: bool) -> list[str]:
-        """Let every rank learn how the commits ended; without `ask`, assume that they succeeded.
+    def _conclude(self, exchange: bool) -> list[str]:
+        """Let every rank learn how the commits ended; without `exchange`, assume that they succeeded.
 
         Returns:
             The reasons of commits that failed.
         """
         reasons = []
         for save in self._at(State.PUBLISHING):
-            if ask and self._ranks.is_first:
+            if exchange and self._ranks.is_first:
                 self._publisher.end(wait=True)
-            reason = self._ranks.agree(Point.OUTCOME, save.problem) if ask else None
+            reason = self._ranks.agree(Point.OUTCOME, save.problem) if exchange else None
             save.become(State.FAILED if reason else State.COMMITTED)
             self._saves.remove(save)
             reasons += [reason.removeprefix("rank 0: ")] if reason else []
@@ -279,7 +279,7 @@ class Coordinator:
         if self._ranks.is_first:
             self._publisher.clear_away(saves)
         if self._goes_on():
-            return self._say(f"{what}; training goes on, the next checkpoint will be tried as planned")
+            return self._log(f"{what}; training goes on, the next checkpoint will be tried as planned")
         gone = [str(save.iteration) for save in saves if save.writes_over and save.has_place]
         untouched = "other checkpoints are unchanged"
         if gone:  # set on rank 0 only

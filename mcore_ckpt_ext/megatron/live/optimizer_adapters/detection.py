@@ -191,11 +191,11 @@ def is_another_kind(written: JobArguments, kind: str | None) -> bool:
     return len({name for name in (kind_named(written.raw), kind) if name}) > 1
 
 
-def kind_named(stated: Mapping[str, Any]) -> str | None:
+def kind_named(arguments: Mapping[str, Any]) -> str | None:
     """Return the optimizer that a job's arguments name; None if they name none.
 
     `dist_muon` is `muon` with distributed parameters (megatron/training/arguments.py, core_v0.16.1 to 0.19.2). Adam or
     Lion steps the parameters that Muon does not (`--muon-scalar-optimizer`, since core_v0.19.0).
     """
-    name, other = str(stated.get("optimizer") or "").removeprefix("dist_"), stated.get("muon_scalar_optimizer")
+    name, other = str(arguments.get("optimizer") or "").removeprefix("dist_"), arguments.get("muon_scalar_optimizer")
     return f"{name} and {other}" if "muon" in name and other not in (None, "adam") else name or None
