@@ -163,8 +163,8 @@ def recover_unproven(
         found="; ".join(tried),
         expected="a sidecar, or chunk borders that leave one known order of parameters",
         where=str(group),
-        hint=f"the checkpoint is damaged: use another iteration; or {SIDECAR_FILE} beside it is of an earlier "
-        "save, and a job without this package has written the iteration again: then delete that file"
+        hint=f"the checkpoint is damaged: use another iteration; or its {SIDECAR_FILE} is of an earlier save, and "
+        "a job without this package has written the iteration again: then delete that file"
         if is_recorded
         else "resume under the layout that wrote it, with this package installed, and save: the sidecar records it",
     )

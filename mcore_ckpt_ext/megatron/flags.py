@@ -166,7 +166,7 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
             EXPORT_HF.flag,
             type=int,
             metavar="EVERY",
-            help="Beside the checkpoint of every EVERY-th iteration, write a Hugging Face folder in the background: "
+            help="With the checkpoint of every EVERY-th iteration, also write a Hugging Face folder in the background: "
             f"hf/iter_... in the folder of --save (also {EXPORT_HF.name}).",
         )
         return parser

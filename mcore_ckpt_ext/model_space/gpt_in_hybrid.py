@@ -36,7 +36,7 @@ def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict
         raise UnsupportedCheckpointError(
             "a GPT checkpoint cannot be loaded into a hybrid model with this pattern",
             found=f"--hybrid-layer-pattern {pattern}: {len(attention)} attention, {len(linear)} MLP layers",
-            expected=f"as many {_ATTENTION} as {_DENSE}, or as {_EXPERTS}; beside them {_NEW} only",
+            expected=f"as many {_ATTENTION} as {_DENSE}, or as {_EXPERTS}; no others except {_NEW}",
             hint="choose another --hybrid-layer-pattern; Megatron's own conversion (gpt_checkpoint_interop.py) "
             "has the same limit",
         )

@@ -173,7 +173,7 @@ def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
         # torch's Adam stores the step for each parameter.
         counted = "step" in group or all("step" in state.get(parameter, {}) for parameter in group["params"])
         if EXP_AVG_SQ in next(iter(kinds), ()) and not counted:  # Lion has no step
-            raise _unknown("no step in a parameter group, nor beside its parameters", where)
+            raise _unknown("no step in a parameter group or in the state of its parameters", where)
         if any(kinds) and group.keys() >= _ADAM and kinds != {_MOMENTS_OF_ADAM}:
             raise _unknown(f"a group of Adam that keeps {', '.join(sorted(kinds.pop()))}", where)
         queues.append(_Queue(deque(entries), bool(group.get("is_expert_parallel"))))
@@ -188,8 +188,8 @@ def _unknown(found: str, where: str) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "the optimizer state of this legacy checkpoint is not as Megatron's optimizers keep it",
         found=found,
-        expected=f"{MASTERS} where weights are not fp32, the same state for every parameter, a step in each group or "
-        "beside each parameter",
+        expected=f"{MASTERS} if weights are not fp32, the same state for every parameter, a step in each group or in "
+        "the state of each parameter",
         where=where,
         hint="resume it once under its own layout, and save with --use-distributed-optimizer",
     )
