@@ -223,7 +223,7 @@ def test_an_archive_like_another_is_found_to_hold_what_it_does(name: str) -> Non
     assert {extent: payloads.locate(extent) for extent in extents} == {
         extent: TensorLocations(reader).locate(extent) for extent in extents
     }
-    learned = sum(map(len, payloads._stencils.values()))
+    learned = sum(map(len, payloads._templates.values()))
     assert 0 < learned < len(extents) / 3
 
 

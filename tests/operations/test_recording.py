@@ -191,6 +191,6 @@ def test_wrong_usage_is_refused_before_anything_is_read(copy: Path, tmp_path: Pa
         mcore_ckpt_ext.verify(copy, quick=True, record=tmp_path / "manifest")
     with pytest.raises(UsageError, match="--tensors-only"):
         mcore_ckpt_ext.verify(copy, tensors_only=True)
-    with pytest.raises(UnreadableCheckpointError, match="no manifest"):
+    with pytest.raises(UnreadableCheckpointError, match="not a manifest"):
         mcore_ckpt_ext.verify(copy, against=precious)
     assert precious.read_text() == "no manifest"

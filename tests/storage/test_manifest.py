@@ -62,7 +62,7 @@ def test_sha256sum_reads_it_and_it_reads_what_sha256sum_writes(tmp_path: Path) -
 def test_a_damaged_one_is_refused(old: str, new: str, tmp_path: Path) -> None:
     text = manifest_text(MANIFEST)
     assert old in text
-    with pytest.raises(UnreadableCheckpointError, match="no manifest"):
+    with pytest.raises(UnreadableCheckpointError, match="not a manifest"):
         read_manifest(written(tmp_path / "manifest", text.replace(old, new)))
 
 
