@@ -59,7 +59,7 @@ class Summary:
     """Number of elements of parameters that the checkpoint's model does not have."""
 
     def __str__(self) -> str:
-        changed = f"; {self.changed} weights halfway between two took the one that this optimizer writes"
+        changed = f"; {self.changed} weights halfway between two values took the value that this optimizer writes"
         fresh = f"; {self.new:,} elements that the checkpoint's model does not have keep their initialization"
         return (
             f"optimizer resumed from {self.source} as {self.target}: {self.optimizer_format}, "

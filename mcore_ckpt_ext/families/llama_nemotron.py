@@ -138,13 +138,13 @@ def _layers() -> Setting:
 
 
 def attends(arguments: ModelArguments, layer: int) -> bool:
-    """Whether a layer has attention."""
+    """Return True if a layer has attention."""
     blocks = blocks_of(arguments)
     return not blocks or blocks[layer].groups is not None
 
 
 def has_mlp(arguments: ModelArguments, layer: int) -> bool:
-    """Whether a layer has an MLP."""
+    """Return True if a layer has an MLP."""
     blocks = blocks_of(arguments)
     return not blocks or blocks[layer].width is not None
 

@@ -148,7 +148,7 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
             ranks = format_ranks(rank for rank, has_one in enumerate(has_request) if not has_one)
             raise UnsupportedCheckpointError(
                 "Megatron cannot load this optimizer, and some ranks have no optimizer",
-                found=f"no optimizer on rank {ranks}, as where a rank trains no parameter", where=str(folder),
+                found=f"no optimizer on rank {ranks}, as happens if a rank trains no parameter", where=str(folder),
                 hint="call mcore_ckpt_ext.load_optimizer(path, model, optimizer) on every rank, once the weights are "
                 "loaded, in place of loading the optimizer's state",
             )  # fmt: skip

@@ -138,22 +138,22 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
         group.add_argument(
             LOAD.flag,
             choices=[AUTO, STOCK, FAST],
-            help="Who reads the tensors of a torch_dist checkpoint: this package (fast), Megatron wherever it can "
+            help="Which loader reads the tensors of a torch_dist checkpoint: this package (fast), Megatron if it can "
             f"(stock), this package under another layout (auto; default: {LOAD.name}, or {LOAD.default}).",
         )
         group.add_argument(
             READ_ONCE.flag,
             action="store_true",
             default=None,
-            help="Where this package reads tensors, let what several ranks want be read by one of them and sent to the "
-            f"others (also {READ_ONCE.name}=1).",
+            help="If this package reads the tensors, read data that several ranks need on one of them, and send it to "
+            f"the others (also {READ_ONCE.name}=1).",
         )
         group.add_argument(
             FROM_HF.flag,
             action="store_true",
             default=None,
-            help="End where --load (or --pretrained-checkpoint) names no Hugging Face folder to start from; one with a "
-            f"config.json and no checkpoint is taken by itself (also {FROM_HF.name}=1).",
+            help="Refuse a job unless --load (or --pretrained-checkpoint) names a Hugging Face folder to start from; "
+            f"without this flag, a job starts from such a folder if it gets one (also {FROM_HF.name}=1).",
         )
         group.add_argument(
             ACCEPT_KEYS.flag,

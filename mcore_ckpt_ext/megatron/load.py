@@ -208,7 +208,7 @@ class _Load:
             return
         with overridden(vars(self._arguments), no_load_rng=True):
             yield
-        announce(f"{_ANEW}: the checkpoint lacks some of those that this job requests")
+        announce(f"{_ANEW}: the checkpoint lacks some random states that this job requests")
 
     def _weights_alone(self) -> Any:
         """Load without the optimizer."""
@@ -283,7 +283,7 @@ class _Load:
         samples = self._arguments.consumed_train_samples
         overrides = follows_samples and OVERRIDES_BOUNDS_OF_GROUPS.is_of(megatron_version())
         if overrides and self._scheduler.num_steps != samples:
-            announce(f"the scheduler goes on at {samples} consumed samples, as Megatron has it under "
+            announce(f"the scheduler continues at {samples} consumed samples, as in Megatron with "
                      f"--override-opt_param-scheduler; it had counted {self._scheduler.num_steps}")  # fmt: skip
             self._scheduler.num_steps = samples
         self._scheduler.step(increment=0)

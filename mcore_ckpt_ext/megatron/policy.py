@@ -232,13 +232,13 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "number of groups",
-        "it merges parameter groups by position, and ends where there are more or fewer",
+        "it merges parameter groups by position, and fails if their numbers differ",
         "merge, megatron/core/dist_checkpointing/dict_utils.py, 0.16.1 to 0.19.2",
         lambda facts: bool(facts.chain.whole) and not facts.has_as_many_groups(),
     ),
     Check(
         "number of optimizers",
-        "it loads as many chained optimizers as were saved, and ends where there are more or fewer",
+        "it loads as many chained optimizers as were saved, and fails if the job has another number",
         "ChainedOptimizer.load_state_dict, megatron/core/optimizer/optimizer.py, 0.7.0 to 0.19.2",
         lambda facts: not facts.chain.whole and _has_other_count(facts),
     ),
@@ -262,7 +262,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "precision-aware, in place",
-        "it takes a flag for a tensor",
+        "it treats a flag as a tensor",
         f"_set_main_param_and_optimizer_states, {_OPTIMIZER}, up to 0.16.1",
         lambda facts: _is_in_place(facts) and _any(is_precision_aware, facts),
         does_not=TAKES_STEPS_OF_PRECISION_AWARE,
@@ -275,13 +275,13 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "torch's Adam",
-        "it asserts that there is one step before there is any",
+        "it asserts that all parameters have one step, but there is none before the first",
         f"state_dict, {_OPTIMIZER}, 0.10.0 to 0.19.2",
         _uses_torch_adam,
     ),
     Check(
         "fp32 parameters, in place",
-        "it copies into views of leaves without no_grad, and ends",
+        "it copies into views of leaves without no_grad, and fails",
         f"load_parameter_state_from_dp_reshardable, {_OPTIMIZER}, 0.15.0 to 0.19.2",
         _trains_views,
     ),
@@ -293,7 +293,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "shifted parameters",
-        "it loads what it wrote at the places of other parameters",
+        "it loads the masters of other parameters, because it wrote them shifted",
         f"sharded_param_state_fully_reshardable, {_OPTIMIZER}, 0.15.0 to 0.19.2",
         lambda facts: facts.is_shifted(),
         loops=(Loop.CORE,),
@@ -308,20 +308,20 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "parameter groups",
-        "it does not find a live parameter group among the stored ones, and ends",
+        "it does not find a live parameter group among the stored ones, and fails",
         "_filter_and_reorder_param_groups, megatron/core/optimizer/optimizer.py, 0.19.0 to 0.19.2",
         lambda facts: lacks_live_group(facts.stored_groups(), facts.chain),
         does=MATCHES_GROUPS_BY_BOUNDS,
     ),
     Check(
         "before the first step",
-        "it requests moments, of which there are none before the first step, and ends",
+        "it requests moments, which do not exist before the first step, and fails",
         f"_init_optimizer_states_with_dummy_values, {_OPTIMIZER}; init_state_fn, optimizer.py, 0.16.1 to 0.19.2",
         lambda facts: facts.is_before_first_step(),
     ),
     Check(
         "settings of fused Adam",
-        "it replaces the live parameter groups by stored ones without bias_correction, and the first step ends",
+        "it replaces the live parameter groups by stored ones without bias_correction, and the first step fails",
         f"load_state_dict, {_OPTIMIZER}, 0.16.1 to 0.19.2; step, transformer_engine/pytorch/optimizers/fused_adam.py",
         lambda facts: lacks_bias_correction(facts.stored_groups(), facts.chain),
         loops=_ALL,

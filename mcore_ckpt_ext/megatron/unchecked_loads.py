@@ -48,7 +48,7 @@ class UncheckedLoads:
             if evidence.differing:
                 announce(
                     f"the optimizer of {folder} is loaded by Megatron and not verified: the live weights are not those "
-                    "of its masters, as where they are loaded later"
+                    "of its masters, for example because they are loaded later"
                 )
             return
         try:

@@ -82,7 +82,7 @@ def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> LocatedCheckpo
         findings.append(warning(COMPLETE, where, what))
     if not folder.is_dir():
         others = join_some([entry.name for entry in iterations.values()]) or "no other iteration"
-        findings.append(error(COMPLETE, where, f"it names {folder.name}, which is not there; there is {others}"))
+        findings.append(error(COMPLETE, where, f"it names {folder.name}, which does not exist; the run has {others}"))
         return LocatedCheckpoint(None, tuple(findings))
     return LocatedCheckpoint(folder, tuple(findings))
 

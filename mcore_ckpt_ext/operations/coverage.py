@@ -143,7 +143,7 @@ def check_kinds(checkpoint: CheckpointView) -> Iterator[Finding]:
             lacking = [_MOMENTS - kept]
         if any(lacking) and not _needs_no_master(checkpoint, name, lacking[0]):
             what = " or ".join(map(_listed, lacking))
-            yield error(COVERED, name, f"it has {_listed(kept)}, but its {what} is not there")
+            yield error(COVERED, name, f"it has {_listed(kept)}, but no {what}")
 
 
 def _needs_no_master(checkpoint: CheckpointView, name: str, lacking: Collection[str]) -> bool:
@@ -193,7 +193,7 @@ def check_groups(buffers: Buffers) -> Iterator[Finding]:
             if rank not in present:
                 absent.setdefault(str(rank), []).append(name)
     for place, names in absent.items():
-        what = f"its optimizer state is not there; it had {len(names)} parameters, the first is {names[0]}"
+        what = f"its optimizer state is missing; it had {len(names)} parameters, the first is {names[0]}"
         yield error(COVERED, place, what)
 
 

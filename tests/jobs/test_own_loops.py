@@ -202,7 +202,7 @@ def test_ranks_whose_optimizer_is_a_stub(turns: Programs) -> None:
     """A program passes over them, so that they cannot take part unseen: refused on every rank; the call serves them."""
     (ended,) = turns.ended["stub, loaded"]
     assert ended.startswith("ResumeRefusedError: ")
-    assert "no optimizer on rank 0, 1, as where a rank trains no parameter" in ended
+    assert "no optimizer on rank 0, 1, as happens if a rank trains no parameter" in ended
     assert f"no sidecar in {turns.place('stub')}: a rank has no optimizer" in turns.output
     assert open_checkpoint(turns.place("stub")).sidecar is not None  # by the call
     assert_same_optimizer(turns.dump("stub"), turns.dump("stub, called"))

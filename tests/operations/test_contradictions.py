@@ -94,7 +94,7 @@ def test_a_parameter_with_part_of_its_state(name: str, kind: str, tmp_path: Path
     edited = Edited(name, tmp_path)
     edited.remove(f"optimizer.state.{kind}.{MATRIX}")
     run = edited.save()
-    said = re.compile(rf"but its ([a-z_ ]+ or )?{kind} is not there")
+    said = re.compile(rf"but no ([a-z_ ]+ or )?{kind}\b")
     assert len(list(filter(said.search, errors_of(run)))) == 4  # layers
     assert any(map(said.search, errors_of(run, quick=True)))
     with pytest.raises(UnreadableCheckpointError, match=said):
@@ -107,8 +107,8 @@ def test_second_moments_that_are_gone_do_not_make_it_another_optimizer(name: str
     for key in [key for key in edited.index.state_dict_metadata if "exp_avg_sq" in key]:
         edited.remove(key)
     run = edited.save()
-    assert any("its exp_avg_sq is not there" in found for found in errors_of(run))
-    with pytest.raises(UnreadableCheckpointError, match="its exp_avg_sq is not there"):
+    assert any("but no exp_avg_sq" in found for found in errors_of(run))
+    with pytest.raises(UnreadableCheckpointError, match="but no exp_avg_sq"):
         mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
 
 

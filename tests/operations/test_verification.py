@@ -247,7 +247,7 @@ def test_a_tracker_ahead_of_its_folders(damaged: Fixture, content: tuple[str, st
         shutil.rmtree(damaged.iteration)
     result = verify(damaged.run)
     (finding,) = findings(result, COMPLETE)
-    assert "it names iter_0000012, which is not there" in finding
+    assert "it names iter_0000012, which does not exist" in finding
     assert not result.sound
 
 
@@ -317,7 +317,7 @@ def test_an_unknown_file_is_highlighted(damaged: Fixture) -> None:
         (
             "mp_rank_01_001/distrib_optim.pt",
             COVERED,
-            "tensor rank 1, pipeline rank 1: its optimizer state is not there",
+            "tensor rank 1, pipeline rank 1: its optimizer state is missing",
         ),
     ],
 )
