@@ -133,9 +133,9 @@ def _limit(found: LayoutPlan) -> str:
 
 
 def _show_layouts(found: LayoutPlan) -> None:
-    shown = len(found.layouts)
-    heading(f"layouts that Megatron accepts: {shown} of {found.accepted}, best first" if shown < found.accepted else
-            f"layouts that Megatron accepts: {shown}, best first")  # fmt: skip
+    listed = len(found.layouts)
+    heading(f"layouts that Megatron accepts: {listed} of {found.accepted}, best first" if listed < found.accepted else
+            f"layouts that Megatron accepts: {listed}, best first")  # fmt: skip
     # A narrow terminal omits the last columns, which are the same for most layouts; --json has them.
     shown_columns = len(_HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
     table(

@@ -24,7 +24,7 @@ class Progress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._begun = self._shown = clock()
+        self._begun = self._last_update = clock()
         self._first: int | None = None
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
 
@@ -36,11 +36,11 @@ class Progress:
         if self._first is None:
             self._first = done  # bytes of an interrupted run do not count for the rate
         every = _TERMINAL_SECONDS if self._terminal else _PLAIN_SECONDS
-        if now - self._shown < every and done < total:
+        if now - self._last_update < every and done < total:
             return
         if not self._terminal and done == total and now - self._begun < _PLAIN_SECONDS:
             return
-        self._shown = now
+        self._last_update = now
         rate = (done - self._first) / max(now - self._begun, 1e-6)
         left = (total - done) / rate if rate else 0.0
         share = 100 * done // max(total, 1)

@@ -120,11 +120,11 @@ def _show(found: Verification, *, show_all: bool) -> None:
     if found.findings:
         heading("findings")
         for findings in alike(found.findings, _kind_of_finding):
-            shown = findings if show_all or len(findings) <= _SHOWN + 1 else findings[:_SHOWN]
-            for finding in shown:
+            listed = findings if show_all or len(findings) <= _SHOWN + 1 else findings[:_SHOWN]
+            for finding in listed:
                 line(f"  {finding.severity}, {finding.check}: {finding.where}: {finding.what}")
-            if len(shown) < len(findings):
-                line(f"  and {len(findings) - len(shown):,} more like the last; --all lists them")
+            if len(listed) < len(findings):
+                line(f"  and {len(findings) - len(listed):,} more like the last; --all lists them")
     errors = sum(finding.severity == "error" for finding in found.findings)
     line()
     if found.recorded:

@@ -96,10 +96,10 @@ class NeutralKeys:
         if unread := sorted(self.unread - mapped):
             found.append(
                 f"keys of config.json that {self.model} of transformers (up to {self.release}) does not read, carried "
-                f"as they are: {_some(unread)}"
+                f"as they are: {_join_first(unread)}"
             )
         if accepted := sorted(self.accepted - mapped):
-            found.append(f"keys of config.json accepted as without effect: {_some(accepted)}")
+            found.append(f"keys of config.json accepted as without effect: {_join_first(accepted)}")
         return found
 
 
@@ -177,6 +177,6 @@ def _table() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def _some(names: Sequence[str]) -> str:
+def _join_first(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f", and {more} more" if more > 0 else "")

@@ -39,7 +39,9 @@ class Nearest:
     def __str__(self) -> str:
         """Describe the family for messages."""
         unmapped = [
-            f"{_some(names)} ({kind})" for names, kind in ((self.keys, "keys"), (self.tensors, "tensors")) if names
+            f"{_join_first(names)} ({kind})"
+            for names, kind in ((self.keys, "keys"), (self.tensors, "tensors"))
+            if names
         ]
         return f"{self.family.name}, except {' and '.join(unmapped)}" if unmapped else f"{self.family.name}, in full"
 
@@ -153,6 +155,6 @@ _TRAITS: tuple[tuple[str, Callable[[Mapping[str, Any], set[str]], bool]], ...] =
 )
 
 
-def _some(names: Sequence[str]) -> str:
+def _join_first(names: Sequence[str]) -> str:
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -53,7 +53,7 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
         for name, row in _ROWS.items():
             value, kind = self.raw.get(name), row.values.kind
             if value is not None and not kind.accepts(value):
-                raise self._refused(name, _shown(value), kind.expected)
+                raise self._refused(name, _formatted(value), kind.expected)
         layers, pattern = self.num_layers or 0, self.moe_layer_freq
         if layers * (self.num_experts or 0) > _MOST_EXPERTS_IN_ALL:
             raise self._refused("num_experts", f"{self.num_experts} in each of {layers} layers", "far fewer in all")
@@ -150,7 +150,7 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
         )
 
 
-def _shown(value: Any) -> str:
+def _formatted(value: Any) -> str:
     """Format an untrusted value for a message: only the type of an object, and only the size of a large number."""
     if is_whole(value) and value.bit_length() > 64:
         return f"a whole number of {value.bit_length():,} bits"
