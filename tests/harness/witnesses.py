@@ -63,7 +63,7 @@ SHOWN: dict[str, Shown] = {
     "minimax_m2": Shown("minimax_m2"),
     "olmoe": Shown("olmoe"),
     "gemma2": Shown("gemma2"),
-    "gemma": Shown("gemma"),
+    "gemma": Shown("gemma", engine=("TP2",)),  # as Megatron-Bridge configures it
     "stablelm": Shown("stablelm", ("TP2",)),
     "gpt_bigcode": Shown("gpt_bigcode", ("TP2",)),
     "nemotron": Shown("nemotron", engine=("TP2",)),  # Megatron's own norms do not add one to the weight

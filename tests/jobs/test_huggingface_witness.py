@@ -29,16 +29,23 @@ from mcore_ckpt_ext.formats.target import LayerSpec
 from tests.harness.huggingface import MISTAKES, VOCABULARY, add_further_layer
 from tests.harness.jobs import TIME_LIMIT, WITNESS
 from tests.harness.packages import with_transformer_engine
+from tests.harness.published_logits import (
+    INNER_NORMS,
+    OWN_ROUNDINGS,
+    TOKENS,
+    TOLERANCE,
+    ExpectedLogits,
+    expected_logits,
+    megatron_case,
+)
 from tests.harness.witnesses import CASES, LAYOUTS, OF_OWN_CODE, WITNESSED
 
 Case = tuple[str, str, str]
 LOCAL: LayerSpec = "local"
 ENGINE: LayerSpec = "transformer_engine"
 PROMPT, NEW_TOKENS = 16, 64
-# Of the largest logit. Where rounding alone may do more, what it does to transformers' own answer is the measure.
-TOLERANCE, OWN_ROUNDINGS = 1e-5, 3
-# Their epsilon is transformers' own, whatever `rms_norm_eps` is: a conversion says so (families/deepseek.py).
-INNER_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+# A sample of the published configurations, of which `tests/slow/test_published_logits.py` has more.
+PUBLISHED = ("ministral3-3b", "mx--deepseek3_671b", "gpt-oss-120b")
 # Models to which an MTP layer is added.
 WITH_MTP = ["deepseek_v3", "glm4_moe"]
 # With its cache, transformers' indexer chooses other tokens than without.
@@ -103,7 +110,15 @@ def _truth(folder: Path, consistent: bool = True) -> Truth:
 
 
 @pytest.fixture(scope="module")
-def answers(models: dict[str, Path], truths: dict[str, Truth], root: Path) -> dict[Case, torch.Tensor]:
+def published(root: Path) -> dict[str, ExpectedLogits]:
+    """Make the models of the published configurations, each in a folder of its name."""
+    return {name: expected_logits(name, root / name) for name in PUBLISHED}
+
+
+@pytest.fixture(scope="module")
+def answers(
+    models: dict[str, Path], truths: dict[str, Truth], published: dict[str, ExpectedLogits], root: Path
+) -> dict[Case, torch.Tensor]:
     """Megatron's logits of transformers' tokens, by layer spec, model and layout; each spec has a launch."""
     for name, truth in truths.items():
         torch.save(truth.tokens, root / f"{name}.tokens")
@@ -117,6 +132,8 @@ def answers(models: dict[str, Path], truths: dict[str, Truth], root: Path) -> di
     for name, layout in OF_OWN_CODE.items():
         case = _case(OWN_CODE / name, root, LOCAL, name, layout)
         local.append({**case, "tokens": str(root / "own.tokens"), "vocabulary": OWN_VOCABULARY})
+    torch.save(TOKENS, root / "published.tokens")
+    local += [megatron_case(name, root / name, LOCAL, root / "published.tokens") for name in published]
     for wrong in WRONG:
         case = _case(models["llama"], root, LOCAL, wrong, "TP1", family=f"{MISTAKES}:{wrong}")
         local.append({**case, "tokens": str(root / "llama.tokens")})
@@ -162,7 +179,7 @@ def _case(
     flags = [str(model / flag) if flag == "config.json" else flag for flag in checkpoint.training_flags()]
     return {
         "name": name, "layout": layout, "run": str(run),
-        "flags": [*flags, "--transformer-impl", spec, *format_of],
+        "flags": [*flags, "--transformer-impl", spec, *format_of], "as_gemma": checkpoint.family.name == "Gemma",
         "tensor": tensor, "expert": expert, "vocabulary": VOCABULARY, "tokens": str(root / f"{name}.tokens"),
         "answer": str(root / f"{name}-{layout}-{spec}.answer"),
     }  # fmt: skip
@@ -202,6 +219,13 @@ def test_megatron_answers_as_the_code_of_a_folder_does(
     truth = load_file(OWN_CODE / name / "logits.safetensors")["logits"]
     answer = answers[LOCAL, name, layout][..., :OWN_VOCABULARY]
     assert float((answer - truth).abs().max() / truth.abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "layout"), zip(PUBLISHED, ("TP2", "EP2", "EP2"), strict=True))
+def test_megatron_computes_the_logits_of_published_configurations(
+    name: str, layout: str, answers: dict[Case, torch.Tensor], published: dict[str, ExpectedLogits]
+) -> None:
+    assert published[name].excess(answers[LOCAL, name, layout]) <= 1
 
 
 @pytest.mark.parametrize("name", WITH_MTP)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.activations import fast_gelu
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, model_parallel_cuda_manual_seed
@@ -80,7 +81,23 @@ def build(case: dict[str, Any]) -> Any:
         case["tensor"], expert_model_parallel_size=case["expert"], expert_tensor_parallel_size=expert_tensor
     )
     model_parallel_cuda_manual_seed(1234)
-    return GPTModelBuilder(gpt_config_from_args(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    config = gpt_config_from_args(args)
+    if case.get("as_gemma"):
+        return _build_gemma(config)
+    return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+
+
+def _build_gemma(config: Any) -> Any:
+    """Build a model as `GemmaModelProvider` of Megatron-Bridge does, with what no flag of Megatron-LM sets.
+
+    Source: gemma/gemma_provider.py and gemma/modules.py, 0.6.2: the activation, and the scale of the embeddings.
+    """
+    config.transformer.gated_linear_unit, config.transformer.activation_func = True, fast_gelu
+    config.transformer.bias_activation_fusion = False
+    model = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    scale = config.transformer.hidden_size**0.5
+    model.embedding.register_forward_hook(lambda module, inputs, output: output * scale)
+    return model
 
 
 if __name__ == "__main__":
