@@ -33,7 +33,8 @@ _KDA = "its linear attention is Kimi's delta attention (KDA), and Megatron's are
 _LIGHTNING = "its linear attention is lightning attention, which Megatron does not have"
 _SELECTED = "it attends to blocks that an indexer selects; Megatron's indexer selects tokens of latent attention"
 NOT_IN_MEGATRON: Mapping[str, str] = {
-    "falcon": PARALLEL_BLOCKS, "gptj": PARALLEL_BLOCKS, "codegen": PARALLEL_BLOCKS, "phi": PARALLEL_BLOCKS,
+    "falcon": PARALLEL_BLOCKS, "RefinedWeb": PARALLEL_BLOCKS, "RefinedWebModel": PARALLEL_BLOCKS,
+    "gptj": PARALLEL_BLOCKS, "codegen": PARALLEL_BLOCKS, "phi": PARALLEL_BLOCKS,
     "phi-msft": PARALLEL_BLOCKS, "cohere": PARALLEL_BLOCKS, "cohere2": PARALLEL_BLOCKS,
     "bloom": ALIBI, "mpt": ALIBI,
     "glm4": NORMS_BEHIND, "olmo2": NORMS_BEHIND, "olmo3": NORMS_BEHIND, "exaone4": NORMS_BEHIND,
