@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shorten
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import without_flag
 from mcore_ckpt_ext.job.arguments.without_effect import without_effect
@@ -53,7 +53,7 @@ def _differing(family: Family, model: ModelArguments, running: ModelArguments) -
     for name in sorted(expressed - without_effect(expressed) - {*_OF_THE_LOAD, *_only_bounds(model)}):
         wanted, given = model.get(name), running.get(name)
         if (wanted or None) != (given or None) and _writes_another(family, model, name, given):
-            yield f"{name} is {given!r}, not {wanted!r}"
+            yield f"{name} is {shorten(repr(given))}, not {shorten(repr(wanted))}"
 
 
 def _only_bounds(model: ModelArguments) -> tuple[str, ...]:

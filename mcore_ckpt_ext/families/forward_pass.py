@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from mcore_ckpt_ext.errors import escape, format_value, join_some
+from mcore_ckpt_ext.errors import escape, format_value, join_some, shorten
 from mcore_ckpt_ext.job.arguments.row import SHAPES, Alias, AnyBut, Changes, Condition, Noted
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.arguments.without_effect import without_effect
@@ -55,7 +55,7 @@ def unexpressed(expressed: Collection[str], arguments: ModelArguments) -> list[s
         arguments: arguments of the model.
     """
     found = [
-        f"{name} is {arguments.get(name)!r}, for which it has no key"
+        f"{name} is {shorten(repr(arguments.get(name)))}, for which it has no key"
         for name, neutral in _counting(arguments)
         if name not in expressed and not _is_neutral(arguments.get(name, _UNKNOWN), neutral)
     ]

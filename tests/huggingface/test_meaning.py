@@ -578,6 +578,14 @@ def test_keys_that_the_class_does_not_read(changed: dict[str, Any], told: str) -
         family_of("llama").arguments({**config, **changed})
 
 
+def test_layers_that_differ_are_refused_in_short() -> None:
+    """The argument that describes the layers of a large Llama-Nemotron has 100 KB."""
+    arguments = arguments_of("llama", heterogeneous_layers_config_encoded_json="{}" * 5000)
+    (reason,) = family_of("llama").mismatches(arguments)
+    assert reason.startswith("heterogeneous_layers_config_encoded_json is ")
+    assert len(reason) < 500
+
+
 def test_groups_of_experts_that_megatron_ranks_otherwise_need_to_be_accepted() -> None:
     """DeepSeek-V2 uses 6 experts of 3 groups; Megatron ranks a group by its best two, not by its best one."""
     family, config = family_of("deepseek_v2"), configuration("deepseek_v2", num_experts_per_tok=4)
