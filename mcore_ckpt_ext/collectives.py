@@ -24,7 +24,7 @@ from mcore_ckpt_ext.storage.gc_pause import collector_paused
 Result = TypeVar("Result")
 _SHOWN = 4
 _SIZE_BYTES, _SHORT_BYTES = 8, 56
-# Total over all ranks; also the device memory that messages over a device use.
+# Limit of the total size of a message over all ranks, and size of the device memory for messages.
 _LITTLE_BYTES = 1 << 20
 # `gather` broadcasts different long items one by one if there is at most one for every `_FEW` ranks.
 _FEW = 4
@@ -52,7 +52,7 @@ def gather(item: Result, group: Any = None) -> list[Result]:
     ranks send their items, padded to the largest size.
 
     Args:
-        item: that of this rank.
+        item: this rank's item.
         group: the ranks that take part; by default all ranks of the job.
     """
     if not dist.is_initialized():

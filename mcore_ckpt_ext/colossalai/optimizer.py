@@ -147,8 +147,8 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
             all ranks but rank 0 of the ZeRO group, receives that of rank 0.
 
     Raises:
-        ResumeRefusedError: on all ranks; nothing has been written, or the message says that the state is partly
-            written, as where one has no memory.
+        ResumeRefusedError: on all ranks; nothing has been written, unless the message says that the state is partly
+            written, for example because a rank ran out of memory.
     """
     zero = wrapped(optimizer.module)
     is_full = any(state_dict.get("state", {}).values())

@@ -90,7 +90,7 @@ class Mapped(Setting):
 
 @dataclass(frozen=True)
 class Coefficient(Mapped):
-    """The coefficient of the load-balancing loss; transformers only has the first of several."""
+    """The coefficient of the load-balancing loss; of several in Megatron, transformers has only the first."""
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:

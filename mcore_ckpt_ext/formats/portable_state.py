@@ -28,7 +28,7 @@ SHARDING_MARK = "param_state_sharding_type"
 # Training loops other than Megatron's do not store it.
 _VERSION = 3.0
 _OF_FSDP = ("use_megatron_fsdp", "use_torch_fsdp2")
-# The job's own state machine stores it for its own ranks; stock Megatron ignores it when the layout has changed.
+# `rerun_state_machine` is stored for the ranks of the job; stock Megatron ignores it when the layout has changed.
 _NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine", "args", WRITTEN_FOR)
 # Members of Megatron's own enums change between versions; `--use-checkpoint-args` does not need them.
 _ENUMS = ("megatron.core.", "signal.Signals", "megatron.training.")
@@ -204,7 +204,7 @@ def has_experts(chain: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def inner_state(child: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the inner optimizer's part of a chained optimizer's settings, which `FP32Optimizer` does not wrap."""
+    """Return the inner optimizer's settings from those of a chained optimizer; `FP32Optimizer` does not nest them."""
     inner = child.get("optimizer", child)
     return inner if isinstance(inner, dict) and "param_groups" in inner else {"param_groups": []}
 

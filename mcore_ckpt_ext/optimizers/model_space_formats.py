@@ -5,7 +5,7 @@ Sources in megatron/core/optimizer: `sharded_param_state_fully_reshardable` (dis
 `Float16OptimizerWithFloat16Params` and `FP32Optimizer` (optimizer.py, core_v0.7.0 to 0.19.2) and of
 `LayerWiseDistributedOptimizer` (layer_wise_optimizer.py, core_v0.16.0 to 0.19.2), which has the same format. A
 checkpoint's label may apply to only one of its optimizers, so keys decide: masters are named `param` in
-`fully_reshardable` and `fp32_param` in all others, and layer-wise optimizers are a chain that marks its keys.
+`fully_reshardable` and `fp32_param` in all others, and layer-wise optimizers have keys of a chain.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return None
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        """Return the keys of the checkpoint that contains the weights: this one, or the other."""
+        """Return the keys of the weights, which may be stored in another checkpoint."""
         return self._weights_source.sharded_keys() if self._weights_source else self._own_weights.places()
 
     @override

@@ -41,7 +41,7 @@ class Prover:
         self._equal: list[tuple[LiveShard, int]] = []
 
     def on_read(self, shard: LiveShard, start: int, stop: int) -> None:
-        """Record that masters that have just been read round to their weights exactly, if they do.
+        """Count masters that have just been read if they round to their weights exactly.
 
         All other masters are left to `finish`, which applies the checkpoint's own comparison and reports mismatches.
         """
@@ -50,7 +50,7 @@ class Prover:
             self._equal.append((shard, stop - start))
 
     def finish(self) -> None:
-        """Verify all masters of shards that `on_read` has not found equal as a whole.
+        """Verify the shards of which `on_read` has not counted every master.
 
         Raises:
             ProofError: a master does not round to its weight.
