@@ -37,8 +37,9 @@ def tied(by_default: bool) -> Setting:
     return Custom((key,), lambda arguments: {key: not arguments.untie_embeddings_and_output_weights}, to_arguments)
 
 
-def query_groups(default: int | None = None, key: str = "num_key_value_heads") -> Setting:
+def query_groups(default: int | None = None) -> Setting:
     """Return the setting of query groups; `default` is Hugging Face's default, None if that is the number of heads."""
+    key = "num_key_value_heads"
 
     def to_arguments(config: Config) -> dict[str, Any]:
         heads = config["num_attention_heads"]
@@ -163,8 +164,9 @@ def experts_everywhere(arguments: ModelArguments) -> bool:
     return all(has_experts(arguments, layer) for layer in range(arguments.num_layers))
 
 
-def experts_in_every_layer(count: int, key: str = "num_local_experts") -> Setting:
+def experts_in_every_layer(count: int) -> Setting:
     """Return the setting of experts in every layer, of width `intermediate_size`; `count` is the class's default."""
+    key = "num_local_experts"
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         return {key: arguments.num_experts, "intermediate_size": arguments.moe_ffn_hidden_size}

@@ -18,8 +18,6 @@ from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 # Settings that every parameter group needs, and Adam's groups besides (torch.optim, Transformer Engine's FusedAdam).
 _NEEDED, _OF_ADAM = ("lr", "weight_decay"), ("eps",)
-# A fused optimizer for CUDA graphs (`capturable`) keeps them as tensors.
-_NUMBERS = (int, float, TensorReference)
 
 
 def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -61,6 +59,7 @@ def check_group_of_each(checkpoint: CheckpointView, groups: Sequence[Mapping[str
 
 
 def _is_number(value: object) -> bool:
+    # A fused optimizer for CUDA graphs (`capturable`) keeps numbers as tensors.
     return isinstance(value, (int, float, TensorReference)) or is_tensor(value)
 
 
