@@ -6,6 +6,9 @@ their reads, and agree on an error if one of them runs out of memory.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +27,9 @@ from tests.harness.cases import Case, Outcomes, load_all
 from tests.harness.checkpoints import everything_in, fixture_named
 from tests.harness.device_group import BACKENDS_VARIABLE
 from tests.harness.device_loads import AWARE, BY_STOCK, FAST, LOADS, TWO_LAYERS, assert_is_the_truth, cases
-from tests.harness.jobs import differing, with_vocabulary
+from tests.harness.jobs import RANK_SCRIPTS, TIME_LIMIT, differing, with_vocabulary
 from tests.harness.layouts import VOCABULARY, Layout
+from tests.harness.packages import with_transformer_engine
 
 SCRIPT = "device_cases.py"
 SAVES_TO = "TEST_SAVES_TO"
@@ -181,3 +185,16 @@ def test_a_save_without_memory_is_complete_all_the_same(shared: Outcomes) -> Non
         digested.append(bool(sidecar.digests))
     assert digested == [False] * (len(folders) - 1) + [True]
     assert len(folders) > 2
+
+
+def test_masters_of_fp8_weights_are_compared_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Transformer Engine's classes for one scale and for a scale for each block; nothing is copied to the CPU."""
+    with_transformer_engine(monkeypatch)
+    command = [sys.executable, "-W", "ignore", str(RANK_SCRIPTS / "device_float8.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {"device": "cuda:0", "right": True, "wrong": 70_000, "to_cpu": 0}
+    assert json.loads(done.stdout) == {
+        "tensorwise": {"class": "Float8Tensor", **found},
+        "blockwise": {"class": "Float8BlockwiseQTensor", **found},
+    }
