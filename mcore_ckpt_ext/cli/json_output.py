@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 FLAG = "--json"
+_RESULT = "the result"
 ENVELOPE = ("schema", "command", "ok", "exit_code", "error")
 ERROR_SCHEMA = 1
 
@@ -27,9 +28,42 @@ def print_result(command: str, result: DataclassInstance, exit_code: int) -> Non
     as_json_object(_object(command, result, exit_code))
 
 
+def check_result_file(path: Path, command: str) -> None:
+    """Check that the result of a command may be written to a file, before the command does anything.
+
+    Raises:
+        UsageError: the path is another kind of file, or its folder does not exist.
+    """
+    from mcore_ckpt_ext.storage.atomic_files import check_report
+
+    check_report(
+        path,
+        lambda found: _is_result(found, command),
+        what=_RESULT,
+        conflict=f"{FLAG} would overwrite something that is not a result of this command",
+        earlier="an earlier one of this option",
+    )
+
+
+def _is_result(path: Path, command: str) -> bool:
+    import json
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("command") == command
+
+
 def write_result(path: Path, command: str, result: DataclassInstance, exit_code: int) -> None:
-    """Write the result of a command to a file, as `print_result` prints it."""
-    path.write_text(json_text(_object(command, result, exit_code)) + "\n", encoding="utf-8")
+    """Write the result of a command to a file, as `print_result` prints it.
+
+    Raises:
+        DestinationError: the file cannot be written.
+    """
+    from mcore_ckpt_ext.storage.atomic_files import write_report
+
+    write_report(path, json_text(_object(command, result, exit_code)) + "\n", what=_RESULT)
 
 
 def _object(command: str, result: DataclassInstance, exit_code: int) -> dict[str, Any]:

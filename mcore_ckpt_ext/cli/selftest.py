@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_ckpt_ext.cli.json_output import print_result, write_result
+from mcore_ckpt_ext.cli.json_output import check_result_file, print_result, write_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, message, table
 from mcore_ckpt_ext.cli.sizes import parse_count
+from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.selftest.report import Outcome, Report, Row, passed
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mcore_ckpt_ext.cli.selftest_ranks import Team, place_among_ranks, require_shared_folder
     from mcore_ckpt_ext.selftest.machine import this_machine
 
+    _check_paths(arguments)
     joined = place_among_ranks(os.environ)
     if joined is None:
         return _test(this_machine(arguments.nproc), arguments, start_ranks)
@@ -66,10 +68,24 @@ def _test(machine: Machine, arguments: argparse.Namespace, start: Start) -> int:
     if arguments.json == _STDOUT:
         print_result("selftest", report, code)
         return code
+    _show(report)
     if arguments.json is not None:
         write_result(Path(arguments.json), "selftest", report, code)
-    _show(report)
     return code
+
+
+def _check_paths(arguments: argparse.Namespace) -> None:
+    """Check, before minutes of training, that there are the folders to write to.
+
+    Raises:
+        UsageError: one does not exist, or the result would overwrite another file.
+    """
+    if arguments.json not in (None, _STDOUT):
+        check_result_file(Path(arguments.json), "selftest")
+    if arguments.folder is not None and not arguments.folder.is_dir():
+        raise UsageError(
+            "--folder names no folder", where=str(arguments.folder), hint="create it, or choose another folder"
+        )
 
 
 def start_ranks(order: Order) -> Ended:

@@ -36,6 +36,21 @@ def test_without_a_gpu_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["ok"], found["exit_code"], found["error"]["kind"]) == (False, 2, "UsageError")
 
 
+def test_folders_are_checked_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A result that cannot be written is not found after minutes of training."""
+    notes = tmp_path / "notes.json"
+    notes.write_text("{}")
+    words = {
+        "the folder of the result does not exist": ["--json", str(tmp_path / "missing" / "report.json")],
+        "--json would overwrite something that is not a result of this command": ["--json", str(notes)],
+        "--folder names no folder": ["--folder", str(notes)],
+    }
+    for message, options in words.items():
+        assert main(["selftest", *options]) == 2
+        assert message in capsys.readouterr().err
+    assert notes.read_text() == "{}"
+
+
 @pytest.mark.parametrize(
     ("missing", "says"),
     [
