@@ -121,6 +121,14 @@ def _has_no_experts(arguments: JobArguments) -> bool:
     return arguments.is_set("num_experts") and not arguments.num_experts
 
 
+def has_varying_layers(arguments: JobArguments) -> bool:
+    """Return whether a model's layers are configured one by one, so that some may have no parameters.
+
+    Source: `HeterogeneousTransformerConfig` (megatron/core/transformer/heterogeneous, core_v0.12 to 0.19.2).
+    """
+    return bool(arguments.heterogeneous_layers_config_path or arguments.heterogeneous_layers_config_encoded_json)
+
+
 def layers_by_chunk(arguments: JobArguments, layout: ParallelLayout) -> list[list[range]] | None:
     """Return global decoder layers of every model chunk by `[pipeline rank][virtual stage]`.
 

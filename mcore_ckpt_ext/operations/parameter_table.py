@@ -6,6 +6,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
+from mcore_ckpt_ext.layout.parallel import has_varying_layers
 from mcore_ckpt_ext.layout_choice.model_table import (
     ROWS_DIVISOR,
     ModelTable,
@@ -27,7 +28,6 @@ from mcore_ckpt_ext.optimizers.table import shows_names
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, dtype_named
 
 _BEFORE = -1
-_HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 
 
 def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
@@ -75,8 +75,7 @@ def _check_layers(checkpoint: CheckpointView, job: JobArguments, declared: int, 
     layers = (split_layer(name)[0] for name in checkpoint.names(WEIGHT))
     found = 1 + max(layer.number for layer in layers if layer is not None and layer.block == block)
     # The last layers of a heterogeneous model may have no parameters.
-    is_heterogeneous = any(job.raw.get(name) for name in _HETEROGENEOUS)
-    if found > declared or (found < declared and not is_heterogeneous):
+    if found > declared or (found < declared and not has_varying_layers(job)):
         raise UnsupportedCheckpointError(
             "the number of layers is not that of the weights",
             found=f"num_layers {declared}",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import mcore_ckpt_ext
@@ -44,6 +44,29 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert not frequencies or any("inv_freq" in note for note in report.notes)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "back")]
     assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("empty", [2, 3])
+def test_a_layer_without_parameters(empty: int, tmp_path: Path) -> None:
+    """As Llama-Nemotron Ultra has many: the files of a stage do not show how many layers it has."""
+    source, stored, legacy = (tmp_path / name for name in ("model", "stored", "legacy"))
+    _copy(FOLDER / "nemotron-nas", source)
+    config = json.loads((source / "config.json").read_text())
+    config["block_configs"][empty] = {
+        "attention": {"no_op": True, "n_heads_in_group": None}, "ffn": {"no_op": True, "ffn_mult": None},
+    }  # fmt: skip
+    (source / "config.json").write_text(json.dumps(config))
+    kept = {name: t for name, t in load_file(source / WEIGHTS).items() if f"layers.{empty}." not in name}
+    save_file(kept, source / WEIGHTS, {"format": "pt"})
+    mcore_ckpt_ext.convert(source, stored, mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(
+        stored, legacy, mcore_ckpt_ext.Legacy(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+    )
+    mcore_ckpt_ext.convert(legacy, tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    found = load_file(tmp_path / "back" / WEIGHTS)
+    assert found.keys() == kept.keys()
+    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
 
 
 def test_ling_under_its_other_type(tmp_path: Path) -> None:

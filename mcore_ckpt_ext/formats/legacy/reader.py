@@ -48,6 +48,7 @@ from mcore_ckpt_ext.formats.unread_state import (
 )
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.local_parameters import layers_of
+from mcore_ckpt_ext.layout.parallel import has_varying_layers, layers_by_chunk
 from mcore_ckpt_ext.layout.parameter_order import ObservedOrder, ParameterOrder
 from mcore_ckpt_ext.model_space.anatomy import second_names
 from mcore_ckpt_ext.optimizers.derived_masters import with_masters
@@ -159,6 +160,9 @@ class LegacyCheckpoint(FormatReader):
         Raises:
             UnreadableCheckpointError: the number of layers differs from the job's, so that numbers would be wrong.
         """
+        # Some layers of such a model may have no parameters, and cannot be counted.
+        if has_varying_layers(self.arguments) and (layers := layers_by_chunk(self.arguments, self.layout)) is not None:
+            return layers
         stages = {found.rank.pipeline: [layers_of(chunk) for chunk in found.chunks] for found in self._ranks}
         order = [(rank, stage) for stage in range(self.layout.virtual_pipeline) for rank in sorted(stages)]
         counts = [stages[rank][stage] if stage < len(stages[rank]) else 0 for rank, stage in order]
