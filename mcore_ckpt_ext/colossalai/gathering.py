@@ -103,7 +103,7 @@ class _Room(NamedTuple):
         values: flat memory for each parameter, in order.
         windows: two buffers for the pieces of all ranks: one is received while the other is read.
         cut: for each parameter, the buffers to join its tensor-parallel slices.
-        staged: for each parameter with such slices, a buffer to send this rank's from, if the group cannot reach it.
+        staged: for each parameter with such slices, a buffer to send from, if the group cannot reach the slice.
     """
 
     values: list[torch.Tensor]

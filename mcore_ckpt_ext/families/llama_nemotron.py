@@ -34,7 +34,7 @@ _ENCODED, _PATH = "heterogeneous_layers_config_encoded_json", "heterogeneous_lay
 _BLOCKS, _ATTENTION, _MLP = "block_configs", "attention", "ffn"
 _HEADS_IN_GROUP, _WIDTH, _NO_OP = "n_heads_in_group", "ffn_mult", "no_op"
 _MULTIPLE = 256
-# What the code of the folders reads of a block, and Megatron does not: neutral if it has no value.
+# The keys of a block's parts that can be converted; other keys must have no value.
 _KEYS = {
     _ATTENTION: {_NO_OP, _HEADS_IN_GROUP},
     _MLP: {_NO_OP, _WIDTH, "gated", "hidden_act"},
@@ -56,7 +56,7 @@ class Block:
 
 
 def width_of_mlp(factor: float, hidden_size: int) -> int:
-    """The width of an MLP, rounded up to a multiple of 256.
+    """Return the width of an MLP, rounded up to a multiple of 256.
 
     Source: `MLPConfig.ffn_mult_to_intermediate_size` (megatron/core/transformer/heterogeneous/heterogeneous_config.py,
     core_v0.12 to 0.19.2), as in the code of the released folders.
@@ -65,7 +65,7 @@ def width_of_mlp(factor: float, hidden_size: int) -> int:
 
 
 def blocks_of(arguments: ModelArguments) -> tuple[Block, ...]:
-    """The layers of a model; none if all of them are alike."""
+    """Return the layers of a model; empty if all of them are alike."""
     encoded = arguments.get(_ENCODED)
     return _blocks(encoded, arguments.num_attention_heads, arguments.hidden_size) if encoded else ()
 
@@ -94,7 +94,9 @@ def _read_blocks(found: Sequence[Mapping[str, Any]], heads: int, hidden: int) ->
 
 
 def _layers() -> Setting:
-    """The layers: Megatron reads those of a folder's own `config.json`, and its parser requires equal query groups.
+    """Return the setting of layers.
+
+    Megatron reads them from a folder's own `config.json`; its parser requires equal query groups.
 
     Sources: `HeterogeneousTransformerConfig`, and `validate_model_config_args_from_heterogeneous_config`
     (megatron/training/arguments.py, core_v0.19.0 and the development head of August 2026).
@@ -152,7 +154,7 @@ def has_mlp(arguments: ModelArguments, layer: int) -> bool:
 class LlamaNemotron(Family):
     """Llama whose MLPs differ in width, and whose layers may lack attention or an MLP.
 
-    Its folders bring their own code (`modeling_decilm.py`); names and rows are those of Megatron-Bridge 0.6.2
+    Its folders contain their own code (`modeling_decilm.py`); names and rows are those of Megatron-Bridge 0.6.2
     (llama_nemotron/llama_nemotron_bridge.py).
     """
 

@@ -11,10 +11,10 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 class SarvamMoE(Family):
-    """Ling 2.0 without multi-token prediction, and with heads that are rotated whole.
+    """Ling 2.0 without multi-token prediction, and with RoPE on whole heads.
 
-    Its folders bring their own code (`modeling_sarvam_moe.py`), which normalizes the weights of the chosen experts, and
-    keeps that of a single one, as Megatron does. Names and rows are also those of Megatron-Bridge 0.6.2
+    Its folders contain their own code (`modeling_sarvam_moe.py`). Like Megatron, it normalizes the weights of several
+    chosen experts, but not the weight of a single one. Names and rows are also those of Megatron-Bridge 0.6.2
     (sarvam/sarvam_moe_bridge.py).
     """
 

@@ -233,7 +233,7 @@ class _PlainUnpickler(SafeUnpickler):
         """Return a tuple after checking it, or the result of a call."""
         *called, arguments = reference
         if not called:
-            # The arguments of a size: a tuple with a tuple of numbers. They are large; small ones are plain.
+            # The arguments of a size: a tuple with a tuple of numbers. Only large ones get here; small ones are plain.
             of_size = len(arguments) == 1 and type(arguments[0]) is tuple
             values = arguments[0] if of_size else arguments
             if len(values) > _FEW or tuple in map(type, values) or self._is_one_of_many(arguments):
