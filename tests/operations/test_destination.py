@@ -237,9 +237,10 @@ def test_a_run_killed_between_two_renames_is_put_back(tmp_path: Path, monkeypatc
     assert content(out) == before
 
 
-def test_one_conversion_at_a_time_whatever_its_options(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", ["a" * 16, "b" * 16], ids=["the same", "others"])
+def test_one_conversion_at_a_time_whatever_its_options(options: str, tmp_path: Path) -> None:
     """The lock belongs to the destination, not to the work."""
-    first, second = (Publication(tmp_path / "out", fingerprint) for fingerprint in ("a" * 16, "b" * 16))
+    first, second = (Publication(tmp_path / "out", fingerprint) for fingerprint in ("a" * 16, options))
     first.open()
     with pytest.raises(DestinationError, match="another process"):
         second.open()

@@ -14,7 +14,6 @@ import pytest
 import mcore_ckpt_ext
 from mcore_ckpt_ext import Legacy
 from mcore_ckpt_ext.errors import DestinationError, UnreadableCheckpointError
-from mcore_ckpt_ext.storage.publish import Publication
 from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position
@@ -116,16 +115,6 @@ def test_resuming_compares_the_checksums_of_what_was_read_before(tmp_path: Path)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
         mcore_ckpt_ext.convert(source.run, tmp_path / "out", Legacy(), resume=True)
-
-
-def test_two_at_once(tmp_path: Path) -> None:
-    first, second = (Publication(tmp_path / "out", "0123456789abcdef") for _ in range(2))
-    first.open()
-    with pytest.raises(DestinationError, match="another process"):
-        second.open()
-    first.close()
-    second.open()
-    second.close()
 
 
 @pytest.fixture
