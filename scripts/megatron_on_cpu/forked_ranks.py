@@ -38,6 +38,14 @@ _GRACE_SECONDS = 5.0
 # Modules that all ranks would import at the same time.
 _MEGATRON_MODULES = ("megatron.training", "megatron.training.checkpointing", "megatron.core.models.gpt")
 _TOKENIZER_MODULES = ("transformers", "transformers.models.auto.tokenization_auto", "sentencepiece", "tiktoken")
+# What a job of 0.19 imports when it first uses it; earlier releases lack some.
+_LATER_MODULES = (
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.tokenizers.text.models",
+    "torch.utils.serialization.config",
+)
 
 
 def main() -> None:
@@ -111,7 +119,7 @@ def _import_megatron(checkout: Path | None) -> None:
     compat.apply()
     for name in _MEGATRON_MODULES:
         importlib.import_module(name)
-    for name in _TOKENIZER_MODULES:
+    for name in (*_TOKENIZER_MODULES, *_LATER_MODULES):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
 
