@@ -9,11 +9,11 @@ from math import prod
 
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, reraise_as_unreadable
-from mcore_ckpt_ext.families.images_known import kind_of
 from mcore_ckpt_ext.families.recognition import family_named
+from mcore_ckpt_ext.families.vision_towers import vision_model_type
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.hugging_face.images import with_images
 from mcore_ckpt_ext.formats.hugging_face.model import LOCAL
+from mcore_ckpt_ext.formats.hugging_face.vision import with_vision_tower
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_names_of
@@ -188,8 +188,8 @@ def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Whe
         this, other = opened[index], opened[1 - index]
         if this.format_reader.is_model_folder and not other.format_reader.is_model_folder:
             rows[1 - index] = this.vocabulary
-            if kind_of(other.names(WEIGHT)) is not None:
-                opened[index] = with_images(this)
+            if vision_model_type(other.names(WEIGHT)) is not None:
+                opened[index] = with_vision_tower(this)
             elif set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
                 opened[index] = open_checkpoint(path, family=of_family, transformer_impl=LOCAL)
     as_stored = all(checkpoint.format_reader.is_model_folder for checkpoint in opened)  # neither is rounded then

@@ -11,8 +11,8 @@ from mcore_ckpt_ext.formats.adapter_only import with_bridge_names
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.external_weights import NAME_THEM
-from mcore_ckpt_ext.formats.hugging_face.images import as_text_model, compared_whole, with_images
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
+from mcore_ckpt_ext.formats.hugging_face.vision import as_text_model, compared_whole, with_vision_tower
 from mcore_ckpt_ext.formats.merged import merged_view
 from mcore_ckpt_ext.formats.registry import is_adapter_folder
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
@@ -59,7 +59,7 @@ def open_source(
     if not target.places_mtp:
         checkpoint = _for_legacy_files(checkpoint)
     if target.for_bridge:
-        checkpoint = with_images(checkpoint)
+        checkpoint = with_vision_tower(checkpoint)
     elif target.is_model_folder:
         checkpoint = as_text_model(checkpoint)
     if wanted is not None and not from_hugging_face:

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
-from mcore_ckpt_ext.families.images_known import IMAGES, kind_of
 from mcore_ckpt_ext.families.text_parts import turned_stack
+from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS, vision_model_type
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.operations.comparison import compare
 from tests.harness.huggingface import WHOLE, assert_same_tensors, assert_same_whole, save_whole, tensors
@@ -184,25 +184,25 @@ def test_vision_towers_in_megatron_layers_or_with_a_projector(name: str, tmp_pat
 
 def test_what_does_not_fit_is_named() -> None:
     """The error names missing tensors, unsupported keys of the vision tower, and invalid numbers of heads."""
-    images, vision = IMAGES["qwen3_vl"], {"hidden_act": "gelu_pytorch_tanh", "num_heads": 2}
-    names = {ours.replace("*", "0"): (6,) for ours in (rule.ours for rule in images.rules)}
+    tower, vision = VISION_TOWERS["qwen3_vl"], {"hidden_act": "gelu_pytorch_tanh", "num_heads": 2}
+    names = {ours.replace("*", "0"): (6,) for ours in (rule.ours for rule in tower.rules)}
     del names["vision_model.decoder.deepstack_merger_list.0.patch_norm.bias"]
-    assert images.mismatches({}, names)[0] == "no vision_model.decoder.deepstack_merger_list.0.patch_norm.bias"
+    assert tower.mismatches({}, names)[0] == "no vision_model.decoder.deepstack_merger_list.0.patch_norm.bias"
     whole = {"vision_config": vision, "text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}}
-    assert images.provider_fields(whole)["mrope_section"] == [1, 1, 2]
+    assert tower.provider_fields(whole)["mrope_section"] == [1, 1, 2]
     for key, value in (("hidden_act", "silu"), ("rope_parameters", {"rope_theta": 5.0})):
         with pytest.raises(
             UnsupportedCheckpointError, match=f"no such model.*{'rope_theta' if 'rope' in key else key}"
         ):
-            images.provider_fields({**whole, "vision_config": {**vision, key: value}})
+            tower.provider_fields({**whole, "vision_config": {**vision, key: value}})
     qkv = "vision_model.decoder.layers.3.self_attention.linear_qkv.weight"
-    rows = [region.offsets[0] for region in images.tensor(qkv, (12, 5), vision).regions]
+    rows = [region.offsets[0] for region in tower.tensor(qkv, (12, 5), vision).regions]
     assert rows == [0, 6, 2, 8, 4, 10]  # queries, keys, values of two heads, from two rows each
     with pytest.raises(UnsupportedCheckpointError, match="do not match the number of heads.*12 rows, 5 heads"):
-        images.tensor(qkv, (12, 5), {"num_heads": 5})
+        tower.tensor(qkv, (12, 5), {"num_heads": 5})
     text = "language_model.decoder.layers.0.self_attention"
-    assert kind_of({*names, f"{text}.linear_qkv.weight"}) == "qwen3_vl"
-    assert kind_of({*names, f"{text}.in_proj.weight.query"}) is None  # Qwen3.5
+    assert vision_model_type({*names, f"{text}.linear_qkv.weight"}) == "qwen3_vl"
+    assert vision_model_type({*names, f"{text}.in_proj.weight.query"}) is None  # Qwen3.5
     square = HuggingFaceTensor("model.layers.0.mlp.experts.down_proj", (4, 8, 8), ())
     with pytest.raises(UnsupportedCheckpointError, match="recognized by their shape.*8 x 8"):
         turned_stack(square)

@@ -24,9 +24,9 @@ from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, without_flag
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
-from mcore_ckpt_ext.families.images_known import IMAGES
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
+from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, read_tensors
 from mcore_ckpt_ext.formats.hugging_face.model import LOCAL, TRANSFORMER_ENGINE, common_state, described_model, mismatch
 from mcore_ckpt_ext.formats.hugging_face.quantised import dequantised
@@ -85,14 +85,14 @@ class HuggingFaceCheckpoint(WeightsAlone):
         self.config, self.family, self.whole = described.config, described.family, described.whole
         self.whole_config, self._neutral = described.whole_config, described.neutral
         self.model = described.arguments
-        self._images: dict[str, StoredTensor] = {}
+        self._vision: dict[str, StoredTensor] = {}
         stored, unread = read_tensors(self.reader, below)
         self._extents = [tensor.extent for tensor in stored.values()]
         message = f"ignored weights in the folder, since other files take precedence: {join_some(unread)}"
         self._stale = [message] if unread else []
         if self.whole:
             names = text_names(stored)
-            self._images = {name: stored[name] for name, ours in names.items() if ours is None}
+            self._vision = {name: stored[name] for name, ours in names.items() if ours is None}
             stored = {ours: self._transposed(ours, stored[name]) for name, ours in names.items() if ours is not None}
         stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
         held = self.family.mtp_layers(stored, self.model)
@@ -139,7 +139,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         expected = {tensor.name: tensor for tensor in self.family.tensors(self.model, stored)}
         stored = self._without_copies(stored, expected.values())
         ignored = self.family.unmapped_tensors(stored.keys(), self.model, self.config) - expected.keys()
-        self.left_out = sorted([*ignored, *self._of_activations, *self._images])
+        self.left_out = sorted([*ignored, *self._of_activations, *self._vision])
         missing = [name for name in expected if name not in stored]
         surplus = [name for name in stored if name not in expected and name not in ignored]
         wrong = [
@@ -260,7 +260,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @property
     @override
     def ignored_vision_tensors(self) -> list[str]:
-        return [name for name in self.left_out if name in self._images]
+        return [name for name in self.left_out if name in self._vision]
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
@@ -268,7 +268,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         if self.family.origin:
             found.insert(0, f"model family: {self.family.described}")
         if self.whole:
-            whole = "; --for bridge also converts the vision tower" if self.whole in IMAGES else ""
+            whole = "; --for bridge also converts the vision tower" if self.whole in VISION_TOWERS else ""
             found.append(
                 f"of {self.whole} only the text is read, as {with_indefinite_article(self.family.name)}{whole}"
             )

@@ -37,15 +37,15 @@ from mcore_ckpt_ext.formats.hugging_face.files import (
     shards_of,
 )
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG
-from mcore_ckpt_ext.formats.hugging_face.images import (
+from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
+from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.hugging_face.vision import (
     as_text_model,
     checked_whole,
     text_tensors,
     vision_tensors,
-    with_images,
+    with_vision_tower,
 )
-from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
-from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, with_notes
 from mcore_ckpt_ext.formats.peft.writer import lay_out as lay_out_adapters
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -92,8 +92,8 @@ class HuggingFaceTarget:
         self.auxiliary_files = {**checkpoint.auxiliary_files(), **tokenizer}
         config = json_of(self.auxiliary_files, CONFIG)
         self._vision_tensors = vision_tensors(checkpoint, config)
-        of_images = {tensor.regions[0].name for tensor in self._vision_tensors}
-        names = [name for name in checkpoint.weights.names() if name not in of_images]
+        vision_names = {tensor.regions[0].name for tensor in self._vision_tensors}
+        names = [name for name in checkpoint.weights.names() if name not in vision_names]
         passed = parse_assignments(options.arguments)
         if unknown := sorted(set(passed) - classified(passed)):
             raise UsageError(
@@ -325,7 +325,7 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
 
     def reads_back(folder: Path) -> CheckpointView:
         written = HuggingFaceCheckpoint(folder, family=layout.fit.family, transformer_impl=spec).view
-        return as_text_model(with_images(written)) if layout.has_vision else written
+        return as_text_model(with_vision_tower(written)) if layout.has_vision else written
 
     taken = {
         name: content for name, content in layout.auxiliary_files.items() if name not in (CONFIG, GENERATION_CONFIG)

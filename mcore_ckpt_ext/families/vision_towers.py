@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mcore_ckpt_ext.families.images import PREFIX, Images, VisionMapping
 from mcore_ckpt_ext.families.validation import check_plain
+from mcore_ckpt_ext.families.vision import PREFIX, VisionMapping, VisionTower
 from mcore_ckpt_ext.model_space.names import of_experts
 
 
@@ -38,7 +38,7 @@ _QWEN_VISUAL = r"^(model\.)?visual\."
 
 _BLOCK = "visual.blocks.*"
 _IN_BLOCK = ("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-_QWEN2_5 = Images(
+_QWEN2_5 = VisionTower(
     rules=_same((
         "visual.patch_embed.proj.weight", f"{_BLOCK}.norm1.weight", f"{_BLOCK}.norm2.weight",
         *_leaves(*(f"{_BLOCK}.{one}" for one in _IN_BLOCK)),
@@ -65,7 +65,7 @@ def _deepstack(vision: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]])
 
 _THEIRS, _OURS = "model.visual.blocks.*", "vision_model.decoder.layers.*"
 _MERGERS = "deepstack_merger_list.*"
-_QWEN3 = Images(
+_QWEN3 = VisionTower(
     rules=(
         *_both("model.visual.patch_embed.proj", "vision_model.patch_embed.proj."),
         VisionMapping("model.visual.pos_embed.weight", "vision_model.pos_embed.weight"),
@@ -126,7 +126,7 @@ def _places(vision: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
         yield "vision_use_head is not false, and there is no head"
 
 
-_GEMMA3 = Images(
+_GEMMA3 = VisionTower(
     rules=(
         *(VisionMapping(f"vision_tower.vision_model.{name}", f"vision_tower.{name}") for name in _TOWER),
         VisionMapping(
@@ -150,7 +150,7 @@ _GEMMA3 = Images(
     fixed={"model_type": "siglip_vision_model"}, further=_projector, unlike=_places,
 )  # fmt: skip
 
-IMAGES: Mapping[str, Images] = {
+VISION_TOWERS: Mapping[str, VisionTower] = {
     "qwen2_5_vl": _QWEN2_5,
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": replace(
@@ -162,11 +162,11 @@ IMAGES: Mapping[str, Images] = {
 """Vision towers by the `model_type` of the whole model."""
 
 
-def kind_of(names: Collection[str]) -> str | None:
+def vision_model_type(names: Collection[str]) -> str | None:
     """Return the `model_type` of a Megatron-Bridge checkpoint with these names; None if it has no vision tower."""
-    of_images = [name for name in names if not name.startswith(PREFIX)]
-    if not of_images or len(of_images) == len(names) or any(_IN_NETS in name for name in names):
+    vision_names = [name for name in names if not name.startswith(PREFIX)]
+    if not vision_names or len(vision_names) == len(names) or any(_IN_NETS in name for name in names):
         return None
     experts = any(map(of_experts, names))
-    fitting = (kind for kind, images in IMAGES.items() if images.experts == experts and images.holds(of_images))
+    fitting = (kind for kind, tower in VISION_TOWERS.items() if tower.experts == experts and tower.holds(vision_names))
     return next(fitting, None)

@@ -12,9 +12,9 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some, with_in
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import neutral_keys
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
-from mcore_ckpt_ext.families.images import PREFIX, Images, sections_of
-from mcore_ckpt_ext.families.images_known import IMAGES, kind_of
 from mcore_ckpt_ext.families.text_parts import text_config, turned_stack
+from mcore_ckpt_ext.families.vision import PREFIX, VisionTower, sections_of
+from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS, vision_model_type
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.formats.hugging_face.folder import StoredTensor
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
@@ -38,12 +38,12 @@ _STACKED = tuple(f"model.layers.0.mlp.experts.{one}_proj" for one in ("gate_up",
 _OF_TRAINING = ("attention_dropout", "initializer_range", "max_position_embeddings", "architectures")
 
 
-class WithImages(HuggingFaceCheckpoint):
+class VisionLanguageCheckpoint(HuggingFaceCheckpoint):
     """A folder read with its vision part, under the names of Megatron-Bridge's model."""
 
     @override
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
-        quantised = [name for name, found in self._images.items() if found.extent.dtype not in _FLOATS]
+        quantised = [name for name, found in self._vision.items() if found.extent.dtype not in _FLOATS]
         if quantised:
             raise UnsupportedCheckpointError(
                 "the vision tower is quantized, which is not "
@@ -51,9 +51,9 @@ class WithImages(HuggingFaceCheckpoint):
                 hint="leave --for bridge out for its text, or take the folder as it was released in bf16",
             )  # fmt: skip
         text = [(_below_prefix(tensor), found) for tensor, found in super()._matched(stored)]
-        named = {name: self._kind.ours(name) for name in self._images}
+        named = {name: self._kind.ours(name) for name in self._vision}
         self.left_out = [name for name in self.left_out if name not in named]
-        shapes = {ours: self._kind.in_megatron(ours, self._images[name].shape)
+        shapes = {ours: self._kind.in_megatron(ours, self._vision[name].shape)
                   for name, ours in named.items() if ours is not None}  # fmt: skip
         wrong = [with_indefinite_article(name) for name, ours in named.items() if ours is None]
         wrong += self._kind.mismatches(self.whole_config, shapes)
@@ -63,12 +63,12 @@ class WithImages(HuggingFaceCheckpoint):
                 where=str(self.folder),
             )  # fmt: skip
         vision = self.whole_config["vision_config"]
-        return text + [(self._kind.tensor(ours, shapes[ours], vision), self._images[name])
+        return text + [(self._kind.tensor(ours, shapes[ours], vision), self._vision[name])
                        for name, ours in named.items() if ours is not None]  # fmt: skip
 
     @property
-    def _kind(self) -> Images:
-        return IMAGES[self.whole]
+    def _kind(self) -> VisionTower:
+        return VISION_TOWERS[self.whole]
 
     @override
     def run_config(self) -> str:
@@ -79,8 +79,8 @@ class WithImages(HuggingFaceCheckpoint):
         text = [name.removeprefix(PREFIX) for name in self.weights.names() if name.startswith(PREFIX)]
         of_engine = self.model.transformer_impl == TRANSFORMER_ENGINE
         states = {f"{PREFIX}{name}": state for name, state in fresh_extra_states(text, of_engine).items()}
-        seeing = self._kind.states_of([name for name in self.weights.names() if not name.startswith(PREFIX)])
-        return {**states, **{f"{module}.{EXTRA_STATE}": fresh(engine) for module, engine in seeing.items()}}
+        tower = self._kind.states_of([name for name in self.weights.names() if not name.startswith(PREFIX)])
+        return {**states, **{f"{module}.{EXTRA_STATE}": fresh(engine) for module, engine in tower.items()}}
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
@@ -90,36 +90,38 @@ class WithImages(HuggingFaceCheckpoint):
         return found + self.with_uncommon_dtype()
 
 
-class WithAll(HuggingFaceCheckpoint):
+class UnmappedVisionLanguageCheckpoint(HuggingFaceCheckpoint):
     """A folder read with its vision part, under Hugging Face's names, to compare it with another folder."""
 
     @override
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
-        text, known = super()._matched(stored), IMAGES.get(self.whole)
-        self.left_out = [name for name in self.left_out if name not in self._images]
+        text, known = super()._matched(stored), VISION_TOWERS.get(self.whole)
+        self.left_out = [name for name in self.left_out if name not in self._vision]
         return text + [(_as_it_is(known.spelled(name) if known else name, found.shape), found)
-                       for name, found in self._images.items()]  # fmt: skip
+                       for name, found in self._vision.items()]  # fmt: skip
 
 
-def with_images(checkpoint: CheckpointView) -> CheckpointView:
+def with_vision_tower(checkpoint: CheckpointView) -> CheckpointView:
     """Reopen a Hugging Face folder, opened as text only, with its vision part, if Megatron-Bridge has such a model."""
     own = checkpoint.format_reader
-    if not isinstance(own, HuggingFaceCheckpoint) or own.whole not in IMAGES:
+    if not isinstance(own, HuggingFaceCheckpoint) or own.whole not in VISION_TOWERS:
         return checkpoint
-    return own.read_again(WithImages).view
+    return own.read_again(VisionLanguageCheckpoint).view
 
 
 def compared_whole(opened: Sequence[CheckpointView]) -> list[CheckpointView]:
     """Reopen two folders of vision-language models in full to compare them; return anything else unchanged."""
     readers = [one.format_reader for one in opened]
     folders = [one for one in readers if isinstance(one, HuggingFaceCheckpoint) and one.whole]
-    return [one.read_again(WithAll).view for one in folders] if len(folders) == len(opened) else [*opened]
+    if len(folders) < len(opened):
+        return [*opened]
+    return [one.read_again(UnmappedVisionLanguageCheckpoint).view for one in folders]
 
 
 def as_text_model(checkpoint: CheckpointView) -> CheckpointView:
     """Return a view of Megatron-Bridge's vision-language model with the names of a text model; others unchanged."""
     names = checkpoint.names(WEIGHT)
-    kind = kind_of(names)
+    kind = vision_model_type(names)
     if kind is None:
         return checkpoint
     view = renamed(checkpoint, {name: name.removeprefix(PREFIX) for name in names})
@@ -149,10 +151,10 @@ def vision_tensors(checkpoint: CheckpointView, config: Mapping[str, Any]) -> lis
             "model_type", "none in the checkpoint's folder")), expected=f"model_type {whole.kind}",
             where=str(checkpoint.folder), hint=_HINT,
         )  # fmt: skip
-    images, names = IMAGES[whole.kind], checkpoint.names(WEIGHT)
+    tower, names = VISION_TOWERS[whole.kind], checkpoint.names(WEIGHT)
     shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in names if name not in whole.text}
-    _refuse([*images.mismatches(config, shapes), *_unlike(vision, checkpoint)], checkpoint)
-    return [images.tensor(name, shape, vision) for name, shape in shapes.items()]
+    _refuse([*tower.mismatches(config, shapes), *_unlike(vision, checkpoint)], checkpoint)
+    return [tower.tensor(name, shape, vision) for name, shape in shapes.items()]
 
 
 def _unlike(vision: Mapping[str, Any], checkpoint: CheckpointView) -> list[str]:
@@ -171,10 +173,10 @@ def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArg
     """
     if checkpoint.whole_model is None:
         return family.tensors(arguments)
-    images = IMAGES[checkpoint.whole_model.kind]
-    found = family.tensors(arguments, _STACKED if images.experts else None)
-    written = map(turned_stack, found) if images.experts else found
-    return [replace(tensor, name=images.in_folder(tensor.name)) for tensor in written]
+    tower = VISION_TOWERS[checkpoint.whole_model.kind]
+    found = family.tensors(arguments, _STACKED if tower.experts else None)
+    written = map(turned_stack, found) if tower.experts else found
+    return [replace(tensor, name=tower.in_folder(tensor.name)) for tensor in written]
 
 
 def checked_whole(

@@ -1,7 +1,7 @@
 """Describes vision towers: the names of their tensors, and their configuration.
 
 Megatron-Bridge places the vision tower on the first pipeline stage, next to the language model. The supported models
-are in `images_known.py`.
+are in `vision_towers.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class VisionMapping:
 
 
 @dataclass(frozen=True)
-class Images:
+class VisionTower:
     """The vision tower of a model type.
 
     Attributes:
