@@ -142,7 +142,7 @@ def _write_place(place: Place, local: torch.Tensor, through: torch.dtype, where:
 
 @torch.no_grad()
 def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> Any:
-    """Write the values; ranks that fail tell the others where they next meet, at the end at the latest."""
+    """Write the values; a rank that fails reports it to the others when they next meet, at the end at the latest."""
     zero = accepted.zero
     fate = GroupErrors(zero.ranks, "writing the model", "it is partly written: do not train on, load again")
 

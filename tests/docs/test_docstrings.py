@@ -14,6 +14,8 @@ import pytest
 import mcore_ckpt_ext
 
 PACKAGE = Path(mcore_ckpt_ext.__file__).parent
+END = re.compile(r"[.:!?]$|\.[\"')]$")
+SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields):$")
 LONGEST = 118
 LEADING = re.compile(r"(What|Whether|Of|Such|That of|Those)\b")
 WORDS = re.compile(
@@ -62,6 +64,36 @@ def test_first_lines_stand_alone() -> None:
     assert found == []
 
 
+def unfinished(text: str) -> str:
+    """The last line of a paragraph that does not end as a sentence does, as if it was cut off; empty if there is none.
+
+    Indented paragraphs, such as tables and examples, are exempt, but not sections, such as arguments.
+    """
+    for paragraph in re.split(r"\n\s*\n", text):
+        lines = paragraph.splitlines()
+        is_prose = not lines[-1].startswith(" ") or SECTION.match(lines[0])
+        if is_prose and not END.search(lines[-1]) and not lines[-1].startswith(("from ", "import ")):
+            return lines[-1]
+    return ""
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Each docstring of a module, without indentation, with the line of what it documents."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            yield getattr(node, "lineno", 1), text
+
+
+def test_paragraphs_end_as_sentences_do() -> None:
+    found = [
+        f"{path}:{number}: {end}"
+        for path, source in sources()
+        for number, text in docstrings(source)
+        if (end := unfinished(text))
+    ]
+    assert found == []
+
+
 def test_docstrings_and_comments_use_plain_words() -> None:
     found = [
         f"{path}:{number}: {match[0]}"
@@ -92,3 +124,15 @@ def test_banned_words_are_found(source: str) -> None:
 @pytest.mark.parametrize("source", ['x = "told"', "told = 1", '"""The name `told`."""', '"""It is unknown."""'])
 def test_code_is_not_prose(source: str) -> None:
     assert not [match for _, text in prose(source) for match in WORDS.finditer(text)]
+
+
+@pytest.mark.parametrize("text", ["It calls `save`", "Done.\n\nArgs:\n    a: the\n        first", "Names and"])
+def test_unfinished_paragraphs_are_found(text: str) -> None:
+    assert unfinished(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["It saves.", "Files:\n\n    a.json  names", "Do it (`save`, 0.19.2).\n\nArgs:\n    a: b."]
+)
+def test_finished_paragraphs_are_not(text: str) -> None:
+    assert not unfinished(text)

@@ -1,9 +1,11 @@
 """Reads the format `canonical`: model space in safetensors files, and everything else in one JSON file.
 
-canonical-00001-of-00002.safetensors    arrays by `kind.name`, and their CRC-32s as `checksums`: one number for each
-                                        array of the file, in the order of their keys (since version 2)
-model.safetensors.index.json            the file of each array, in transformers' layout
-common.json                             arguments, iteration, parameter groups, random states
+A folder contains:
+
+    canonical-00001-of-00002.safetensors    arrays by `kind.name`, and their CRC-32s as `checksums`: one number for each
+                                            array of the file, in the order of their keys (since version 2)
+    model.safetensors.index.json            the file of each array, in transformers' layout
+    common.json                             arguments, iteration, parameter groups, random states
 """
 
 from __future__ import annotations
