@@ -1,12 +1,17 @@
 """Checks that tests fail when the code is wrong, by mutations of randomly chosen functions.
 
-    python scripts/mutation_run.py [--functions 100] [--seed N] [--processes 2] [--only PATTERN]
+    python scripts/mutation_run.py [--functions 100] [--seed N] [--processes 2] [--only PATTERN] [--reached FOLDER]
 
 Each chosen function is changed in one place (a comparison turned round, a condition negated, a number shifted, a result
-replaced by None, ...) in a copy of the repository, and the tests nearest to its module run there, as
-`run_tests.py --changed` would, and ColossalAI's; then, while none fails, those of the modules that import it. A change
-that no test notices is printed with its line: it needs a test, or a reason. Run it with the Python of an environment
-where the tests run (`.venv/bin/python`). Exit status: 0 if at least nine of ten changes were noticed, 1 otherwise.
+replaced by None, ...) in a copy of the repository, and tests run there until one fails: first the quickest of those
+that enter the function, then all files of tests that are nearest to its module, as in `run_tests.py --changed`, then
+those of the modules that import it. A change that no test notices is printed with its line: it needs a test, or a
+reason. The processes that run tests are forked from this one, which has imported torch. Run it with the Python of an
+environment where the tests run (`.venv/bin/python`). Exit status: 0 if at least nine of ten changes were noticed, 1
+otherwise.
+
+Which tests enter which function is recorded first (`reached_functions.py`), by all tests that need no job, in minutes;
+`--reached` names a folder for the record, which is used if it is there.
 """
 
 from __future__ import annotations
@@ -22,19 +27,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence, Set
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from queue import Queue
 
 from changed_tests import PACKAGE, importers, rings_of_tests
+from forked_tests import fails, import_slow_modules
+from reached_functions import VARIABLE, Function, ReachingTest, reaching_tests
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LIMIT = 600.0  # seconds of one run of tests; a change that exceeds it counts as noticed
 ENOUGH = 0.9
 _LEFT_OUT = ("tests/jobs/", "tests/slow/")
 _COLOSSALAI = "tests/colossalai/"
+# Of the tests that enter a changed function, those that run first: so many, or until they take so many seconds.
+_MOST_TESTS, _MOST_SECONDS = 40, 30.0
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -63,7 +73,7 @@ class Mutant:
 
     Attributes:
         path: path of the module, relative to the repository.
-        function: name of the function.
+        function: qualified name of the function, as in Python (`Class.method`).
         line: line of the change.
         change: the former and the new code.
         source: source of the whole module, with the change.
@@ -76,13 +86,18 @@ class Mutant:
     source: str
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    """Yield the functions and methods of a module, except protocols, abstract methods and overloads."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and any(changes(node)):
+def functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions and methods of a module with their names, except protocols, abstract methods, overloads."""
+    for node in ast.iter_child_nodes(tree):
+        inside = within
+        if isinstance(node, ast.FunctionDef):
             names = {getattr(one, "id", getattr(one, "attr", "")) for one in node.decorator_list}
-            if not names & {"overload", "abstractmethod"}:
-                yield node
+            if not names & {"overload", "abstractmethod"} and any(changes(node)):
+                yield f"{within}{node.name}", node
+            inside = f"{within}{node.name}.<locals>."
+        elif isinstance(node, ast.ClassDef):
+            inside = f"{within}{node.name}."
+        yield from functions(node, inside)
 
 
 def changes(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, ast.AST]]:
@@ -149,13 +164,13 @@ def mutants(repository: Path, count: int, seed: int, pattern: str) -> list[Mutan
         name = path.relative_to(repository).as_posix()
         if fnmatch.fnmatch(name, pattern):
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            found += [(name, node.name, node.lineno) for node in functions(tree)]
+            found += [(name, function, node.lineno) for function, node in functions(tree)]
     return [_changed(repository, chosen, *one) for one in chosen.sample(found, min(count, len(found)))]
 
 
 def _changed(repository: Path, chosen: random.Random, path: str, name: str, line: int) -> Mutant:
     source = (repository / path).read_text(encoding="utf-8")
-    function = next(one for one in functions(ast.parse(source)) if one.name == name and one.lineno == line)
+    function = next(one for found, one in functions(ast.parse(source)) if (found, one.lineno) == (name, line))
     node, changed = chosen.choice(list(changes(function)))
     lines = source.splitlines(keepends=True)
     first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1  # type: ignore[attr-defined]
@@ -183,18 +198,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", default="*", help="of the paths of the modules")
-    asked = parser.parse_args()
-    print(f"seed {asked.seed}", flush=True)
-    importing = importers(REPOSITORY)
-    sample = mutants(REPOSITORY, asked.functions, asked.seed, asked.only)
+    parser.add_argument("--reached", type=Path, help="folder for the record of the functions that tests enter")
+    options = parser.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    sample = mutants(REPOSITORY, options.functions, options.seed, options.only)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        copies: Queue[Path] = Queue()
-        for index in range(asked.processes):
-            copies.put(_copied(Path(folder, str(index))))
-        with ThreadPoolExecutor(asked.processes) as executor:
-            noticed = list(executor.map(lambda one: _noticed(one, importing, copies), sample))
+        copies = [_copied(Path(folder, str(index))) for index in range(options.processes)]
+        tests = _Tests(importers(REPOSITORY), _recorded(copies[0], options.reached or Path(folder, "reached")))
+        import_slow_modules()
+        context = get_context("fork")
+        free = context.Queue()
+        for one in copies:
+            free.put(one)
+        with ProcessPoolExecutor(options.processes, context, _take_copy, (free, tests)) as executor:
+            noticed = list(executor.map(_noticed, sample, range(len(sample))))
     share = sum(noticed) / len(noticed)
-    print(f"{sum(noticed)} of {len(noticed)} changes were noticed (seed {asked.seed})")
+    print(f"{sum(noticed)} of {len(noticed)} changes were noticed (seed {options.seed})")
     return 0 if share >= ENOUGH else 1
 
 
@@ -209,40 +228,94 @@ def _copied(to: Path) -> Path:
     return to
 
 
-def _noticed(mutant: Mutant, importing: Mapping[str, Set[str]], copies: Queue[Path]) -> bool:
-    """Return whether a test in the nearest two rings fails with the change."""
-    where = copies.get()
-    begun, ran = time.monotonic(), 0
+def _recorded(where: Path, folder: Path) -> Mapping[Function, list[ReachingTest]]:
+    """Return the tests that enter each function; run them all, if the folder is not there."""
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        environment = {**os.environ, "PYTHONPATH": f"{where}:{where / 'scripts'}", VARIABLE: str(folder)}
+        left_out = [f"--ignore={name}" for name in (*_LEFT_OUT, _COLOSSALAI, "tests/peers/test_run.py")]
+        options = ["-q", "-n2", "--dist=worksteal", "-p", "reached_functions", *left_out]
+        command = [sys.executable, "-m", "pytest", *options]
+        started = time.monotonic()
+        subprocess.run(command, cwd=where, env=environment, check=False, stdout=subprocess.DEVNULL)
+        print(f"recorded the functions that tests enter in {time.monotonic() - started:.0f} s", flush=True)
+    return reaching_tests(folder)
+
+
+@dataclass(frozen=True)
+class _Tests:
+    """Which tests concern a change.
+
+    Attributes:
+        importing: the files that import each module (`changed_tests.importers`).
+        reaching: the tests that enter each function.
+    """
+
+    importing: Mapping[str, Set[str]]
+    reaching: Mapping[Function, list[ReachingTest]]
+
+    def rings(self, mutant: Mutant) -> list[list[str]]:
+        """Return the files of the nearest two rings of tests."""
+        rings = (ring for ring in rings_of_tests([mutant.path], self.importing, _LEFT_OUT) if ring)
+        return [ring for _, ring in zip(range(2), rings, strict=False)]
+
+    def quickest(self, mutant: Mutant) -> list[str]:
+        """Return the names of tests that enter the function: of the nearest files, and the quickest of these."""
+        nearest = {file: number for number, ring in enumerate(self.rings(mutant)) for file in ring}
+        tests = self.reaching.get((mutant.path, mutant.function), [])
+        chosen, seconds = [], 0.0
+        for test in sorted(tests, key=lambda one: (nearest.get(one.name.partition("::")[0], 2), one.seconds)):
+            if len(chosen) < _MOST_TESTS and seconds + test.seconds <= _MOST_SECONDS or not chosen:
+                chosen.append(test.name)
+                seconds += test.seconds
+        return chosen
+
+
+_copy: Path
+_tests: _Tests
+
+
+def _take_copy(free: Queue[Path], tests: _Tests) -> None:
+    """Begin a process of the pool: it has a copy of the repository to itself."""
+    global _copy, _tests
+    _copy, _tests = free.get(), tests
+
+
+def _noticed(mutant: Mutant, number: int) -> bool:
+    """Return whether a test fails with the change."""
+    changed, begun = _copy / mutant.path, time.monotonic()
+    changed.write_text(mutant.source, encoding="utf-8")
+    os.utime(changed, (number, number))  # what is compiled of it is not taken for that of another change
+    where = f"{mutant.path}:{mutant.line} {mutant.function}"
     try:
-        (where / mutant.path).write_text(mutant.source, encoding="utf-8")
-        rings = (ring for ring in rings_of_tests([mutant.path], importing, _LEFT_OUT) if ring)
-        for ring, tests in zip(range(2), rings, strict=False):
-            ran += len(tests)
-            if any(_fails(where, some) for some in _by_environment(tests)):
-                print(f"noticed   {mutant.path}:{mutant.line} {mutant.function} (ring {ring + 1}, {ran} files, "
-                      f"{time.monotonic() - begun:.0f} s)", flush=True)  # fmt: skip
+        for stage, failing in enumerate(_stages(mutant)):
+            if failing:
+                print(f"noticed   {where} (stage {stage}, {time.monotonic() - begun:.0f} s)", flush=True)
                 return True
-        print(f"SURVIVED  {mutant.path}:{mutant.line} {mutant.function}: {mutant.change} ({ran} files)", flush=True)
+        print(f"SURVIVED  {where}: {mutant.change} ({time.monotonic() - begun:.0f} s)", flush=True)
         return False
     finally:
-        shutil.copy2(REPOSITORY / mutant.path, where / mutant.path)
-        copies.put(where)
+        shutil.copy2(REPOSITORY / mutant.path, changed)
 
 
-def _by_environment(tests: list[str]) -> list[list[str]]:
-    """Divide tests into those of the main environment and those of ColossalAI's, without empty parts."""
-    of_colossalai = [test for test in tests if test.startswith(_COLOSSALAI)]
-    return [part for part in ([test for test in tests if test not in of_colossalai], of_colossalai) if part]
+def _stages(mutant: Mutant) -> Iterator[bool]:
+    """Run one group of tests after the other; yield whether one of it fails."""
+    if names := _tests.quickest(mutant):
+        yield fails(_copy, sorted({name.partition("::")[0] for name in names}), LIMIT, only=frozenset(names))
+    for ring in _tests.rings(mutant):
+        of_colossalai = [test for test in ring if test.startswith(_COLOSSALAI)]
+        others = [test for test in ring if test not in of_colossalai]
+        yield bool(others) and fails(_copy, others, LIMIT) or bool(of_colossalai) and _fails_there(of_colossalai)
 
 
-def _fails(where: Path, tests: list[str]) -> bool:
-    environment = {**os.environ, "PYTHONPATH": str(where), "PYTHONDONTWRITEBYTECODE": "1"}
-    python = REPOSITORY / ".venv-colossalai/bin/python" if tests[0].startswith(_COLOSSALAI) else sys.executable
-    command = [python, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+def _fails_there(tests: Sequence[str]) -> bool:
+    """Run tests of ColossalAI, in its environment; return whether one fails."""
+    command = [REPOSITORY / ".venv-colossalai/bin/python", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(_copy)}
     try:
         done = subprocess.run(
             command,
-            cwd=where,
+            cwd=_copy,
             env=environment,
             check=False,
             timeout=LIMIT,
