@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mcore_ckpt_ext.collectives import Failure, agreed, agreed_among, gather, listed_of_all
+from mcore_ckpt_ext.collectives import Failure, agreed, agreed_among, gather, highest_of_all, listed_of_all
 from mcore_ckpt_ext.errors import ResumeRefusedError, format_ranks
 
 RANKS = 8
+Told = tuple[dict[str, list[Any]], dict[str, list[Any]], list[int]]
 # What each rank tells.
 ITEMS: dict[str, list[Any]] = {
     "all the same": [("nothing", None)] * RANKS,
@@ -27,30 +28,48 @@ ITEMS: dict[str, list[Any]] = {
 }
 
 
+# Of the second, rank 0 is no member.
+GROUPS = (0, 3, 4), (1, 2, 5, 6, 7)
+
+
 def tell(rank: int, folder: Path, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
-    results.put((rank, {name: gather(items[rank]) for name, items in ITEMS.items()}))
+    groups = [dist.new_group(list(members)) for members in GROUPS]
+    own = groups[0 if rank in GROUPS[0] else 1]
+    in_group = {name: gather(items[rank], own) for name, items in ITEMS.items()}
+    highest = highest_of_all([rank, -rank], own)
+    results.put((rank, {name: gather(items[rank]) for name, items in ITEMS.items()}, in_group, highest))
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[Any]]]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Told]:
+    """What each rank has gathered from all ranks, and from those of its group, whose highest numbers follow."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     folder = tmp_path_factory.mktemp("ranks")
     ranks = [context.Process(target=tell, args=(rank, folder, results)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
-    found = dict(results.get(timeout=60) for _ in ranks)
+    found = {rank: tuple(rest) for rank, *rest in (results.get(timeout=60) for _ in ranks)}
     for process in ranks:
         process.join()
     return found
 
 
 @pytest.mark.parametrize("name", ITEMS)
-def test_every_rank_gathers_the_values_of_all(name: str, told: dict[int, dict[str, list[Any]]]) -> None:
-    assert [told[rank][name] for rank in range(RANKS)] == [ITEMS[name]] * RANKS
+def test_every_rank_gathers_the_values_of_all(name: str, told: dict[int, Told]) -> None:
+    assert [told[rank][0][name] for rank in range(RANKS)] == [ITEMS[name]] * RANKS
+
+
+@pytest.mark.parametrize("members", GROUPS)
+def test_the_ranks_of_a_group_communicate_among_themselves(members: tuple[int, ...], told: dict[int, Told]) -> None:
+    expected = {name: [items[rank] for rank in members] for name, items in ITEMS.items()}
+    for rank in members:
+        _, gathered, highest = told[rank]
+        assert gathered == expected
+        assert highest == [max(members), -min(members)]
 
 
 def test_ranks_with_the_same_reason_are_joined() -> None:
