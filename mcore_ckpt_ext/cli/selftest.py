@@ -46,6 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     if joined is None:
         return _test(this_machine(arguments.nproc), arguments, start_ranks)
     place, variables = joined
+    if arguments.nproc not in (None, place.total):
+        raise UsageError(
+            "torchrun or srun has started the ranks", found=f"{place.total} ranks",
+            expected=f"--nproc {arguments.nproc}", hint="leave --nproc out",
+        )  # fmt: skip
     require_shared_folder(place, arguments.folder)
     machine = replace(this_machine(place.on_node), ranks=place.total)
     os.environ.update(variables)

@@ -51,6 +51,17 @@ def test_folders_are_checked_before_anything_runs(capsys: pytest.CaptureFixture[
     assert notes.read_text() == "{}"
 
 
+def test_the_number_of_ranks_is_that_of_srun(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu03"}
+    for name, value in {**step, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "42"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["selftest", "--nproc", "4"]) == 2
+    told = capsys.readouterr().err
+    assert "torchrun or srun has started the ranks" in told and "found: 8 ranks" in told
+
+
 @pytest.mark.parametrize(
     ("missing", "says"),
     [
