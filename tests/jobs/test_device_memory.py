@@ -47,7 +47,7 @@ FP32_BYTES, BF16_BYTES = 4, 2
 # For each copy: until a block is free again, until its elements are there, and until they are compared.
 WAITS = 6
 # In a save: what Megatron counts and compares of its own.
-FEW_BYTES, FEW_WAITS = 256, 8
+FEW_BYTES, FEW_WAITS = 512, 8
 
 
 def saved_by(folder: Path, name: str) -> Path:
