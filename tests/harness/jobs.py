@@ -161,7 +161,12 @@ def described(
         precision=precision,
         optimizer=optimizer,
         devices=devices,
-        more=[*layout.flags, *more, *([] if until == LAST else ["--exit-interval", str(until)])],
+        more=[
+            *("--micro-batch-size", str(layout.samples_at_once)),
+            *layout.flags,
+            *more,
+            *([] if until == LAST else ["--exit-interval", str(until)]),
+        ],
     )
     return arguments, {
         FILE_VARIABLE: str(folder / "losses.json"),

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 VOCABULARY = 128
 VIRTUAL = ("--num-layers-per-virtual-pipeline-stage", "1")
 SEQUENCE = ("--sequence-parallel",)
+CONTEXT = "--context-parallel-size"
+# Samples of an iteration, in all layouts (`toy_jobs.TINY_GPT`).
+BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,21 @@ class Layout:
     def __str__(self) -> str:
         data = self.ranks // self.tensor // self.pipeline
         return f"TP{self.tensor} x PP{self.pipeline}{' x VPP2' if self.virtual else ''} x DP{data}"
+
+    @property
+    def data(self) -> int:
+        """Return the data parallel size."""
+        context = int(self.more[self.more.index(CONTEXT) + 1]) if CONTEXT in self.more else 1
+        return self.ranks // self.tensor // self.pipeline // context
+
+    @property
+    def samples_at_once(self) -> int:
+        """Return the micro-batch size: two of the eight samples of a batch, unless a stage would then lack work.
+
+        Half as many passes cost half as much, and a job that is resumed under another layout has the same batches.
+        """
+        passes, rest = divmod(BATCH, 2 * self.data)
+        return 2 if passes and not rest and passes % self.pipeline == 0 else 1
 
     @property
     def flags(self) -> list[str]:
