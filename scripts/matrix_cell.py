@@ -26,7 +26,7 @@ CORE_TESTS = ("tests/jobs/versions",)
 # Tests for releases of Python or torch: all tests that run without Megatron.
 PACKAGE_TESTS = (
     "tests/cli", "tests/formats", "tests/job", "tests/layout", "tests/model_space", "tests/operations",
-    "tests/optimizers", "tests/patching", "tests/planning", "tests/storage",
+    "tests/optimizers", "tests/patching", "tests/planning", "tests/selftest/test_shipped.py", "tests/storage",
 )  # fmt: skip
 
 

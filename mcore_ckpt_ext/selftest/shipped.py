@@ -16,7 +16,9 @@ ARCHIVE = Path(__file__).with_name("eight_ranks.tar.xz")
 def unpack(order: Order) -> None:
     """Extract the checkpoint, the state and the result to the paths of a finished job."""
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(order.folder, filter="data")
+        # `extractall` has no `filter` before Python 3.11.4 and 3.10.12; Debian 12 has 3.11.2.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(order.folder)
 
 
 def pack(order: Order, name: str) -> None:

@@ -95,7 +95,8 @@ def _unpacked(name: str) -> Path:
         if not folder.exists():
             with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
                 with tarfile.open(_DATA / f"{name}{_SUFFIX}") as archive:
-                    archive.extractall(partial, filter="data")
+                    archive.extraction_filter = getattr(tarfile, "data_filter", None)  # 3.11.2 has none
+                    archive.extractall(partial)
                 (Path(partial) / name).rename(folder)
     return folder
 

@@ -236,7 +236,8 @@ DAMAGES: Mapping[Callable[[Path], None], str] = {
     a_file_in_place_of_the_package: "ModuleNotFoundError",
     an_empty_file: "ImportError",
     half_a_file: "Error",
-    a_file_of_zeros: "SyntaxError",
+    # A SyntaxError since Python 3.11.4, before it a ValueError.
+    a_file_of_zeros: "Error: source code string cannot contain null bytes",
     a_file_that_may_not_be_read: "PermissionError",
     a_folder_that_may_not_be_entered: "Error",
     a_link_to_nowhere: "ModuleNotFoundError",
