@@ -76,8 +76,13 @@ def host_buffer(nbytes: int) -> torch.Tensor:
 
 
 def empty_on_host(like: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized tensor on the CPU like another tensor, pinned if there is an accelerator."""
-    return torch.empty_like(like, device=_CPU, pin_memory=pins_memory())
+    """Return an uninitialized tensor on the CPU like another tensor, pinned as in `host_buffer`."""
+    if pins_memory():
+        try:
+            return torch.empty_like(like, device=_CPU, pin_memory=True)
+        except RuntimeError:
+            pass
+    return torch.empty_like(like, device=_CPU)
 
 
 def is_staged(device: torch.device) -> bool:

@@ -283,7 +283,8 @@ def _state_shards(
         if size and size + cost > max_shard_size * _MIB:
             yield from handed_over(shard, size, fate)
             shard, size = OrderedDict(), 0
-        shard[key] = in_pinned(state, None if pinned is None else pinned.setdefault(key, {}))
+        memory = None if pinned is None else pinned.setdefault(key, {})
+        shard[key] = fate.attempt(partial(in_pinned, state, memory))
         size += cost
     yield from handed_over(shard, size, fate)
     fate.meet()

@@ -114,7 +114,7 @@ def iter_zero_strict_state_dict(
         names = names[:1] if ties == "omit" else names
         cost *= len(names) if ties == "copy" else 1
         if size and size + cost > max_shard_bytes:
-            yield from handed_over(in_pinned(shard, pinned), size, fate)
+            yield from handed_over(fate.attempt(partial(in_pinned, shard, pinned)), size, fate)
             shard, size = OrderedDict(), 0
         size += cost
         if value is not None:
@@ -123,7 +123,7 @@ def iter_zero_strict_state_dict(
                 shard[name] = fate.attempt(value.clone) if ties == "copy" else value
     if everywhere or zero.is_first:
         shard.update(keys.others)
-    yield from handed_over(in_pinned(shard, pinned), size, fate)
+    yield from handed_over(fate.attempt(partial(in_pinned, shard, pinned)), size, fate)
     fate.meet()
 
 
