@@ -86,7 +86,7 @@ def test_all_that_is_offline_needs_no_framework(without_frameworks: dict[str, st
     assert (done.stdout.splitlines()[-1:], without_progress(done.stderr)) == (["[0, 0, 0]"], "")
 
 
-def test_a_process_ends_without_taking_down_what_it_imported(without_frameworks: dict[str, str]) -> None:
+def test_a_process_ends_without_finalizing_its_imports(without_frameworks: dict[str, str]) -> None:
     """Exit handlers run, all output arrives, and nothing is finalized."""
     program = """
 import atexit, sys
@@ -189,9 +189,9 @@ def test_doctor_with_megatron(tmp_path: Path) -> None:
 
 def test_doctor_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--save", str(tmp_path / "nothing")]) == 1
-    told = capsys.readouterr().out
-    assert "the sidecar would be missing" in told
-    assert "yes, at the end of `import torch`" in told
+    output = capsys.readouterr().out
+    assert "the sidecar would be missing" in output
+    assert "yes, at the end of `import torch`" in output
 
 
 @pytest.mark.parametrize("show_all", [False, True])

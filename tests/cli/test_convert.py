@@ -25,14 +25,14 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_it_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_result_is_summarized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(fixture_named("p01").run), str(tmp_path / "out"), "--to", "legacy", "--tensor-model-parallel-size=2"]
     assert main(["convert", *words]) == 0
-    told = capsys.readouterr()
-    assert told.out.startswith(f"wrote {tmp_path / 'out'}: 17 files")
-    assert "masters round to their weights" in told.out
-    assert "note: the state of the random generators belongs to other ranks: resume with --no-load-rng" in told.out
-    assert told.err == ""
+    output = capsys.readouterr()
+    assert output.out.startswith(f"wrote {tmp_path / 'out'}: 17 files")
+    assert "masters round to their weights" in output.out
+    assert "note: the state of the random generators belongs to other ranks: resume with --no-load-rng" in output.out
+    assert output.err == ""
 
 
 def test_a_dry_run_estimates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,10 +75,10 @@ def test_wrong_usage_ends_with_two_and_without_a_traceback(
         code: object = main(["convert", str(fixture_named("p01").run), str(tmp_path / "out"), *words])
     except SystemExit as stopped:  # of argparse
         code = stopped.code
-    told = capsys.readouterr()
-    assert (code, told.out) == (2, "")
-    assert message in told.err
-    assert "Traceback" not in told.err
+    output = capsys.readouterr()
+    assert (code, output.out) == (2, "")
+    assert message in output.err
+    assert "Traceback" not in output.err
     assert not list(tmp_path.iterdir())
 
 

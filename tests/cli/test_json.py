@@ -79,7 +79,7 @@ def test_every_fixture(name: str, capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 @pytest.mark.parametrize("target", ["torch_dist", "legacy", "fsdp_dtensor", "hf", "canonical"])
-def test_what_we_write(target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_inspection_of_written_checkpoints(target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = fixture_named("p02").run
     dry = printed(capsys, "convert", run, tmp_path / "out", "--to", target, "--dry-run")
     assert dry["destination"] == str(tmp_path / "out")
@@ -148,7 +148,7 @@ def test_a_flipped_bit(damaged: Fixture, capsys: pytest.CaptureFixture[str]) -> 
     assert problem["offset"] <= place
 
 
-def test_a_quick_check_skips_what_it_does_not_look_at(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_check_lists_skipped_checks(capsys: pytest.CaptureFixture[str]) -> None:
     found = printed(capsys, "verify", fixture_named("p01").run, "--quick")
     assert {of(found, name)["status"] for name in ("checksums", "masters", "values")} == {"skipped"}
     assert of(found, "complete")["status"] == "passed"

@@ -168,7 +168,7 @@ class TestPaths:
         pytest.importorskip("s3fs")
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             monkeypatch.delenv(name)
-        # Nothing of this machine, nor of a machine in a cloud, tells who the user is.
+        # Nothing of this machine, nor of a machine in a cloud, reveals the user.
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -182,7 +182,7 @@ class TestPaths:
 class TestRights:
     @pytest.mark.parametrize("command", ["inspect", "verify", "diff"])
     @pytest.mark.parametrize("hidden", ["metadata.json", ".metadata", "__0_0.distcp"])
-    def test_what_may_not_be_read(self, command: str, hidden: str, tmp_path: Path) -> None:
+    def test_a_file_without_read_permission(self, command: str, hidden: str, tmp_path: Path) -> None:
         """By a user who is not the owner; as root nothing is forbidden, so another process becomes nobody."""
         if os.geteuid():
             pytest.skip("only root can become another user")
@@ -208,17 +208,17 @@ class TestRights:
             os._exit(code)
         os.close(write_end)
         with os.fdopen(read_end) as stream:
-            told = stream.read()
+            output = stream.read()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if command == "inspect" and hidden == "__0_0.distcp":
             assert code in (0, 2)  # metadata may be all that is read
             return
         assert code in (1, 2)
-        assert "Permission denied" in told
-        assert "interrupted" not in told
-        assert "Traceback" not in told
+        assert "Permission denied" in output
+        assert "interrupted" not in output
+        assert "Traceback" not in output
 
-    def test_what_helps(self) -> None:
+    def test_the_hint_is_a_command_that_works(self) -> None:
         assert "chmod" in io_hint(PermissionError(13, "Permission denied"))
         assert "interrupted" in io_hint(FileNotFoundError(2, "No such file"))
         assert "free some space" in str(cannot_write(Path("x"), OSError(28, "No space left on device")))
@@ -265,7 +265,7 @@ class TestProcesses:
         assert code == 2
         assert "at which the processes meet is missing; expected: MASTER_ADDR and MASTER_PORT" in err
 
-    def test_that_it_waits_is_said(
+    def test_waiting_is_reported(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "70000"}.items():
@@ -350,14 +350,14 @@ def test_nor_does_an_error_outside_of_the_command_line() -> None:
 def test_a_closed_or_full_stdout() -> None:
     shell = f"{sys.executable} -m mcore_ckpt_ext inspect {fixture_named('p02').run}"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    for redirection, code, told in ((">&-", 0, ""), ("> /dev/full", 2, "No space left on device")):
+    for redirection, code, expected in ((">&-", 0, ""), ("> /dev/full", 2, "No space left on device")):
         done = subprocess.run(
             f"{shell} {redirection}", shell=True, env=environment, capture_output=True, text=True, timeout=120,
             check=False,
         )  # fmt: skip
         assert done.returncode == code, done.stderr
-        assert told in done.stderr
-        assert len(done.stderr.splitlines()) == bool(told)
+        assert expected in done.stderr
+        assert len(done.stderr.splitlines()) == bool(expected)
 
 
 def test_nothing_is_imported_from_the_current_folder(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_untrusted_names_stay_names(browser: str, tmp_path: Path, inspected: Ins
     assert_it_stays_text(browser, tmp_path / "page.html", inspection_page(hostile), times=6)
 
 
-def test_nothing_is_loaded_from_elsewhere(inspected: Inspection) -> None:
+def test_nothing_is_loaded_from_other_sites(inspected: Inspection) -> None:
     text = inspection_page(inspected) + comparison_page(Comparison(2, "a", "b", True, True, None, (), (), ()))
     outside = re.findall(r"""(?:src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://[^"' ]+""", text)
     assert [found for found in outside if "www.w3.org/2000/svg" not in found] == []
@@ -143,8 +143,8 @@ def test_ten_thousand_files(browser: str, tmp_path: Path, inspected: Inspection)
         const begun = performance.now();
         box.value = "rank 99 __99";
         box.dispatchEvent(new Event("input"));
-        const told = document.getElementById("files-found").textContent;
-        document.title = `${all} rows, ${told}, ${performance.now() - begun < 1000}`;
+        const summary = document.getElementById("files-found").textContent;
+        document.title = `${all} rows, ${summary}, ${performance.now() - begun < 1000}`;
     """
     assert "<title>201 rows, 111 of 10,000 files, true</title>" in shown(browser, path, script)
 

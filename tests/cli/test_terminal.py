@@ -36,7 +36,7 @@ def test_a_file_gets_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "good\n"
 
 
-def test_columns_are_as_wide_as_what_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_as_wide_as_the_visible_text(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
     rows = [("a", Painted("ok", GOOD), 1), ("bcd", "failed", 20)]
     table(rows, right=[2])
@@ -75,9 +75,9 @@ def test_every_long_command_shows_it(command: str, monkeypatch: pytest.MonkeyPat
 
 def test_convert_without_a_target_explains_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(fixture_named("p01").run), str(tmp_path / "out")]) == 2
-    told = capsys.readouterr().err
-    assert all(f"--to {name}" in told for name in TARGETS)
-    assert "that stock Megatron resumes under any layout" in told
+    output = capsys.readouterr().err
+    assert all(f"--to {name}" in output for name in TARGETS)
+    assert "that stock Megatron resumes under any layout" in output
     assert not list(tmp_path.iterdir())
 
 
@@ -93,7 +93,7 @@ def test_bash_completes_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert done.stdout.split() == ["--memory-limit"], done.stderr
 
 
-def test_completion_without_shtab_says_what_to_install(
+def test_completion_without_shtab_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)

@@ -39,7 +39,7 @@ OTHER_THAN_CODE = {
 TESTS_OF_THE_ARCHIVE = (
     "tests/test_settings.py",
     "tests/docs/test_reference.py",
-    "tests/cli/test_page.py::test_nothing_is_loaded_from_elsewhere",
+    "tests/cli/test_page.py::test_nothing_is_loaded_from_other_sites",
 )
 
 

@@ -36,7 +36,7 @@ def test_megatron_bridge_is_given_the_function(name: str, function: str) -> None
     family = family_named(CONFIGS[name]().model_type)
     arguments = family.arguments({**CONFIGS[name]().to_dict(), "hidden_activation": function})
     content = json.loads(run_config(family, arguments))
-    stated = content["model"].get("activation_func", {}).get("_target_")
-    assert stated == ("torch.nn.functional.gelu" if function == "gelu" else None)
+    target = content["model"].get("activation_func", {}).get("_target_")
+    assert target == ("torch.nn.functional.gelu" if function == "gelu" else None)
     found = complete(job_arguments(content, "run_config.yaml"))
     assert family.config(found)["hidden_activation"] == function

@@ -137,7 +137,7 @@ def changed(**keys: Any) -> Callable[[Path], None]:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (missing_shard, "files that do not exist"),
         (index_of_absent_tensors, "no model.layers.2.mlp.up_proj.weight"),
@@ -171,12 +171,12 @@ def changed(**keys: Any) -> Callable[[Path], None]:
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
 def test_it_is_refused(
-    damage: Callable[[Path], None], told: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: Callable[[Path], None], message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage(model)
     assert main(["convert", str(model), str(tmp_path / "run"), "--to", "torch_dist"]) == 2
     shown = capsys.readouterr().err
-    assert told in shown
+    assert message in shown
     assert "Traceback" not in shown
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -226,7 +226,7 @@ def test_a_tensor_that_no_rule_takes(models: dict[str, Path], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (None, "the file does not exist"),
         ("1 / 0", "ZeroDivisionError"),
@@ -234,14 +234,14 @@ def test_a_tensor_that_no_rule_takes(models: dict[str, Path], tmp_path: Path) ->
     ],
 )
 def test_a_family_file_that_is_none(
-    content: str | None, told: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None, message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "family.py"
     if content is not None:
         file.write_text(content)
     words = ["convert", str(model), str(tmp_path / "run"), "--to", "torch_dist", "--family", f"{file}:Name"]
     assert main(words) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -262,7 +262,7 @@ def test_two_families_that_fit(
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf", "--family", "Twin"]) == 0
 
 
-def test_what_megatron_has_no_place_for_is_listed(
+def test_tensors_without_an_equivalent_in_megatron_are_listed(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(models["gpt2"], tmp_path / "model")
@@ -273,7 +273,7 @@ def test_what_megatron_has_no_place_for_is_listed(
     assert "left out, no equivalent in Megatron: transformer.h.0.attn.bias" in capsys.readouterr().out
 
 
-def test_what_verify_and_inspect_report(models: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reports_of_verify_and_inspect(models: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(models["llama"])]) == 0
     assert "no checksums stored" in capsys.readouterr().out
     assert main(["inspect", str(models["llama"])]) == 0
@@ -281,7 +281,7 @@ def test_what_verify_and_inspect_report(models: dict[str, Path], capsys: pytest.
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_an_output_layer_that_is_said_to_be_tied(
+def test_an_output_layer_that_the_config_declares_as_tied(
     same: bool, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Some folders contain the tied weight twice; if the copies differ, the config or a tensor is wrong."""

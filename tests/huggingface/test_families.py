@@ -141,7 +141,7 @@ _NOT_FOR_BRIDGE = {"deepseek_v2_lite"}
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in _NOT_FOR_BRIDGE])
-def test_through_what_megatron_bridge_resumes(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_round_trip_through_the_format_of_megatron_bridge(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     """`run_config.yaml` is equivalent to `config.json`."""
     mcore_ckpt_ext.convert(models[name], tmp_path / "run", mcore_ckpt_ext.TorchDist(loop="bridge"))
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
@@ -215,10 +215,11 @@ def test_gemma_3_is_as_megatron_bridge_has_it(models: dict[str, Path], tmp_path:
     assert torch.equal(
         checkpoint.tensor("weight", "decoder.layers.5.mlp.linear_fc1.weight").read(), torch.cat([gate, up])
     )
-    told = json.loads((tmp_path / "run" / "release" / "run_config.yaml").read_text())["model"]
-    assert told["_target_"].endswith("gemma3_provider.Gemma3ModelProvider")
-    assert (told["rotary_base"], told["window_size"], told["rope_scaling_factor"]) == ([10000, 1000000], 16, 1.0)
-    assert told["softmax_scale"] == pytest.approx(24**-0.5)
+    section = json.loads((tmp_path / "run" / "release" / "run_config.yaml").read_text())["model"]
+    assert section["_target_"].endswith("gemma3_provider.Gemma3ModelProvider")
+    assert (section["rotary_base"], section["window_size"]) == ([10000, 1000000], 16)
+    assert section["rope_scaling_factor"] == 1.0
+    assert section["softmax_scale"] == pytest.approx(24**-0.5)
 
 
 # Megatron-Bridge's mapping of Nemotron-H (models/nemotronh/nemotron_h_bridge.py, the same commit), and the parts into
@@ -256,9 +257,10 @@ def test_nemotron_h_is_as_megatron_bridge_has_it(models: dict[str, Path], tmp_pa
         ours = [f"decoder.layers.3.mixer.{name}.{part}" for part in parts.split()]
         joined = torch.cat([checkpoint.tensor("weight", part).read() for part in ours])
         assert torch.equal(joined, stored[f"backbone.layers.3.mixer.{name}"]), name
-    told = json.loads((tmp_path / "run" / "release" / "run_config.yaml").read_text())["model"]
-    assert told["_target_"].endswith("nemotron_h_provider.NemotronHModelProvider")
-    assert (told["hybrid_override_pattern"], told["mamba_num_heads"], told["num_moe_experts"]) == ("M-*ME", 8, 4)
+    section = json.loads((tmp_path / "run" / "release" / "run_config.yaml").read_text())["model"]
+    assert section["_target_"].endswith("nemotron_h_provider.NemotronHModelProvider")
+    assert section["hybrid_override_pattern"] == "M-*ME"
+    assert (section["mamba_num_heads"], section["num_moe_experts"]) == (8, 4)
     model = AutoModelForCausalLM.from_pretrained(models["nemotron_h"])
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     renamed = {
@@ -270,7 +272,7 @@ def test_nemotron_h_is_as_megatron_bridge_has_it(models: dict[str, Path], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("stated", "told"),
+    ("values", "message"),
     [
         ({"hybrid_override_pattern": "MM-ME"}, "MM-ME, and M-.ME in layers_block_type"),
         ({"layers_block_type": ["mamba", "conv", "mlp"]}, "hybrid_override_pattern"),
@@ -279,10 +281,10 @@ def test_nemotron_h_is_as_megatron_bridge_has_it(models: dict[str, Path], tmp_pa
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
     ],
 )  # fmt: skip
-def test_what_no_hybrid_model_of_megatron_has_is_refused(stated: dict[str, Any], told: str) -> None:
-    config = {**CONFIGS["nemotron_h"]().to_dict(), **stated}
+def test_features_that_hybrid_models_of_megatron_lack_are_refused(values: dict[str, Any], message: str) -> None:
+    config = {**CONFIGS["nemotron_h"]().to_dict(), **values}
     (family,) = (one for one in FAMILIES if one.model_type == "nemotron_h")
-    with pytest.raises(UnsupportedCheckpointError, match=told):
+    with pytest.raises(UnsupportedCheckpointError, match=message):
         family.arguments(config)
 
 
@@ -413,14 +415,14 @@ def test_more_experts_for_a_token_than_there_are(models: dict[str, Path], tmp_pa
         mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
 
 
-def test_mtp_layers_and_what_cannot_hold_them(models: dict[str, Path], tmp_path: Path) -> None:
+def test_mtp_layers_and_models_without_them(models: dict[str, Path], tmp_path: Path) -> None:
     """Legacy files omit MTP layers with a note; a separate embedding is refused; copies may be missing."""
     shutil.copytree(models["deepseek_v3"], tmp_path / "model")
     add_further_layer(tmp_path / "model")
     legacy = mcore_ckpt_ext.Legacy(transformer_impl="local")
     report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "legacy", legacy)
-    told = "left out, no equivalent in Megatron: model.layers.2."
-    assert any(note.startswith(told) for note in report.notes)
+    message = "left out, no equivalent in Megatron: model.layers.2."
+    assert any(note.startswith(message) for note in report.notes)
     mcore_ckpt_ext.convert(tmp_path / "legacy", tmp_path / "without", mcore_ckpt_ext.HuggingFace())
     assert_same_tensors(models["deepseek_v3"], tmp_path / "without")
     stored = tensors(tmp_path / "model")

@@ -97,8 +97,8 @@ def test_the_small_files_of_tokenizers(models: dict[str, Path], tmp_path: Path) 
 
 
 def test_the_version_that_will_read_it_is_reported(models: dict[str, Path], tmp_path: Path) -> None:
-    told = mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.TorchDist()).notes[0]
-    assert told.startswith("written for Megatron 0.")
+    note = mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.TorchDist()).notes[0]
+    assert note.startswith("written for Megatron 0.")
     report = mcore_ckpt_ext.convert(
         models["llama"], tmp_path / "named", mcore_ckpt_ext.Legacy(megatron_version="0.16.1")
     )

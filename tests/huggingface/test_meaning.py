@@ -95,7 +95,7 @@ def _valued(argument: str, other: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "told"),
+    ("name", "changes", "message"),
     [
         ("llama", {"use_mup": True, "mup_width_mult": 2.0}, "use_mup"),
         ("llama", {"enable_mhc_connections": True}, "enable_mhc_connections"),
@@ -124,9 +124,9 @@ def _valued(argument: str, other: Any) -> Any:
         ("glm4_moe", {"moe_router_num_groups": 4, "moe_router_group_topk": 4}, "moe_router_num_groups"),
     ],
 )
-def test_what_a_family_has_no_key_for_is_refused(name: str, changes: dict[str, Any], told: str) -> None:
+def test_arguments_without_a_key_in_the_family_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
     reasons = family_of(name).mismatches(arguments_of(name, **changes))
-    assert [reason for reason in reasons if reason.startswith(f"{told} ")], reasons
+    assert [reason for reason in reasons if reason.startswith(f"{message} ")], reasons
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_what_a_family_has_no_key_for_is_refused(name: str, changes: dict[str, A
         ("llama", {"mup_base_hidden_size": 8, "mamba_state_dim": 64, "fp8": "hybrid", "hidden_dropout": 0.5}),
     ],
 )
-def test_what_has_no_effect_is_not(name: str, changes: dict[str, Any]) -> None:
+def test_arguments_without_effect_are_accepted(name: str, changes: dict[str, Any]) -> None:
     assert family_of(name).mismatches(arguments_of(name, **changes)) == []
 
 
@@ -157,7 +157,7 @@ def test_what_has_no_effect_is_not(name: str, changes: dict[str, Any]) -> None:
         ("mixtral", {"position_embedding_type": "yarn"}, {"head_dim": 8}),
     ],
 )
-def test_what_transformers_would_take_for_something_else_is_said(
+def test_values_that_transformers_would_misread_are_reported(
     name: str, changes: dict[str, Any], said: dict[str, Any]
 ) -> None:
     """Each configuration was another model than the job's, or one that transformers does not load."""
@@ -173,8 +173,8 @@ def test_the_epsilon_of_inner_norms_is_reported() -> None:
     """In transformers, `rms_norm_eps` does not affect the norms of compressed queries, keys and values."""
     family = family_of("deepseek_v3")
     assert family.notices(arguments_of("deepseek_v3")) == []
-    (told,) = family.notices(arguments_of("deepseek_v3", layernorm_epsilon=1e-5))
-    assert "1e-06" in told and "1e-05" in told
+    (message,) = family.notices(arguments_of("deepseek_v3", layernorm_epsilon=1e-5))
+    assert "1e-06" in message and "1e-05" in message
 
 
 def test_a_single_expert_is_not_normalised() -> None:
@@ -201,7 +201,7 @@ def test_a_key_that_is_not_known_is_refused(tmp_path: Path, models: dict[str, Pa
         family_of("qwen3").arguments(configuration("qwen3", layer_types=kinds))
 
 
-def test_what_contradicts_itself_is_refused() -> None:
+def test_contradictory_values_are_refused() -> None:
     parts = {"partial_rotary_factor": 0.25, "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}
     with pytest.raises(UnsupportedCheckpointError, match="0.25, and 0.5 among rope_parameters"):
         family_of("qwen3_next").arguments(configuration("qwen3_next", **parts))
@@ -216,7 +216,7 @@ LINEAR, PLAIN = ({"rope_type": kind, "factor": 2.0, "rope_theta": 1e4} for kind 
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         ({"rms_norm_eps": None}, "rms_norm_eps: null"),
         (
@@ -227,12 +227,12 @@ LINEAR, PLAIN = ({"rope_type": kind, "factor": 2.0, "rope_theta": 1e4} for kind 
     ],
     ids=str,
 )
-def test_keys_that_transformers_would_choose_between_are_refused(keys: dict[str, Any], told: str) -> None:
-    with pytest.raises(UnsupportedCheckpointError, match=told):
+def test_keys_that_transformers_would_choose_between_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedCheckpointError, match=message):
         family_of("llama").arguments(configuration("llama", **keys))
 
 
-def test_what_is_said_twice_and_equally_is_read() -> None:
+def test_equal_duplicate_keys_are_read() -> None:
     old = {"type": "linear", "factor": 2.0, "rope_type": "linear"}
     once = family_of("llama").arguments(configuration("llama", rope_parameters=LINEAR))
     twice = configuration("llama", rope_parameters=LINEAR, rope_scaling=old, rope_theta=1e4)
@@ -312,7 +312,7 @@ def test_windows_by_an_older_key() -> None:
         ("phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "found: yarn, which"),
     ],
 )
-def test_keys_that_say_what_megatron_cannot_do(name: str, changed: dict[str, Any], said: str) -> None:
+def test_keys_with_features_that_megatron_lacks(name: str, changed: dict[str, Any], said: str) -> None:
     config = configuration(name)
     family_of(name).arguments({**config, "index_topk_pattern": "FF"} if "indexer_types" in changed else config)
     with pytest.raises(UnsupportedCheckpointError, match=said):
@@ -321,8 +321,8 @@ def test_keys_that_say_what_megatron_cannot_do(name: str, changed: dict[str, Any
 
 def test_sizes_that_released_folders_leave_out() -> None:
     """Gemma 3 4B omits sizes, which are defaults of the class."""
-    stated = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
-    config = {"model_type": "gemma3_text", **stated}
+    values = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    config = {"model_type": "gemma3_text", **values}
     found, expected = (family_of("gemma3").arguments(one) for one in (config, AutoConfig.for_model(**config).to_dict()))
     assert found == expected
 
@@ -339,21 +339,21 @@ def test_sizes_that_released_folders_leave_out() -> None:
 )
 def test_activations_of_other_loops(function: str, gated: bool, found: dict[str, Any]) -> None:
     """An activation without a flag cannot be expressed by a `config.json` either."""
-    stated = model_arguments({"activation_func": {"_target_": function}, "gated_linear_unit": gated})
-    assert {name: value for name, value in stated.items() if value} == {
+    values = model_arguments({"activation_func": {"_target_": function}, "gated_linear_unit": gated})
+    assert {name: value for name, value in values.items() if value} == {
         name: value for name, value in found.items() if value
     }
     arguments = arguments_of("gpt2")
-    changed = replace(arguments, job=arguments.job.replace(**stated))
-    assert bool(family_of("gpt2").mismatches(changed)) == ("activation_func" in stated)
+    changed = replace(arguments, job=arguments.job.replace(**values))
+    assert bool(family_of("gpt2").mismatches(changed)) == ("activation_func" in values)
 
 
 def test_an_unknown_rotary_base() -> None:
     """Descriptions of other training loops may omit arguments, so Megatron's default is not assumed."""
     job = arguments_of("llama").job
-    stated = {name: value for name, value in job.raw.items() if name != "rotary_base"}
+    values = {name: value for name, value in job.raw.items() if name != "rotary_base"}
     with pytest.raises(UnsupportedCheckpointError, match="--argument rotary_base"):
-        complete(JobArguments.of(stated, is_complete=False))
+        complete(JobArguments.of(values, is_complete=False))
 
 
 @pytest.mark.parametrize("flag", ["export_qk_l2_norm", "export_moe_apply_probs_on_input"])
@@ -364,7 +364,7 @@ def test_flags_of_modelopt_that_count(flag: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_missing_key_means_what_it_means_to_transformers(name: str) -> None:
+def test_a_missing_key_has_the_default_of_transformers(name: str) -> None:
     """Without any one key, the arguments are those of the transformers class for a missing key."""
     family, whole = family_of(name), configuration(name)
     for key in set(whole) - {"model_type", "rope_parameters", "num_hidden_layers"}:
@@ -423,8 +423,8 @@ def test_settings_without_a_flag_are_reported(tmp_path: Path) -> None:
         "original_max_position_embeddings = 64": ("deepseek_v3", {"original_max_position_embeddings": 64}),
         "rotary_base = 10000.5": ("deepseek_v3", {"rope_theta": 10000.5}),
     }
-    for told, (name, changes) in cases.items():
-        folder = tmp_path / told.partition(" ")[0]
+    for feature, (name, changes) in cases.items():
+        folder = tmp_path / feature.partition(" ")[0]
         make(name, folder)
         config = json.loads((folder / "config.json").read_text())
         config["rope_parameters"] |= changes
@@ -433,7 +433,7 @@ def test_settings_without_a_flag_are_reported(tmp_path: Path) -> None:
         assert isinstance(checkpoint.format_reader, HuggingFaceCheckpoint)
         notices = " ".join(checkpoint.notices())
         assert (
-            f"pretrain_gpt.py cannot train this model: it has no flag for {told}, or does not pass the flag on"
+            f"pretrain_gpt.py cannot train this model: it has no flag for {feature}, or does not pass the flag on"
             in notices
         )
         assert "train it with:" not in notices
@@ -467,12 +467,12 @@ def state(job: Path, **arguments: Any) -> None:
 
 def test_flags_that_the_job_may_have_ignored(job: Path, tmp_path: Path) -> None:
     state(job, use_checkpoint_args=False, rotary_seq_len_interpolation_factor=2)
-    told = "--argument rotary_seq_len_interpolation_factor=2 since 0.19, =null up to 0.18"
-    with pytest.raises(UnsupportedCheckpointError, match=told):
+    message = "--argument rotary_seq_len_interpolation_factor=2 since 0.19, =null up to 0.18"
+    with pytest.raises(UnsupportedCheckpointError, match=message):
         mcore_ckpt_ext.convert(job, tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
     for value, kind in (("null", "default"), ("2", "linear")):
-        stated = [f"rotary_seq_len_interpolation_factor={value}"]
-        mcore_ckpt_ext.convert(job, tmp_path / kind, mcore_ckpt_ext.HuggingFace(arguments=stated))
+        assignments = [f"rotary_seq_len_interpolation_factor={value}"]
+        mcore_ckpt_ext.convert(job, tmp_path / kind, mcore_ckpt_ext.HuggingFace(arguments=assignments))
         config = AutoConfig.from_pretrained(tmp_path / kind)
         assert config.rope_parameters["rope_type"] == kind
     with pytest.raises(UsageError, match="NAME=VALUE"):
@@ -520,7 +520,7 @@ def test_queries_that_are_not_compressed(models: dict[str, Path], tmp_path: Path
         )
 
 
-def test_the_width_of_gpt2_is_said_as_it_was(models: dict[str, Path], tmp_path: Path) -> None:
+def test_the_width_of_gpt2_is_written_as_it_was_read(models: dict[str, Path], tmp_path: Path) -> None:
     family = family_named("gpt2")
     assert family.config(arguments_of("gpt2"))["n_inner"] is None
     assert family.config(arguments_of("gpt2", ffn_hidden_size=96))["n_inner"] == 96
@@ -541,7 +541,7 @@ def test_whether_embeddings_are_tied_is_true_or_false() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "keys", "told"),
+    ("name", "keys", "message"),
     [
         ("mixtral", {"num_experts_per_tok": 1}, "with a gate normalized to 1"),
         ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "with a gate normalized to 1"),
@@ -549,9 +549,9 @@ def test_whether_embeddings_are_tied_is_true_or_false() -> None:
         ("smollm3", {"no_rope_layers": [1]}, "an entry for each of 2 layers"),
     ],
 )
-def test_what_no_job_starts_with_is_refused(name: str, keys: dict[str, Any], told: str) -> None:
+def test_arguments_with_which_no_job_starts_are_refused(name: str, keys: dict[str, Any], message: str) -> None:
     """Megatron's own configuration refuses it, or transformers raises an index error."""
-    with pytest.raises(UnsupportedCheckpointError, match=told):
+    with pytest.raises(UnsupportedCheckpointError, match=message):
         family_of(name).arguments(configuration(name, **keys))
 
 
@@ -561,18 +561,20 @@ def test_entries_that_are_of_no_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"auto_map": {"AutoModelForCausalLM": "modeling_parrot.Parrot"}}, "auto_map names code"),
         ({"transformers_version": "9.1.0"}, "config.json is of transformers 9.1.0"),
     ],
 )
-def test_keys_that_the_class_does_not_read(changed: dict[str, Any], told: str) -> None:
+def test_keys_that_the_class_does_not_read(changed: dict[str, Any], message: str) -> None:
     """They have no effect in transformers, but the folder's own code or a newer release may read them."""
     config = configuration("llama", query_multiplier=3)
     family_of("llama").arguments(config)
     assert neutral_keys(config, "llama").unread >= {"query_multiplier"}
-    with pytest.raises(UnsupportedCheckpointError, match=f"query_multiplier: 3 .{told}.*--accept-key query_multiplier"):
+    with pytest.raises(
+        UnsupportedCheckpointError, match=f"query_multiplier: 3 .{message}.*--accept-key query_multiplier"
+    ):
         family_of("llama").arguments({**config, **changed})
     with accepting(["query_multiplier"]):
         family_of("llama").arguments({**config, **changed})

@@ -47,7 +47,7 @@ def test_tokens_and_tokenizer_are_those_of_the_base(base: Path, tmp_path: Path) 
         ("peft", {"lora_alpha": None}, BRIDGE, ["weights"], "set lora_alpha in adapter_config.json"),
     ],
 )
-def test_what_contradicts_itself_is_refused(
+def test_contradictory_values_are_refused(
     source: str, config: dict[str, Any], target: Target, options: list[str], said: str, base: Path, tmp_path: Path
 ) -> None:
     peft_folder(tmp_path / "peft", adapter(LAYER.format(0), 32, 32), **config)

@@ -23,21 +23,21 @@ from tests.harness.huggingface import make
 
 
 @pytest.mark.parametrize(
-    ("stated", "told"),
+    ("assignment", "message"),
     [
         ("num_layers=1", "Llama does not match: a decoder.layers.1."), ("num_layers=two", "num_layers: 'two'"),
         ("layernorm_epsilon=-1", "layernorm_epsilon: -1"), ("hidden_size=16", "contradict its parameters"),
         ("swiglu=false", "Llama does not match: swiglu is False, not True"),
     ],
 )  # fmt: skip
-def test_a_stated_argument_is_named_where_it_is_refused(
-    stated: str, told: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_refused_argument_is_named(
+    assignment: str, message: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.Canonical())
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf", "--argument", stated]) == 2
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf", "--argument", assignment]) == 2
     shown = capsys.readouterr().err
-    assert told in shown
-    assert f"where: {tmp_path / 'run'}, --argument {stated}" in shown
+    assert message in shown
+    assert f"where: {tmp_path / 'run'}, --argument {assignment}" in shown
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty"])
@@ -62,8 +62,8 @@ def test_listed_layers_that_are_missing_are_reported(models: dict[str, Path], tm
     folder = tmp_path / "model"
     shutil.copytree(models["qwen3_5"], folder)
     config = json.loads((folder / "config.json").read_text())
-    told = "config.json lists multi-token prediction (MTP) layers missing from the folder (mtp_num_hidden_layers: 1)"
-    for number, expected in ((1, [told]), (0, [])):
+    message = "config.json lists multi-token prediction (MTP) layers missing from the folder (mtp_num_hidden_layers: 1)"
+    for number, expected in ((1, [message]), (0, [])):
         (folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": number}))
         notes = open_checkpoint(folder).notices()
         assert [note for note in notes if "(MTP)" in note] == expected
@@ -78,7 +78,9 @@ def test_the_last_norm_has_a_state_where_a_job_may_ask_for_one(models: dict[str,
 
 def test_rounding_by_a_job_is_reported(tmp_path: Path) -> None:
     """Qwen3.5 is published in bf16 except for a few fp32 vectors; a job has a single dtype."""
-    told = "in float32, unlike the rest, so that a job in bfloat16 rounds them: decoder.layers.0.self_attention.A_log"
+    message = (
+        "in float32, unlike the rest, so that a job in bfloat16 rounds them: decoder.layers.0.self_attention.A_log"
+    )
     make("qwen3_5", tmp_path / "model", torch.bfloat16)
     report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "plain", mcore_ckpt_ext.TorchDist())
     assert not any("rounds them" in note for note in report.notes)
@@ -86,7 +88,7 @@ def test_rounding_by_a_job_is_reported(tmp_path: Path) -> None:
     stored = load_file(file)
     save_file({name: tensor.float() if "A_log" in name else tensor for name, tensor in stored.items()}, file)
     report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
-    assert any(note.startswith(told) for note in report.notes)
+    assert any(note.startswith(message) for note in report.notes)
 
 
 def test_a_layer_that_is_stored_more_exactly_than_others_is_not_rounded(tmp_path: Path) -> None:

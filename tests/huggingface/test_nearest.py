@@ -46,7 +46,7 @@ _WEIGHTS = (f"{_LAYER}self_attn.q_proj.weight", f"{_LAYER}mlp.up_proj.weight")
 
 
 @pytest.mark.parametrize(
-    ("stated", "names", "why"),
+    ("values", "names", "why"),
     [
         ({"use_parallel_residual": True}, [], "parallel blocks"),
         ({}, [*_WEIGHTS, f"{_LAYER}input_layernorm.weight", f"{_LAYER}self_attn.q_norm.weight"], "parallel blocks"),
@@ -59,14 +59,14 @@ _WEIGHTS = (f"{_LAYER}self_attn.q_proj.weight", f"{_LAYER}mlp.up_proj.weight")
         ({}, ["backbone.layers.0.mixer.x_proj.weight"], "first Mamba"),
     ],
 )  # fmt: skip
-def test_what_megatron_cannot_build_is_named_whatever_the_type(
-    stated: dict[str, Any], names: list[str], why: str
+def test_features_that_megatron_lacks_are_named_for_every_model_type(
+    values: dict[str, Any], names: list[str], why: str
 ) -> None:
     with pytest.raises(UnsupportedCheckpointError, match=f"what Megatron Core cannot build: .*{why}"):
-        family_of_config({**_parrot(), **stated}, "here", lambda: names)
+        family_of_config({**_parrot(), **values}, "here", lambda: names)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "deepseek_v3", "nemotron_h", "gemma3", "gpt_oss"])
-def test_what_megatron_can_build_has_no_such_trait(name: str, models: dict[str, Path]) -> None:
+def test_supported_models_have_no_unsupported_feature(name: str, models: dict[str, Path]) -> None:
     config = json.loads((models[name] / "config.json").read_text())
     assert deciding_traits(config, tensors(models[name])) == []

@@ -165,9 +165,9 @@ def test_the_tokenizer_comes_along(models: dict[str, Path], run: Path, tmp_path:
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
     # A checkpoint without a vocabulary size gets it from the tokenizer.
     mcore_ckpt_ext.convert(
-        forgetful(run, tmp_path / "run"), tmp_path / "told", mcore_ckpt_ext.HuggingFace(tokenizer=tokenizer)
+        forgetful(run, tmp_path / "run"), tmp_path / "out", mcore_ckpt_ext.HuggingFace(tokenizer=tokenizer)
     )
-    assert_same_tensors(models["llama"], tmp_path / "told")
+    assert_same_tensors(models["llama"], tmp_path / "out")
 
 
 def forgetful(run: Path, folder: Path) -> Path:
@@ -342,10 +342,10 @@ def test_an_argument_that_is_misspelt_or_given_twice_is_refused(given: list[str]
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"), [("rms_norm_eps", 1e-3, "layernorm_epsilon"), ("rope_theta", 5e5, "rotary_base")]
+    ("key", "value", "argument"), [("rms_norm_eps", 1e-3, "layernorm_epsilon"), ("rope_theta", 5e5, "rotary_base")]
 )
 def test_a_different_model_setting_is_reported(
-    key: str, value: float, told: str, models: dict[str, Path], tmp_path: Path
+    key: str, value: float, argument: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     """All tensors are equal, but the computation differs."""
     shutil.copytree(models["llama"], tmp_path / "other")
@@ -355,5 +355,5 @@ def test_a_different_model_setting_is_reported(
     file.write_text(json.dumps({**config, key: value}))
     found = compare(models["llama"], tmp_path / "other")
     assert found.equal
-    assert told in [fact.what for fact in found.facts]
-    assert not [fact for fact in compare(models["llama"], models["llama"]).facts if fact.what == told]
+    assert argument in [fact.what for fact in found.facts]
+    assert not [fact for fact in compare(models["llama"], models["llama"]).facts if fact.what == argument]

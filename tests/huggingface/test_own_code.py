@@ -122,7 +122,7 @@ def test_megatron_holds_the_parameters_of_the_other_family(name: str, family: st
         ("nemotron-nas", {"block_configs": [_block(replace_with_linear=True)] * 4}, "replace_with_linear"),
     ],
 )
-def test_what_megatron_cannot_do_is_refused(name: str, changed: dict[str, object], said: str) -> None:
+def test_features_that_megatron_lacks_are_refused(name: str, changed: dict[str, object], said: str) -> None:
     config = json.loads((FOLDER / name / "config.json").read_text())
     with pytest.raises(UnsupportedCheckpointError, match=said):
         family_named(name).arguments({**config, **changed})
@@ -131,8 +131,8 @@ def test_what_megatron_cannot_do_is_refused(name: str, changed: dict[str, object
 @pytest.mark.parametrize("name", ["internlm2", "qwen"])
 def test_the_length_up_to_which_megatron_computes_the_same_is_reported(name: str) -> None:
     family = family_named(name)
-    (told,) = family.notices(family.arguments(json.loads((FOLDER / name / "config.json").read_text())))
-    assert "more than 64 tokens" in told
+    (message,) = family.notices(family.arguments(json.loads((FOLDER / name / "config.json").read_text())))
+    assert "more than 64 tokens" in message
 
 
 def _copy(source: Path, folder: Path) -> None:

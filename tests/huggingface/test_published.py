@@ -24,7 +24,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "key"), REFUSED.items())
-def test_what_a_class_reads_and_megatron_cannot_do_is_refused(name: str, key: str, tmp_path: Path) -> None:
+def test_keys_of_a_class_that_megatron_lacks_are_refused(name: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(configuration(name)))
     with pytest.raises(UnsupportedCheckpointError, match=key):
         described_model(tmp_path)

@@ -185,7 +185,7 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"quant_method": "gptq", "bits": 4}, "gptq"), ({"quant_method": "awq"}, "awq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
@@ -193,11 +193,11 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
         (json.loads(json.dumps(COMPRESSED).replace("channel", "group")), "compressed-tensors"),
     ],
 )  # fmt: skip
-def test_what_is_quantised_otherwise_is_refused(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_other_quantization_schemes_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     make("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    with pytest.raises(UnsupportedCheckpointError, match=f"found: {told}"):
+    with pytest.raises(UnsupportedCheckpointError, match=f"found: {message}"):
         open_checkpoint(tmp_path)
 
 

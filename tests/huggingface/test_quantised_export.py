@@ -107,7 +107,7 @@ def test_the_limit_of_memory_changes_no_byte(run: Path, tmp_path: Path) -> None:
         assert torch.equal(tensor.view(torch.uint8), small[name].view(torch.uint8)), name
 
 
-def test_what_cannot_be_quantised_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_cannot_be_quantised_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make("gpt_oss", tmp_path / "model")
     mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
     words = ["convert", str(tmp_path / "run"), str(tmp_path / "fp8"), "--to", "hf", "--quantize", "fp8-block"]

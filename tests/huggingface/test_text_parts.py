@@ -29,8 +29,8 @@ def test_the_text_answers_as_the_whole_does(name: str, tmp_path: Path) -> None:
     model = save_whole(name, tmp_path / "whole")
     report = mcore_ckpt_ext.convert(tmp_path / "whole", tmp_path / "run", mcore_ckpt_ext.TorchDist())
     assert any(note.startswith(f"of {name} only the text is read, as a ") for note in report.notes)
-    told = re.compile(rf"left out, no equivalent in Megatron: {_SEES}")
-    assert any(map(told.match, report.notes))
+    pattern = re.compile(rf"left out, no equivalent in Megatron: {_SEES}")
+    assert any(map(pattern.match, report.notes))
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "text", mcore_ckpt_ext.HuggingFace())
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
@@ -82,9 +82,9 @@ def test_a_configuration_without_a_part_for_its_text(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "text" / "config.json").read_text())
     assert (found["model_type"], found["rope_scaling"], found["rope_theta"]) == ("qwen2", None, 1000000.0)
     compared = compare(tmp_path / "whole", tmp_path / "text")
-    told = {fact.what: (fact.a, fact.b) for fact in compared.facts}["not compared"]
+    difference = {fact.what: (fact.a, fact.b) for fact in compared.facts}["not compared"]
     assert compared.equal
-    assert told == ("visual.blocks.0.attn.proj.bias and 17 more", "nothing")
+    assert difference == ("visual.blocks.0.attn.proj.bias and 17 more", "nothing")
 
 
 MAPPED = {"language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight",
@@ -121,7 +121,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_what_does_not_describe_what_sees(name: str, tmp_path: Path) -> None:
+def test_a_config_that_contradicts_the_vision_tower(name: str, tmp_path: Path) -> None:
     for_bridge = mcore_ckpt_ext.TorchDist(loop="bridge")
     model = save_whole(name, tmp_path)
     file = tmp_path / "config.json"
@@ -182,7 +182,7 @@ def test_vision_towers_in_megatron_layers_or_with_a_projector(name: str, tmp_pat
             mcore_ckpt_ext.convert(run, tmp_path / "none", mcore_ckpt_ext.HuggingFace(vocab_size=250, tokenizer=back))
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_mismatches_with_the_vision_tower_are_named() -> None:
     """The error names missing tensors, unsupported keys of the vision tower, and invalid numbers of heads."""
     tower, vision = VISION_TOWERS["qwen3_vl"], {"hidden_act": "gelu_pytorch_tanh", "num_heads": 2}
     names = {ours.replace("*", "0"): (6,) for ours in (rule.ours for rule in tower.rules)}

@@ -33,7 +33,7 @@ WRITTEN = {
 }
 
 
-def test_unstated_values_are_unknown() -> None:
+def test_absent_values_are_unset() -> None:
     job = JobArguments.of({"num_experts": None, "swiglu": True, "of_a_fork": 7})
     assert job.swiglu is True
     assert (job.num_experts, job.is_set("num_experts")) == (None, True)
@@ -67,11 +67,11 @@ def test_a_value_that_no_job_can_have_is_refused(name: str, value: object) -> No
 
 
 @pytest.mark.parametrize(
-    "stated", [{"num_layers": 1 << 14, "num_experts": 1 << 16}, {"num_layers": 3, "moe_layer_freq": [0, 1]}]
+    "values", [{"num_layers": 1 << 14, "num_experts": 1 << 16}, {"num_layers": 3, "moe_layer_freq": [0, 1]}]
 )
-def test_values_that_contradict_each_other_are_refused(stated: Mapping[str, Any]) -> None:
+def test_values_that_contradict_each_other_are_refused(values: Mapping[str, Any]) -> None:
     with pytest.raises(UnreadableCheckpointError, match="an invalid value"):
-        JobArguments.of(stated)
+        JobArguments.of(values)
 
 
 def test_a_changed_job_is_checked_too_and_the_first_one_stays() -> None:
@@ -103,7 +103,7 @@ def test_the_layout_follows() -> None:
     assert (layout.world, layout.expert_tensor, layout.virtual_pipeline) == (12, 2, 1)
 
 
-def test_a_model_is_complete_and_says_what_it_is_made_of() -> None:
+def test_a_model_is_complete_and_lists_its_arguments() -> None:
     job = JobArguments.of({**SIZES, "norm_epsilon": 1e-6, "use_rotary_position_embeddings": True, "of_a_fork": 7})
     model = complete(job)
     assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (256, 8, 8)
@@ -135,10 +135,10 @@ def test_a_row_has_a_default_that_its_argument_can_have(name: str) -> None:
 
 @pytest.mark.parametrize("fixture", WRITTEN)
 def test_a_row_is_of_the_releases_whose_jobs_have_its_argument(fixture: str) -> None:
-    stated = open_checkpoint(fixture_named(fixture).run).arguments.raw
+    values = open_checkpoint(fixture_named(fixture).run).arguments.raw
     parsed = {name for name, row in ROWS.items() if WRITTEN[fixture] in row.releases}
-    assert parsed - stated.keys() == set()
-    assert {name for name in ROWS.keys() - parsed if stated.get(name)} == set()
+    assert parsed - values.keys() == set()
+    assert {name for name in ROWS.keys() - parsed if values.get(name)} == set()
 
 
 def test_every_argument_that_a_table_names_is_one() -> None:

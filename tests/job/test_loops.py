@@ -91,27 +91,27 @@ def test_without_its_description_the_index_still_shows_the_layout(bridge: Fixtur
     assert compare(bridge.run, fixture_named("p49").run).equal
     notes = convert(bridge.run, bridge.folder / "out", TorchDist()).notes
     assert "num_attention_heads of the job, which stock Megatron requires, is unknown" in notes
-    stated = Facts(context_parallel_size=1, virtual_pipeline_model_parallel_size=1)
-    assert inspect(bridge.run, facts=stated).layout_text == "TP2 x PP2 x DP2"
+    facts = Facts(context_parallel_size=1, virtual_pipeline_model_parallel_size=1)
+    assert inspect(bridge.run, facts=facts).layout_text == "TP2 x PP2 x DP2"
 
 
 @pytest.mark.parametrize("with_grid", [True, False])
 @pytest.mark.parametrize(
     "name", [name for name in FIXTURES if "zarr" not in name and name[:3] not in ("p08", "p50", "p51")]
 )
-def test_what_the_index_shows_is_so(name: str, with_grid: bool) -> None:
+def test_values_inferred_from_the_index_are_right(name: str, with_grid: bool) -> None:
     """Of every checkpoint that has arguments of its own: nothing that it shows differs from them."""
     checkpoint = open_checkpoint(fixture_named(name).run)
     index = checkpoint.format_reader.index
     assert index is not None
-    stated = checkpoint.arguments.raw
+    recorded = checkpoint.arguments.raw
     grid = checkpoint.random_state_grid() if with_grid else None
-    shown = infer_layout(index, grid, {"context_parallel_size": stated["context_parallel_size"]})
-    assert shown == {size: stated[size] for size in shown}
+    shown = infer_layout(index, grid, {"context_parallel_size": recorded["context_parallel_size"]})
+    assert shown == {size: recorded[size] for size in shown}
     if with_grid or checkpoint.optimizer_format == "dp_reshardable":
         assert {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= shown.keys()
     of_model = infer_model_config(index.arrays, checkpoint.names("weight"))
-    assert of_model == {size: stated[size] for size in of_model}
+    assert of_model == {size: recorded[size] for size in of_model}
 
 
 def test_values_without_a_source_are_unknown(bridge: Fixture, tmp_path: Path) -> None:
@@ -137,13 +137,13 @@ def test_values_without_a_source_are_unknown(bridge: Fixture, tmp_path: Path) ->
     {"tensor_model_parallel_size": 4}, {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4},
 ], ids=str)  # fmt: skip
 def test_a_description_that_lies(bridge: Fixture, said: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
-    """The ranks made the index, so it counts; the contradiction is told."""
+    """The ranks made the index, so it counts; the contradiction is reported."""
     edit_run_config(bridge, lambda content: content["model"].update(said))
     assert str(open_checkpoint(bridge.run).layout) == "TP2 x PP2 x DP2"
     for name, size in said.items():
-        told = f"run_config.yaml has {name} {size}, but the index has 2, which is used"
-        assert told in inspect(bridge.run).unbelieved
-        assert told in [finding.what for finding in verify(bridge.run, quick=True).findings]
+        message = f"run_config.yaml has {name} {size}, but the index has 2, which is used"
+        assert message in inspect(bridge.run).unbelieved
+        assert message in [finding.what for finding in verify(bridge.run, quick=True).findings]
     assert main(["inspect", str(bridge.run)]) == 0
     assert "which is used" in capsys.readouterr().out
     assert verify(bridge.run).sound
@@ -162,7 +162,7 @@ def test_a_description_that_is_none(bridge: Fixture, text: str) -> None:
 
 
 def test_a_description_next_to_megatrons_arguments(tmp_path: Path) -> None:
-    """They count; that the file says something else, or nothing, is told."""
+    """They count; that the file says something else, or nothing, is reported."""
     copied = fixture_named("p02").copy_to(tmp_path / "copy")
     copied.iteration.chmod(0o755)
     config = copied.iteration / "run_config.yaml"
@@ -170,8 +170,8 @@ def test_a_description_next_to_megatrons_arguments(tmp_path: Path) -> None:
     config.write_text(said)
     assert not verify(copied.run, quick=True).findings
     config.write_text(said.replace("num_layers: 4", "num_layers: 5"))
-    told = "run_config.yaml has num_layers 5, but Megatron's arguments have 4, which is used"
-    assert [finding.what for finding in verify(copied.run, quick=True).findings] == [told]
+    message = "run_config.yaml has num_layers 5, but Megatron's arguments have 4, which is used"
+    assert [finding.what for finding in verify(copied.run, quick=True).findings] == [message]
     assert inspect(copied.run).model["layers"] == 4
     config.write_text("model: {")
     (finding,) = verify(copied.run, quick=True).findings
@@ -277,7 +277,7 @@ def test_of_megatrons_own_checkpoint(tmp_path: Path) -> None:
         assert kept.value(name) == of_source.value(name), name
 
 
-def test_what_was_written_for_bridge_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_written_for_bridge_is_recognized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither is its writer a riddle, nor is it suspected of what Megatron did; its tokens are those of the source."""
     run = fixture_named("p02").run
     convert(run, tmp_path / "bridge", TorchDist(loop="bridge", megatron_version="0.19.2"))
@@ -351,7 +351,7 @@ def test_code_that_megatron_bridge_would_run_is_not_carried(bridge: Fixture, tmp
     {"_target_": "os.system"}, {"_target_": "torch.load", "_call_": False}, {"_target_": "megatron.bridge.utils.run"},
     {"_target_": ["os.system"]}, {"_target_": "torch.hub.load", "_partial_": True}, {"_target_": "megatron.core..x"},
 ], ids=str)  # fmt: skip
-def test_what_may_be_named(node: dict[str, object]) -> None:
+def test_allowed_names(node: dict[str, object]) -> None:
     assert harmless({"a": [{"b": node}]}) == ({"a": [{"b": None}]}, ["a.0.b"])
     dtype = {"_target_": "torch.bfloat16", "_call_": False}
     kept = {"_target_": "megatron.bridge.training.config.ConfigContainer", "c": dtype}

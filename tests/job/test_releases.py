@@ -42,7 +42,7 @@ def test_first_and_last() -> None:
 
 @pytest.mark.parametrize("fixture", WRITTEN)
 @pytest.mark.parametrize("name", SHOWN)
-def test_what_an_argument_shows_is_so(name: str, fixture: str) -> None:
+def test_releases_inferred_from_an_argument_are_right(name: str, fixture: str) -> None:
     arguments = open_checkpoint(fixture_named(fixture).run).arguments
     assert SHOWN[name].is_shown_by(arguments) == SHOWN[name].is_of(WRITTEN[fixture])
 
@@ -51,7 +51,7 @@ def test_who_splits_a_layer_wise_optimizer() -> None:
     assert [version.minor for version in (*KNOWN, HEAD) if releases.splits_layer_wise(version)] == [18, 20]
 
 
-def test_what_no_argument_shows() -> None:
+def test_releases_that_no_argument_shows() -> None:
     with pytest.raises(ValueError, match="no argument shows whether Megatron loads"):
         releases.LOADS_DP_RESHARDABLE.is_shown_by(open_checkpoint(fixture_named("p01").run).arguments)
 

@@ -102,7 +102,7 @@ LOOKS_PLAIN = {
 
 
 @pytest.mark.parametrize("attack", LOOKS_PLAIN)
-def test_what_looks_plain_and_is_not_is_refused(attack: str) -> None:
+def test_a_pickle_that_only_looks_plain_is_refused(attack: str) -> None:
     body = LOOKS_PLAIN[attack]
     data = b"\x80\x04" + (b"](" + body if body.endswith(b"e") else body) + b"."
     assert plain_form(data) is not None
@@ -146,7 +146,7 @@ def test_a_message_shortens_untrusted_text(data: bytes) -> None:
     assert len(said) < 1000
 
 
-def test_what_is_shown_is_short_whatever_it_is() -> None:
+def test_formatted_values_are_short() -> None:
     tree: object = []
     for _ in range(200):
         tree = [tree, tree, {"a": tree}]
@@ -206,7 +206,7 @@ def test_a_storage_is_of_a_type_of_storages() -> None:
         safe_loads(data, "here")
 
 
-def test_a_budget_grows_with_what_was_read() -> None:
+def test_a_budget_grows_with_the_bytes_read() -> None:
     small, large = Budget(100, "here"), Budget(1 << 20, "there")
     large.spend(1 << 24, "work")
     with pytest.raises(OverBudgetError, match=r"found: more than .* for work; expected: .*100 bytes.*: here.*hint"):
@@ -232,7 +232,7 @@ def test_elements_are_counted_of_shapes_that_can_be() -> None:
     ],
     ids=["a tuple of a tuple of a tuple", "a tuple of two tuples", "a long one", "a size of a list", "a large state"],
 )
-def test_what_its_opcodes_do_not_show_takes_the_long_way(data: bytes) -> None:
+def test_pickles_that_are_not_plain_are_read_by_the_slow_path(data: bytes) -> None:
     plain = plain_form(data)
     assert plain is not None
     with pytest.raises(_NotPlainError):

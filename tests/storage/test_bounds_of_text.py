@@ -95,7 +95,7 @@ def header_of(arrays: dict[str, list[int]]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "told"),
+    ("arrays", "message"),
     [
         ({"a": [4, 8], "b": [0, 4], "c": [4, 4]}, ""),
         ({"a": [0, 8], "b": [0, 8]}, "begins at byte"),
@@ -107,13 +107,13 @@ def header_of(arrays: dict[str, list[int]]) -> bytes:
     ],
     ids=["any order", "twice", "overlapping", "a gap", "a late begin", "an early end", "a late end"],
 )
-def test_arrays_of_a_safetensors_file_fill_it(arrays: dict[str, list[int]], told: str, tmp_path: Path) -> None:
+def test_arrays_of_a_safetensors_file_fill_it(arrays: dict[str, list[int]], message: str, tmp_path: Path) -> None:
     """The library is asked, too."""
     content = header_of(arrays) + bytes(8)
     (tmp_path / "a.safetensors").write_bytes(content)
     with FolderReader(tmp_path) as reader:
-        if told:
-            with pytest.raises(UnreadableCheckpointError, match=told):
+        if message:
+            with pytest.raises(UnreadableCheckpointError, match=message):
                 read_header(reader, "a.safetensors")
             with pytest.raises(SafetensorError):
                 safetensors.torch.load(content)
@@ -198,7 +198,7 @@ def test_reading_does_not_wait_for_a_pipe(name: str, tmp_path: Path) -> None:
     assert in_bounds(lambda: open_checkpoint(tmp_path))
 
 
-def test_little_of_a_tracker_is_read_and_nothing_that_lies_elsewhere(tmp_path: Path) -> None:
+def test_little_of_a_tracker_is_read_and_nothing_outside_the_folder(tmp_path: Path) -> None:
     tracker = tmp_path / "run" / TRACKER_FILE
     tracker.parent.mkdir()
     with tracker.open("wb") as file:

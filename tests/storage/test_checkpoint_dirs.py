@@ -20,7 +20,7 @@ NAMES_NONE = {"empty": "", "words": "soon", "superscript": "²", "many digits": 
 @pytest.mark.parametrize(
     ("text", "name"), [("4\n", "iter_0000004"), (" 12345678 ", "iter_12345678"), ("release", "release")]
 )
-def test_what_a_tracker_names(tmp_path: Path, text: str, name: str) -> None:
+def test_a_tracker_names_the_checkpoint(tmp_path: Path, text: str, name: str) -> None:
     (tmp_path / TRACKER_FILE).write_text(text)
     (tmp_path / name).mkdir()
     assert iteration_folder(tmp_path) == tmp_path / name
@@ -66,7 +66,7 @@ def test_a_newer_iteration_in_a_format_that_is_not_read_is_not_broken(tmp_path: 
     assert iteration_health_of(whole.run, step=8) is None
 
 
-def test_it_is_never_what_a_fallback_takes(tmp_path: Path) -> None:
+def test_it_is_never_used_as_a_fallback(tmp_path: Path) -> None:
     broken, other = fixture_named("p42").copy_to(tmp_path / "run"), fixture_named("p50")
     shutil.copytree(other.iteration, broken.run / "iter_0000002")
     (broken.iteration / "metadata.json").unlink()

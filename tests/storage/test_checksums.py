@@ -50,7 +50,7 @@ def test_without_isal_there_is_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
-def test_what_is_appended(first: bytes, second: bytes) -> None:
+def test_a_checksum_of_appended_data(first: bytes, second: bytes) -> None:
     assert appended(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
@@ -122,7 +122,7 @@ def test_damage_shows_with_the_last_piece(stored: Stored) -> None:
         passing(checksums, payload, damaged, [0, 3000, len(damaged)])
 
 
-def test_what_has_not_passed_is_read(stored: Stored) -> None:
+def test_unverified_files_are_read(stored: Stored) -> None:
     checksums, payload = stored.looked_at()
     passing(checksums, payload, stored.data, [0, 3000])
     (left,) = checksums.rest()
@@ -132,7 +132,7 @@ def test_what_has_not_passed_is_read(stored: Stored) -> None:
         left()
 
 
-def test_only_what_has_not_passed_is_read(stored: Stored) -> None:
+def test_only_unverified_files_are_read(stored: Stored) -> None:
     checksums, payload = stored.looked_at(Confirmed)
     passing(checksums, payload, stored.data, [0, 3000])
     checksums.add_piece(payload, 5000, memoryview(stored.data)[5000:-100])
@@ -162,7 +162,7 @@ def test_pieces_that_overlap_prove_nothing(stored: Stored) -> None:
         checksums.add_piece(payload, 0 + 1000, memoryview(stored.data)[: len(stored.data) - 3000])
 
 
-def test_what_is_small_is_compared_at_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_files_are_compared_at_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
     stored.damage()
     monkeypatch.setattr(Checksums, "WORTH", 1 << 20)
     with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):

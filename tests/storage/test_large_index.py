@@ -115,7 +115,7 @@ def test_the_plans_of_the_ranks_are_not_unpickled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plans", [[], [1], [1, 2]], ids=len)
-def test_what_comes_after_the_plans_is_read(plans: list[int], tmp_path: Path) -> None:
+def test_data_after_the_plans_is_read(plans: list[int], tmp_path: Path) -> None:
     shapes = {"buffer": {"nd_reformulated_orig_global_shape": (FEW, PIECE)}}
     found = index_of(with_plans(plans, mcore_data=shapes, last=[1, 2]), tmp_path)
     assert found.natural_shapes == {"buffer": (FEW, PIECE)}
@@ -168,7 +168,7 @@ def test_an_index_shared_by_another_rank_is_parsed_and_lacks_the_plans(
     assert pickle.loads(there.data).all_local_plans is True
 
 
-def test_what_has_a_shape_has_a_name(tmp_path: Path) -> None:
+def test_an_entry_with_a_shape_has_a_name(tmp_path: Path) -> None:
     """Whatever else were its name, the first rank alone would fail to hand the index to the others."""
     shapes = {MetadataIndex("buffer"): {"nd_reformulated_orig_global_shape": (FEW, PIECE)}}
     with pytest.raises(UnreadableCheckpointError, match="the name of an array is"):
@@ -254,7 +254,7 @@ def of_object(metadata: Metadata) -> None:
         (of_object, "an offset that is inf, which is no valid size, place or count"),
     ],
 )
-def test_what_is_no_number_of_a_place_is_damage(damage: Damage, expected: str, tmp_path: Path) -> None:
+def test_an_invalid_position_is_damage(damage: Damage, expected: str, tmp_path: Path) -> None:
     metadata = pickle.loads(by_torch(FEW))
     damage(metadata)
     with pytest.raises(UnreadableCheckpointError, match="the checkpoint's index is damaged") as refusal:
@@ -339,7 +339,7 @@ def test_a_damaged_shared_index_is_left_to_torch(tmp_path: Path) -> None:
         objects_of(folder)
 
 
-def test_a_reader_that_keeps_what_it_got_for_a_later_save_gets_all(tmp_path: Path) -> None:
+def test_a_reader_that_keeps_its_data_for_a_later_save_gets_all(tmp_path: Path) -> None:
     class Keeping(FileSystemReader):
         """As Megatron's `CachedMetadataFileSystemReader`."""
 

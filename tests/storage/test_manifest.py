@@ -28,7 +28,7 @@ def test_it_comes_back(tmp_path: Path) -> None:
     assert read_manifest(written(tmp_path / "manifest", manifest_text(MANIFEST))) == MANIFEST
 
 
-def test_sha256sum_reads_it_and_it_reads_what_sha256sum_writes(tmp_path: Path) -> None:
+def test_manifests_are_interchangeable_with_sha256sum(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     (folder / "a folder").mkdir(parents=True)
     for name in NAMES:

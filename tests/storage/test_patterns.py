@@ -12,7 +12,7 @@ from mcore_ckpt_ext.storage import patterns
 MODULE = "model.layers.0.self_attn.q_proj"
 
 
-def test_they_find_what_re_finds() -> None:
+def test_they_match_like_re() -> None:
     assert patterns.matched(r".*?\.(?P<index>\d+)\.", MODULE) == {"index": "0"}
     assert patterns.matched("model", MODULE) == {}
     assert patterns.matched("model", MODULE, whole=True) is None
@@ -27,7 +27,7 @@ def test_they_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         patterns.matched(r"(a|b|\w|.)*?(\w|.)*?(\w|.)*?(\w|.)*?\d$", MODULE, whole=True)
 
 
-def test_without_regex_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_regex_the_message_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "regex", None)
     with pytest.raises(UnsupportedCheckpointError, match="pip install regex"):
         patterns.matched("q_proj", MODULE)

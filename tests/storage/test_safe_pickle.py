@@ -72,7 +72,7 @@ def test_a_pickle_that_runs_something_is_refused_by_name(
     assert not (tmp_path / "attacked").exists()
 
 
-def test_the_attacks_would_work_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_attacks_would_work_with_the_standard_unpickler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what the tests above refuse is live ammunition."""
     monkeypatch.chdir(tmp_path)
     pickle.loads(pickle.dumps(Command(os.system, "touch attacked")))
@@ -86,12 +86,12 @@ def test_unknown_classes_become_inert_placeholders() -> None:
     assert loaded["list"] == [1, (2,)]
 
 
-def test_what_checkpoints_hold_comes_back_as_it_was() -> None:
+def test_values_of_checkpoints_are_read_unchanged() -> None:
     namespace = argparse.Namespace(size=3, dtype=torch.bfloat16, path=[{"a": b"x"}])
     assert with_torch_dtypes(safe_loads(pickle.dumps(namespace), "here")) == namespace
 
 
-def test_what_was_read_can_be_pickled_and_copied() -> None:
+def test_values_read_can_be_pickled_and_copied() -> None:
     """By whoever opens a checkpoint and saves what is in it; a placeholder does not become what it stands for."""
     read = safe_loads(pickle.dumps(argparse.Namespace(size=3, colour=Colour.RED, custom=Custom())), "here")
     stream = io.BytesIO()

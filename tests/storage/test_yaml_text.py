@@ -42,20 +42,20 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("reason", HOSTILE)
-def test_what_is_refused(reason: str) -> None:
+def test_unsupported_yaml_is_refused(reason: str) -> None:
     begun = time.monotonic()
     with pytest.raises(ValueError, match=reason.rstrip(";:")):
         parsed_yaml(HOSTILE[reason], "run_config.yaml")
     assert time.monotonic() - begun < 2
 
 
-def test_what_anchors_repeat_counts_as_often_as_it_is_repeated() -> None:
+def test_repeated_anchors_count_once_for_each_use() -> None:
     with pytest.raises(OverBudgetError, match=r"run_config\.yaml"):
         parsed_yaml(a_bomb(), "run_config.yaml")
     assert parsed_yaml("a: &a [1, 2]\nb: *a", "x") == {"a": [1, 2], "b": [1, 2]}
 
 
-def test_a_real_file_says_what_pyyaml_says() -> None:
+def test_a_real_file_is_parsed_as_by_pyyaml() -> None:
     text = (fixture_named("p49").iteration / "run_config.yaml").read_text()
     found = parsed_yaml(text, "run_config.yaml")
     assert found == yaml.safe_load(text)
@@ -77,7 +77,7 @@ def test_dates_and_binary_data_stay_texts() -> None:
     assert parsed_yaml("a: 2026-01-01\nb: !!binary aGk=", "x") == {"a": "2026-01-01", "b": "aGk="}
 
 
-def test_without_pyyaml_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyyaml_the_message_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
     with pytest.raises(UnsupportedCheckpointError, match="pip install pyyaml"):
         parsed_yaml("a: 1", str(Path("run") / "run_config.yaml"))
