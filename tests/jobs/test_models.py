@@ -12,10 +12,14 @@ from megatron_on_cpu.dump_optimizer import assemble
 
 from tests.harness.jobs import differing, resume, train_and_save
 from tests.harness.layouts import Layout, experts_over
-from tests.harness.models import EXPERT_BIAS, GATED, GATED_EXPERTS, LATENT, SHARED_EXPERTS
+from tests.harness.models import EXPERT_BIAS, GATED, GATED_EXPERTS, LATENT, LLAMA, SHARED_EXPERTS
 from tests.harness.rehearsals import rehearsal_of_resume
 
 UNEVEN = ("--decoder-first-pipeline-num-layers", "1")
+# A Llama-Nemotron of four layers: one has no attention, another no MLP, and their MLPs differ in width.
+LAYERS = Path(__file__).parents[1] / "huggingface" / "own_code" / "nemotron-nas" / "config.json"
+DIFFERING = [*LLAMA, "--hidden-size", "16", "--rotary-base", "500000", "--use-rope-scaling"]
+DIFFERING += ["--use-rotary-position-embeddings", "--heterogeneous-layers-config-path", str(LAYERS)]
 BUCKETS = ("--overlap-grad-reduce", "--ddp-bucket-size", "3000")
 
 CASES = {
@@ -35,6 +39,7 @@ CASES = {
         Layout(1, 2, 4, more=UNEVEN),
         [Layout(2, 2, 4), Layout(1, 2, 4, virtual=True)],
     ),
+    "layers that differ": (DIFFERING, Layout(2, 2, 4), [Layout(1, 4, 4)]),
     "several buckets": ([], Layout(1, 2, 4, more=BUCKETS), [Layout(1, 2, 4), Layout(2, 1, 4, more=BUCKETS)]),
 }
 
