@@ -148,7 +148,10 @@ def _megatron() -> Line:
     what = "megatron-core"
     if installed := _installed(what):
         return Line(what, "ok", installed)
-    found = find_spec("megatron") and find_spec("megatron.core")
+    try:
+        found = find_spec("megatron") and find_spec("megatron.core")
+    except Exception as error:  # noqa: BLE001 - `find_spec` imports the parent package, which may fail in any way
+        return Line(what, "FAILED", _import_failure(error))
     if found is None or found.origin is None:
         return Line(what, "note", _NO_MEGATRON)
     return Line(what, "ok", f"a checkout, {Path(found.origin).parents[2]}")

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.settings import SETTINGS
 from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position
+from tests.harness.torch_release import LOADS_PLUGINS
 
 REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
 
@@ -174,8 +176,18 @@ def test_doctor_with_a_checkout_of_megatron(without_megatron: dict[str, str], tm
     assert found.stdout.strip() == f"a checkout, {tmp_path / 'clone'}"
 
 
+def test_doctor_with_a_megatron_that_cannot_be_imported(
+    without_megatron: dict[str, str], without_frameworks: dict[str, str]
+) -> None:
+    path = os.pathsep.join([without_frameworks["PYTHONPATH"], without_megatron["PYTHONPATH"]])
+    found = command({**without_megatron, "PYTHONPATH": path}, "doctor", "--all", interpreter=["-S"])
+    assert found.returncode == 1
+    assert "cannot be imported: ImportError: it is not here" in found.stdout
+
+
 def test_doctor_with_megatron(tmp_path: Path) -> None:
     """The genuine one, imported; each seam patched, in its version."""
+    import_module("megatron.core")  # skipped where it cannot be installed: tests/conftest.py
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     found = command(environment, "doctor", "--save", tmp_path, "--json")
     report = json.loads(found.stdout)
@@ -191,7 +203,7 @@ def test_doctor_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.Capt
     assert main(["doctor", "--save", str(tmp_path / "nothing")]) == 1
     output = capsys.readouterr().out
     assert "the sidecar would be missing" in output
-    assert "yes, at the end of `import torch`" in output
+    assert ("yes, at the end of `import torch`" in output) == LOADS_PLUGINS
 
 
 @pytest.mark.parametrize("show_all", [False, True])
