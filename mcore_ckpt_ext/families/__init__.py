@@ -1,1 +1,1 @@
-"""Hugging Face model families: declarations of their tensors' names and rows, and of their configurations."""
+"""Hugging Face model families: names and rows of their tensors, and their configurations."""

@@ -1,4 +1,4 @@
-"""Interprets `adapter_config.json` as peft does: which linear layers have adapters, and of which rank.
+"""Interprets `adapter_config.json` as peft does: which linear layers have adapters, of which rank.
 
 Sources: `LoraConfig` (tuners/lora/config.py), `_create_and_replace` (tuners/lora/model.py),
 `check_target_module_exists` (tuners/tuners_utils.py) and `get_pattern_key` (utils/other.py); peft 0.21.2.

@@ -1,4 +1,4 @@
-"""Low-rank adapters: the mapping between the tensors of a PEFT folder and rows of Megatron-Bridge's adapters.
+"""Low-rank adapters: the mapping between PEFT's tensors and rows of Megatron-Bridge's adapters.
 
 The adapter of a fused Megatron linear layer serves all Hugging Face linear layers in it: their `lora_B` are rows of its
 `lora_B`, split like the weight, and they share its `lora_A`. Sources: peft/lora.py, dora_layers.py, canonical_lora.py
@@ -148,7 +148,11 @@ def _is_plain(tensor: HuggingFaceTensor) -> bool:
 
 
 def aligned(*columns: Sequence[Region]) -> Iterator[tuple[list[int], int]]:
-    """Yield ranges of corresponding rows in several lists of regions: the first row in each, and the count."""
+    """Yield ranges of corresponding rows in several lists of regions.
+
+    Yields:
+        The first row of a range in each list, and the number of rows.
+    """
     ends = [list(accumulate(region.sizes[0] for region in regions)) for regions in columns]
     at = [0] * len(columns)
     for start, stop in pairwise(sorted({0, *chain.from_iterable(ends)})):
@@ -158,7 +162,11 @@ def aligned(*columns: Sequence[Region]) -> Iterator[tuple[list[int], int]]:
 
 
 def shortest(adapted: set[str], modules: Collection[str]) -> set[str]:
-    """Return `target_modules`: last parts of names if these select exactly the adapted layers, else full names."""
+    """Return `target_modules`: last parts of names if these select exactly the adapted layers.
+
+    Returns:
+        Full names if last parts of names would select other layers, too.
+    """
     last = {name.rpartition(".")[2] for name in adapted}
     all_of_them = {name for name in modules if name.rpartition(".")[2] in last}
     return last if all_of_them == adapted else adapted
@@ -174,7 +182,7 @@ def _without_place(names: Sequence[str]) -> UnsupportedCheckpointError:
 
 @dataclass(frozen=True)
 class _Linear:
-    """The adapter of Megatron's linear layer `name`, as far as it serves Hugging Face's layer `part` of `parts`."""
+    """The adapter of Megatron's linear layer `name`, for Hugging Face's layer `part` of `parts`."""
 
     name: str
     part: int
@@ -223,7 +231,7 @@ class _Linear:
         yield Adapted(base, into, out, HuggingFaceTensor(f"{module}.{MAGNITUDES}", (base.shape[0],), regions))
 
     def _as_halves(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield rows that were stored as those of a gate and an up projection, although they belong to one of them.
+        """Yield rows stored as those of a gate and an up projection, although they belong to one of them.
 
         `ParallelLinearAdapter.sharded_state_dict` treats every adapter of a `linear_fc1` as if it had both: it stores
         the first half of each rank's rows in the first half of the array, and the second half in the second.
@@ -236,7 +244,7 @@ class _Linear:
             yield 0, rows
 
     def _of_each_rank(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield the rows of one of two projections if each rank stores those of the gate, then those of the other.
+        """Yield the rows of one of two projections if each rank stores the gate's, then the other's.
 
         `ParallelLinearDoRAAdapter.sharded_state_dict` stores the magnitudes of a `linear_fc1` as those of a single
         matrix.

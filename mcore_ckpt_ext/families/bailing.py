@@ -41,7 +41,9 @@ WITHOUT_EFFECT = (
 def settings_of_ling(
     *, head: int, positions: Setting, experts: tuple[int, int, int], groups: tuple[int, int], scaling: float
 ) -> tuple[Setting, ...]:
-    """The settings of Ling 2.0 and of Sarvam 30B, which is derived from it; the numbers are the defaults of the class.
+    """The settings of Ling 2.0, and of Sarvam 30B, which is derived from it.
+
+    The numbers are the defaults of the class.
 
     Args:
         head: the size of a head.
@@ -90,6 +92,9 @@ class BailingMoeV2(WithMtp):
 
 
 class BailingMoE(BailingMoeV2):
-    """The same with the `model_type` of Ling 2.0's folders; the first Ling has this type, too, but other tensors."""
+    """`BailingMoeV2` with the `model_type` of Ling 2.0's folders.
+
+    The first Ling has this type, too, but other tensors.
+    """
 
     model_type = "bailing_moe"

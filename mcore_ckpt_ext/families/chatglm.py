@@ -57,7 +57,7 @@ def _vocabulary() -> Setting:
 
 
 class ChatGLM(Family):
-    """RoPE on interleaved pairs of half a head; fused query, key and value, and fused gate and up projection.
+    """RoPE on interleaved pairs of half a head; fused query, key and value, fused gate and up projection.
 
     Its folders contain their own code (`modeling_chatglm.py`). A `rope_ratio` is refused, because its meaning differs
     between folders.

@@ -1,4 +1,4 @@
-"""The released models with which each family was checked, and the first release of Megatron Core for it."""
+"""Released models with which each family was checked, and the first Megatron Core release for it."""
 
 from __future__ import annotations
 

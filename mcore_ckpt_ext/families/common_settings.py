@@ -38,7 +38,11 @@ def tied(by_default: bool) -> Setting:
 
 
 def query_groups(default: int | None = None) -> Setting:
-    """Return the setting of query groups; `default` is Hugging Face's default, None if that is the number of heads."""
+    """Return the setting of query groups.
+
+    Args:
+        default: Hugging Face's default; None if that is the number of heads.
+    """
     key = "num_key_value_heads"
 
     def to_arguments(config: Config) -> dict[str, Any]:
@@ -52,10 +56,10 @@ def query_groups(default: int | None = None) -> Setting:
 
 
 def head_size(always: bool = False, default: int | None = None) -> Setting:
-    """Return the setting of the head size, which is written `always`, or only if it does not follow from other sizes.
+    """Return the setting of the head size, written only if it does not follow from other sizes.
 
-    `default` is the value of Hugging Face's class for a missing key; None means the hidden size divided by the number
-    of heads.
+    If `always` is set, it is written in any case. `default` is the value of Hugging Face's class for a missing key;
+    None means the hidden size divided by the number of heads.
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -165,7 +169,11 @@ def experts_everywhere(arguments: ModelArguments) -> bool:
 
 
 def experts_in_every_layer(count: int) -> Setting:
-    """Return the setting of experts in every layer, of width `intermediate_size`; `count` is the class's default."""
+    """Return the setting of experts in every layer, of width `intermediate_size`.
+
+    Args:
+        count: the class's default number of experts.
+    """
     key = "num_local_experts"
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:

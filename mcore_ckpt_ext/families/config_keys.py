@@ -1,4 +1,4 @@
-"""Keys of `config.json` without effect on the model: for all families, and for each transformers class.
+"""Keys of `config.json` without effect on the model: for all families, and per transformers class.
 
 A key that a class neither declares nor reads cannot change its results. `config_reads.json` lists the keys that each
 class declares or reads.

@@ -1,4 +1,4 @@
-"""Shared parts of DeepSeek-V2 and V3: latent attention, shared and routed experts, dense first layers."""
+"""Parts of DeepSeek-V2 and V3: latent attention, shared and routed experts, dense first layers."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _why_not_dense_first(arguments: ModelArguments) -> list[str]:
 
 
 def dense_then_experts(pattern_of: Callable[[Config], list[int]]) -> Setting:
-    """Return the setting of layers with experts that follow dense layers, which transformers 5 also lists.
+    """Return the setting of layers with experts after dense layers, which transformers 5 also lists.
 
     Args:
         pattern_of: returns 1 for each layer with experts and 0 for each dense one, given a `config.json`.
@@ -179,7 +179,10 @@ def dense_first(absent: int) -> Setting:
 
 
 def shared_experts(key: str = "n_shared_experts", absent: int | None = None) -> Setting:
-    """Return the setting of shared experts, which are one expert in Megatron; `absent` is the default number."""
+    """Return the setting of shared experts, which are one expert in Megatron.
+
+    `absent` is their default number.
+    """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         size = arguments.required("moe_shared_expert_intermediate_size")
@@ -215,7 +218,9 @@ def grouped_choice(groups: int, chosen: int) -> Setting:
 
 
 def ranked_by(arguments: ModelArguments) -> int | None:
-    """Return the number of best experts by which Megatron ranks a group (`group_limited_topk`, moe_utils.py).
+    """Return the number of best experts by which Megatron ranks a group.
+
+    Source: `group_limited_topk` (moe_utils.py).
 
     Returns:
         None if groups do not limit the choice.
@@ -225,7 +230,7 @@ def ranked_by(arguments: ModelArguments) -> int | None:
 
 
 def _why_not_best_two(arguments: ModelArguments) -> list[str]:
-    """Return a reason if transformers, which ranks a group by its best two experts, chooses other experts."""
+    """Return a reason if transformers, ranking a group by its best two experts, chooses other experts."""
     found, groups = ranked_by(arguments), arguments.moe_router_num_groups
     if found not in (None, 2):
         chosen = f"{arguments.moe_router_topk} experts of {arguments.moe_router_group_topk} groups"
@@ -235,7 +240,7 @@ def _why_not_best_two(arguments: ModelArguments) -> list[str]:
 
 
 def normalised_sigmoids(chosen: int, key: str = "norm_topk_prob") -> Setting:
-    """Return the setting of normalized weights: Megatron normalizes those of several experts, not of a single one.
+    """Return the setting of normalized weights; Megatron normalizes those of several experts only.
 
     `chosen` is the default of `num_experts_per_tok`.
     """
@@ -263,7 +268,10 @@ _INNER_EPSILON = 1e-6
 
 
 def inner_norm_settings(arguments: ModelArguments) -> list[str]:
-    """Return a notice if norms of compressed queries, keys and values differ in epsilon (transformers 4.36 to 5.23)."""
+    """Return a notice if norms of compressed queries, keys and values differ in epsilon.
+
+    Source: transformers 4.36 to 5.23.
+    """
     if not arguments.multi_latent_attention or arguments.layernorm_epsilon == _INNER_EPSILON:
         return []
     return [
@@ -282,7 +290,10 @@ def expert_sizes(routed: int | None = None, chosen: int | None = None, width: in
 
 
 def rotated_by_head_dim() -> Setting:
-    """Return the setting of `head_dim`, for which transformers computes rotation angles; it is never written."""
+    """Return the setting of `head_dim`, for which transformers computes rotation angles.
+
+    It is never written.
+    """
 
     def to_arguments(config: Config) -> dict[str, Any]:
         width, rotated = config.get("head_dim"), config.get("qk_rope_head_dim", 64)

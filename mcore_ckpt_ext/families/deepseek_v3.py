@@ -76,7 +76,7 @@ class DeepSeekV3(WithMtp):
 
 
 class KimiK2(DeepSeekV3):
-    """DeepSeek-V3's code, which Kimi-K2's folders contain under this name; transformers has no such class."""
+    """DeepSeek-V3's code, which Kimi-K2's folders contain by this name; transformers has no such class."""
 
     model_type = "kimi_k2"
 

@@ -1,4 +1,4 @@
-"""Model families that other distributions register in the entry-point group `mcore_ckpt_ext.families`.
+"""Families that other distributions register in the entry-point group `mcore_ckpt_ext.families`.
 
 The name of an entry point is the `model_type` of `config.json`, and its value the class: `parrot =
 "parrot_families:Parrot"`. So registered families are known from metadata alone, and no code runs until a model of that
@@ -105,7 +105,7 @@ def loadable(registered: RegisteredFamily) -> Family | None:
 
 
 class _AttributedFamily(Family):
-    """A wrapper of a registered family that converts its exceptions to errors with the distribution's name.
+    """A wrapper of a registered family whose exceptions become errors with the distribution's name.
 
     Every attribute is that of the family. Calls within the family are not wrapped.
     """
@@ -146,7 +146,7 @@ class _AttributedFamily(Family):
 
 
 def _registered() -> Iterator[RegisteredFamily]:
-    """Yield registered families in the order of `sys.path`, so that the first of two equal names is imported."""
+    """Yield registered families in the order of `sys.path`: the first of two equal names is imported."""
     seen = set()
     for distribution in distributions():
         try:

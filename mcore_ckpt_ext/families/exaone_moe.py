@@ -34,7 +34,10 @@ _WINDOW, _PATTERN, _KINDS = "sliding_window", "sliding_window_pattern", "layer_t
 
 
 def _windows() -> Setting:
-    """Return the setting of a sliding window in some layers, and no positions in others (`ExaoneMoeAttention`)."""
+    """Return the setting of a sliding window in some layers, and no positions in others.
+
+    Source: `ExaoneMoeAttention`.
+    """
     usual = windows_in_some_layers(_WIDTH, 4, _PATTERN)
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -66,7 +69,7 @@ def _windows() -> Setting:
 
 
 class ExaoneMoE(Family):
-    """DeepSeek-V3's experts with norms of queries and keys; positions only in layers with a sliding window.
+    """DeepSeek-V3's experts, norms of queries and keys; positions only in layers with a sliding window.
 
     Sources: transformers/models/exaone_moe (5.23), and conversion_mapping.py for the names of released tensors;
     exaone/exaone_moe of Megatron-Bridge (067f987d).

@@ -1,4 +1,4 @@
-"""Defines a model family: how tensors of Hugging Face map to Megatron's rows, and how the configurations match.
+"""Defines a model family: its mapping of Hugging Face's tensors and configuration to Megatron's.
 
 The rows of a Hugging Face tensor are consecutive regions of Megatron's parameters. This mapping serves both directions:
 writing a Hugging Face folder, and reading one.
@@ -148,7 +148,7 @@ class Family:
 
     @property
     def mapped_keys(self) -> frozenset[str]:
-        """The keys of `config.json` that the settings map, and those without effect in all models of the family."""
+        """The keys of `config.json` that settings map, and those without effect in all models of the family."""
         explained = (key for setting in self.settings for key in setting.keys)
         return WITHOUT_EFFECT.union(explained, self.without_effect)
 
@@ -198,7 +198,7 @@ class Family:
         return found if as_written == wanted else None
 
     def kept(self, config: Config) -> dict[str, Any]:
-        """Return the keys of a `config.json` that are copied: those without effect, except those about the file."""
+        """Return the copied keys of a `config.json`: those without effect, except those about the file."""
         kept = WITHOUT_EFFECT.union(self.without_effect) - OF_THE_FILE
         return {key: value for key, value in config.items() if key in kept}
 
@@ -217,7 +217,7 @@ class Family:
         return set(matching(names, self.left_out)) | (tied & set(names))
 
     def __repr__(self) -> str:
-        """Return the same text in every process, since an interrupted conversion is recognized by its options."""
+        """Return the same text in every process: an interrupted conversion is recognized by its options."""
         return f"{type(self).__module__}:{self.name}"
 
     def notices(self, arguments: ModelArguments) -> list[str]:

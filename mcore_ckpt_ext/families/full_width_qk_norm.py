@@ -1,4 +1,4 @@
-"""Models that normalize the queries, and the keys, of all heads together; Megatron Core does so per head."""
+"""Models that normalize queries, and keys, of all heads together; Megatron Core does so per head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules, settings and shapes of models in which most layers have a gated delta net instead of attention.
+"""Rules, settings and shapes of models with a gated delta net instead of attention in most layers.
 
 Sources: megatron/core/ssm/gated_delta_net/ and models/gpt/experimental_attention_variant_module_specs.py
 (core_v0.19.2), which stores the rows of `in_proj` and `conv1d` in parts with separate keys;

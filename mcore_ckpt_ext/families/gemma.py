@@ -24,7 +24,7 @@ _APPROXIMATION = "gelu_pytorch_tanh"
 
 
 def _activation() -> Setting:
-    """Return the setting of the activation: GELU approximated by tanh, even if its name is that of exact GELU.
+    """Return the setting of the activation: GELU approximated by tanh, even if it is named exact GELU.
 
     Published folders name the exact function, which `GemmaConfig.__post_init__` (transformers 5.23) replaces. Releases
     4.39 to 4.48 read the key `hidden_activation` instead.

@@ -24,7 +24,10 @@ _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
 def query_scalar() -> Setting:
-    """Return the setting of `query_pre_attn_scalar`; its square root divides the products of queries and keys."""
+    """Return the setting of `query_pre_attn_scalar`.
+
+    Its square root divides the products of queries and keys.
+    """
     return Custom(
         ("query_pre_attn_scalar",),
         lambda arguments: {"query_pre_attn_scalar": attention_scalar(arguments)},

@@ -37,7 +37,7 @@ _EVERY = 6  # `interleaved_attn_pattern` of the provider: five layers with a win
 
 
 def _rope() -> Setting:
-    """Return the setting of RoPE with one base for windowed layers, and another, perhaps scaled, for the others."""
+    """Return the setting of RoPE: one base for windowed layers, another, perhaps scaled, for the others."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         factor = arguments.rotary_seq_len_interpolation_factor

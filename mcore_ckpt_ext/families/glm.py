@@ -1,4 +1,4 @@
-"""GLM-4-9B for transformers (`THUDM/glm-4-9b-hf`); its first folders are `chatglm`, with their own code."""
+"""GLM-4-9B for transformers (`THUDM/glm-4-9b-hf`); its first folders are `chatglm`, with own code."""
 
 from __future__ import annotations
 

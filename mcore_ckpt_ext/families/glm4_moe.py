@@ -17,7 +17,7 @@ _RULES = (
 
 
 class Glm4MoE(WithMtp):
-    """DeepSeek-V3's experts with grouped queries and RoPE on half a head; optional biases and norms of queries."""
+    """DeepSeek-V3's experts, grouped queries, RoPE on half a head; optional biases and norms of queries."""
 
     model_type = "glm4_moe"
     architecture = "Glm4MoeForCausalLM"

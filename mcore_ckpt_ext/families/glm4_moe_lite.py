@@ -18,7 +18,10 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 def _pattern(config: Config) -> list[int]:
-    """Return 1 for each layer with experts, 0 for each dense one; without a list, only the first layer is dense."""
+    """Return 1 for each layer with experts, 0 for each dense one.
+
+    Without a list, only the first layer is dense.
+    """
     layers = config["num_hidden_layers"]
     found = config.get(KINDS_OF_LAYERS) or [DENSE, *[SPARSE] * (layers - 1)]
     pattern = [int(kind == SPARSE) for kind in found]

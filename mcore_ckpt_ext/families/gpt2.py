@@ -77,7 +77,7 @@ def settings(activation: str) -> tuple[Setting, ...]:
 
 
 class GPT2(Family):
-    """Layer norms, learned positions, biases everywhere, tied embeddings; matrices are transposed (Conv1D)."""
+    """Layer norms, learned positions, biases everywhere, tied embeddings; transposed matrices (Conv1D)."""
 
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"

@@ -51,7 +51,10 @@ def _blocks() -> Setting:
 
 
 def _positions() -> Setting:
-    """Return the setting of RoPE on a part of each head, with the class's names (`convert_rope_params_to_dict`)."""
+    """Return the setting of RoPE on a part of each head, with the class's names.
+
+    Source: `convert_rope_params_to_dict`.
+    """
     usual = rope(partial=0.25)
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:

@@ -28,13 +28,18 @@ _YARN = {
 
 
 def _why_not(arguments: ModelArguments) -> list[str]:
-    """Return a reason if Megatron clamps before adding biases (`weighted_bias_quick_geglu_impl`, not grouped)."""
+    """Return a reason if Megatron clamps before adding biases.
+
+    It does so in `weighted_bias_quick_geglu_impl`, which it uses for experts that are not grouped.
+    """
     fused = arguments.bias_gelu_fusion and not arguments.get("moe_grouped_gemm", True)
     return ["bias_gelu_fusion with experts one by one, which clamps before biases are added"] if fused else []
 
 
 class GptOss(Family):
-    """Stacked, transposed experts in every layer; an attention sink per head; biases; a window in every other layer.
+    """Experts in every layer, an attention sink per head, biases, and a window in every other layer.
+
+    Experts are stacked and transposed.
 
     Gate and up projection are clamped, their rows alternate, and the gate is `x * sigmoid(1.702 * x)` (`quick_gelu` in
     Megatron). Sources: transformers/models/gpt_oss/modeling_gpt_oss.py (5.23); `SequentialMLP` and

@@ -102,7 +102,7 @@ def _indexers_of(config: Config) -> list[str]:
 
 
 def _spacing(kinds: list[str]) -> tuple[int, int]:
-    """Return Megatron's frequency and offset: the first layers are full, then one of every `frequency` layers."""
+    """Return Megatron's frequency and offset: full layers first, then one of every `frequency` layers."""
     if _SHARED not in kinds:
         return 1, 0
     offset = kinds.index(_SHARED)
@@ -190,7 +190,7 @@ class DeepSeekV32(WithMtp):
 
 
 class GlmMoEDsa(DeepSeekV32):
-    """DeepSeek-V3.2 with other defaults, and an indexer that uses interleaved RoPE and that layers may share."""
+    """DeepSeek-V3.2 with other defaults; its indexer uses interleaved RoPE, and layers may share it."""
 
     model_type = "glm_moe_dsa"
     architecture = "GlmMoeDsaForCausalLM"

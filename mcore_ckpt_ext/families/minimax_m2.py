@@ -48,7 +48,7 @@ def _everywhere(arguments: ModelArguments) -> list[str]:
 
 
 class MiniMaxM2(FullWidthQKNorm):
-    """Experts by sigmoid in every layer, grouped queries, RoPE on a part of each head, norms across all heads.
+    """Experts by sigmoid in every layer, grouped queries, RoPE on part of a head, norms across all heads.
 
     Megatron Core normalizes per head; names and shapes are those of Megatron-Bridge's own layer spec
     (`FullDimQNorm`, minimax_m2/minimax_m2_provider.py, commit 067f987d).

@@ -27,7 +27,7 @@ _LENGTH = "max_position_embeddings"  # repeated among the keys of RoPE, where th
 
 
 def _positions() -> Setting:
-    """Return the setting of YaRN; its keys include a scaling of queries by position, which Megatron Core lacks.
+    """Return the setting of YaRN; its keys include a scaling of queries, which Megatron Core lacks.
 
     A query is multiplied by 1 + beta log(1 + floor(position / original_max_position_embeddings)), which is 1 for
     positions below that length (`get_llama_4_attn_scale` of transformers/models/ministral3, 5.23).

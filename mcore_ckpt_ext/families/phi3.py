@@ -25,7 +25,7 @@ _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
 class Phi3(Family):
-    """Like Llama, with queries, keys and values in one matrix, gate and up projection in another, and a sliding window.
+    """Like Llama, with a sliding window, fused query, key and value, and fused gate and up projection.
 
     `Phi3Config` treats scaling of type `yarn` as `longrope`, and refuses every other type
     (`convert_rope_params_to_dict`, `validate_rope`, transformers 4.43 to 5.23).

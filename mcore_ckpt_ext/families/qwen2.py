@@ -40,7 +40,7 @@ _OF_MTP = re.compile(r"model\.mtp_layers\.(\d+)\.")
 
 
 def _mtp_layers() -> tuple[Rule, ...]:
-    """Return the rules of MTP layers, whose projection has hidden state and embedding in the opposite order.
+    """Return the rules of MTP layers, whose projection has hidden state and embedding in opposite order.
 
     Source: models/mimo/mimo_bridge.py of Megatron-Bridge (commit 067f987d).
     """

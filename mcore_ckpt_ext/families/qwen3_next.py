@@ -33,7 +33,7 @@ class WithOneFurtherToken(WithGatedDeltaNets):
 
 
 class Qwen3Next(WithOneFurtherToken):
-    """Gated delta nets in three of every four layers, gated attention in the fourth; experts, one of them shared."""
+    """Gated delta nets in three of four layers, gated attention in the fourth; experts, one is shared."""
 
     model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"

@@ -15,7 +15,7 @@ SHARED_EXPERT_GATE = Rule(
 
 
 def expert_layers() -> Setting:
-    """Return the setting of layers with experts: every `decoder_sparse_step`-th, except `mlp_only_layers`."""
+    """Return the setting of layers with experts: each `decoder_sparse_step`-th, except `mlp_only_layers`."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         layers = range(arguments.num_layers)
@@ -40,7 +40,10 @@ def expert_layers() -> Setting:
 
 
 def expert_count(default: int) -> Setting:
-    """Return the setting of the number of experts; for some classes transformers 5 writes `num_local_experts`."""
+    """Return the setting of the number of experts.
+
+    For some classes transformers 5 writes `num_local_experts`.
+    """
     return Custom(
         ("num_experts", "num_local_experts"),
         lambda arguments: {"num_experts": arguments.num_experts},

@@ -1,4 +1,4 @@
-"""Recognizes the family of a checkpoint by its arguments and names, by `config.json`, or as the user says."""
+"""Recognizes a checkpoint's family by arguments and names, by `config.json`, or by a user's choice."""
 
 from __future__ import annotations
 

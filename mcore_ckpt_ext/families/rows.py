@@ -33,7 +33,10 @@ def _whole(rows: int, arguments: ModelArguments) -> Sequence[Span]:
 
 
 def _of_groups(which: str) -> Callable[[int, ModelArguments], Sequence[Span]]:
-    """Return rows of `linear_qkv`, which has queries, gates, key and value for each query group (attention.py)."""
+    """Return rows of `linear_qkv`, which has queries, gates, key and value for each query group.
+
+    Source: attention.py.
+    """
 
     def spans(rows: int, arguments: ModelArguments) -> Iterator[Span]:
         head = arguments.kv_channels
@@ -71,7 +74,7 @@ def joined(*parts: Rows) -> Rows:
 
 
 def transposed(rows: Rows) -> Rows:
-    """Return the rows of a matrix that Hugging Face stores transposed (GPT-2's Conv1D, gpt-oss's experts)."""
+    """Return the rows of a matrix that Hugging Face stores transposed (GPT-2's Conv1D, gpt-oss experts)."""
     return replace(rows, transposed=True)
 
 

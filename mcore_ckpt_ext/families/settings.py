@@ -90,7 +90,7 @@ class Mapped(Setting):
 
 @dataclass(frozen=True)
 class Coefficient(Mapped):
-    """The coefficient of the load-balancing loss; of several in Megatron, transformers has only the first."""
+    """The coefficient of the load-balancing loss; transformers has only the first of Megatron's several."""
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:

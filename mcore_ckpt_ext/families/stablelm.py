@@ -10,10 +10,10 @@ from mcore_ckpt_ext.families.settings import Forbidden, Mapped, Requires
 
 
 class StableLM(Family):
-    """Like Llama, with layer norms, RoPE on a quarter of each head, and optional biases of queries, keys and values.
+    """Like Llama, with layer norms, RoPE on a quarter of each head, and optional biases.
 
-    Source: transformers/models/stablelm (5.23). StableLM 2 12B has parallel blocks and a separate norm for each head,
-    which Megatron does not have.
+    The biases are those of queries, keys and values. Source: transformers/models/stablelm (5.23). StableLM 2 12B has
+    parallel blocks and a separate norm for each head, which Megatron does not have.
     """
 
     model_type = "stablelm"

@@ -40,7 +40,11 @@ _IMAGES = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector|mm_
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the `config.json` of the language model in its family's form; None if it is no part of a larger one."""
+    """Return the `config.json` of the language model in its family's form.
+
+    Returns:
+        None if it is no part of a larger model.
+    """
     whole_kind, inside = str(config.get("model_type")), config.get("text_config")
     if whole_kind == "ministral3" and isinstance(inside, Mapping):  # the first release of Ministral 3
         whole_kind = "mistral3"
@@ -81,7 +85,7 @@ def turned_experts(name: str, shape: tuple[int, ...], config: Mapping[str, Any])
 
 
 def turned_stack(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
-    """Return a stack of experts with transposed matrices, as in published folders; other tensors unchanged.
+    """Return a stack of experts with transposed matrices, as published folders have; others unchanged.
 
     Raises:
         UnsupportedCheckpointError: a matrix is square, so that its orientation cannot be recognized.
@@ -99,7 +103,11 @@ def turned_stack(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
 
 
 def text_names(names: Iterable[str]) -> dict[str, str | None]:
-    """Return the names of tensors in a folder of the language model only; None for those of the vision tower."""
+    """Return the names of tensors in a folder of the language model only.
+
+    Returns:
+        The name in such a folder by given name; None for tensors of the vision tower.
+    """
     found: dict[str, str | None] = {}
     for name in names:
         text = name

@@ -1,4 +1,6 @@
-"""Model types that Megatron Core does not support, with the reason; the documentation has the same table.
+"""Model types that Megatron Core does not support, with the reason.
+
+The documentation has the same table.
 
 Sources: the classes of transformers 5.23, and the released code of types without one; `TransformerConfig` and its
 checks, the choices of `--position-embedding-type`, and the layers below megatron/core/transformer, of core_v0.19.2 and

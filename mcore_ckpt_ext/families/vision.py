@@ -31,7 +31,9 @@ _PARTS = 3  # queries, keys, values
 
 @dataclass(frozen=True)
 class VisionMapping:
-    """A tensor in Hugging Face's folders and in Megatron-Bridge; `*` stands for the number of a block or merger.
+    """A tensor in Hugging Face's folders and in Megatron-Bridge.
+
+    `*` stands for the number of a block or merger.
 
     Attributes:
         theirs: name in Hugging Face's folders, as it is written.
@@ -86,7 +88,7 @@ class VisionTower:
     unlike: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Iterator[str]] | None = None
 
     def ours(self, name: str) -> str | None:
-        """Return the name in Megatron of a tensor of a Hugging Face folder; None if Megatron does not have it."""
+        """Return the name in Megatron of a tensor of a Hugging Face folder; None if Megatron lacks it."""
         name = self.spelled(name)
         return next((found for rule in self.rules if (found := _translated(name, rule.theirs, rule.ours))), None)
 
@@ -230,7 +232,7 @@ def _translated(name: str, one: str, other: str) -> str | None:
 
 
 def _by_heads(name: str, shape: tuple[int, ...], heads: Any) -> Iterator[Region]:
-    """Yield the rows of all queries, all keys and all values of a parameter that stores them head by head."""
+    """Yield the rows of all queries, all keys, all values of a parameter that stores them head by head."""
     if type(heads) is not int or heads < 1 or shape[0] % (_PARTS * heads):
         raise UnsupportedCheckpointError(
             "the rows of a parameter do not match the number of heads", found=f"{shape[0]} rows, {heads} heads",

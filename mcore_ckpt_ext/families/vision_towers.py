@@ -103,7 +103,7 @@ _TOWER = (*_leaves("embeddings.patch_embedding"), "embeddings.position_embedding
 
 
 def _projector(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the projector to the language model; Bridge's defaults are those of SigLIP 896."""
+    """Return the fields of the projector to the language model; Bridge's defaults are SigLIP 896's."""
     vision, text = config["vision_config"], config.get("text_config") or {}
     fields = {
         "input_size": vision.get("hidden_size"), "hidden_size": text.get("hidden_size", 2304),
@@ -117,7 +117,10 @@ def _projector(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _places(vision: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    """Check that each patch has a position, and that there is no pooling head (a default of `SiglipVisionModel`)."""
+    """Check that each patch has a position, and that there is no pooling head.
+
+    `SiglipVisionModel` has a pooling head by default.
+    """
     side, patch = vision.get("image_size", 224), vision["patch_size"]
     rows = shapes["vision_tower.embeddings.position_embedding.weight"][0]
     if type(side) is not int or (side // patch) ** 2 != rows:
@@ -163,7 +166,11 @@ VISION_TOWERS: Mapping[str, VisionTower] = {
 
 
 def vision_model_type(names: Collection[str]) -> str | None:
-    """Return the `model_type` of a Megatron-Bridge checkpoint with these names; None if it has no vision tower."""
+    """Return the `model_type` of a Megatron-Bridge checkpoint with these names.
+
+    Returns:
+        None if it has no vision tower.
+    """
     vision_names = [name for name in names if not name.startswith(PREFIX)]
     if not vision_names or len(vision_names) == len(names) or any(_IN_NETS in name for name in names):
         return None

@@ -13,7 +13,9 @@ _WORDS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
 def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
-    """Parse assignments to arguments by name; a value that is neither JSON nor True, False or None is a string.
+    """Parse assignments to arguments by name.
+
+    A value that is neither JSON nor True, False or None is a string.
 
     Args:
         texts: texts of the form `NAME=VALUE`, such as `num_layers=32` or `swiglu=True`.

@@ -49,7 +49,7 @@ class Facts:
 
 
 class FactsOfSource(Facts):
-    """Sizes of the source's job, for commands that also have options for the job that will load the result."""
+    """Sizes of the source's job, for commands that also have options for the job that loads the result."""
 
     prefix = "source-"
 

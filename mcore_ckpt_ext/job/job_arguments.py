@@ -1,4 +1,4 @@
-"""The arguments of a job that this package uses: typed, checked once, and distinguishing unset from None.
+"""The arguments of a job that this package uses: typed, checked once, with unset distinct from None.
 
 Every description of a job in a checkpoint becomes a `JobArguments`: Megatron's parsed `args`, and the configurations of
 other training loops. Other code does not look up arguments by name, except with tables of names.
@@ -69,7 +69,7 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
         version: Version | None = None,
         is_complete: bool = True,
     ) -> JobArguments:
-        """Create job arguments from a mapping with Megatron's names; arguments without a row are kept in `raw`.
+        """Create job arguments from a mapping with Megatron's names; those without a row are kept in `raw`.
 
         Args:
             values: values by name.
@@ -151,7 +151,10 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
 
 
 def _formatted(value: Any) -> str:
-    """Format an untrusted value for a message: only the type of an object, and only the size of a large number."""
+    """Format an untrusted value for a message.
+
+    Only the type of an object is shown, and only the size of a large number.
+    """
     if is_whole(value) and value.bit_length() > 64:
         return f"a whole number of {value.bit_length():,} bits"
     return repr(value)[:80] if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"

@@ -118,7 +118,10 @@ def _unknown(name: str, job: JobArguments) -> UnsupportedCheckpointError:
 
 
 def has_experts(arguments: ModelArguments, layer: int) -> bool:
-    """Return whether a decoder layer has experts (`get_gpt_decoder_layer_specs`, models/gpt/gpt_layer_specs.py)."""
+    """Return whether a decoder layer has experts.
+
+    Source: `get_gpt_decoder_layer_specs` (models/gpt/gpt_layer_specs.py).
+    """
     if not arguments.num_experts:
         return False
     frequency = arguments.moe_layer_freq

@@ -80,7 +80,7 @@ class Capability:
 
 
 def splits_layer_wise(version: tuple[int, int]) -> bool:
-    """Return whether Megatron's own scripts add a DistributedOptimizer to a layer-wise optimizer by default."""
+    """Return whether Megatron's scripts add a DistributedOptimizer to a layer-wise optimizer by default."""
     return MAY_SPLIT_LAYER_WISE.is_of(version) and not KEEPS_LAYER_WISE_WHOLE.is_of(version)
 
 
@@ -102,7 +102,7 @@ Compared in megatron/training/arguments.py of every release; a fork may have ado
 
 
 def releases_by_arguments(arguments: Arguments) -> tuple[tuple[Version, str] | None, tuple[Version, str] | None]:
-    """Return the oldest and the newest release of a job by its arguments, each with the argument that shows it.
+    """Return a job's oldest and newest release by its arguments, each with the argument that shows it.
 
     Returns:
         The oldest and the newest possible release; None for each that no argument shows.

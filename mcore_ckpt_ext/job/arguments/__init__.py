@@ -1,1 +1,4 @@
-"""The table of Megatron's arguments: one row for each, in `run.py`, `model.py`, `other.py` and `without_effect.py`."""
+"""The table of Megatron's arguments, with one row for each.
+
+The rows are in `run.py`, `model.py`, `other.py` and `without_effect.py`.
+"""

@@ -74,14 +74,14 @@ class Changes:
 
 @dataclass(frozen=True)
 class Alias:
-    """The effect of an alternative name: that of an older release, or the parser's instead of the configuration's."""
+    """The effect of another name: that of an older release, or the parser's, not the configuration's."""
 
     of: str
 
 
 @dataclass(frozen=True)
 class Noted:
-    """The effect of an argument that Hugging Face models cannot express and that does not concern the weights."""
+    """The effect of an argument that Hugging Face models cannot express and that concerns no weights."""
 
     why: str
 
@@ -166,7 +166,7 @@ def bridge(*only_with: Condition, name: str = "") -> tuple[BridgeField, ...]:
 
 
 def reads(*places: str) -> tuple[BridgeField, ...]:
-    """Return fields that are only read, given as `section.name`, or as `section` if the name is the argument's."""
+    """Return fields that are only read: `section.name`, or `section` if the name is the argument's."""
     parts = [place.partition(".") for place in places]
     return tuple(BridgeField(section, name, is_written=False) for section, _, name in parts)
 

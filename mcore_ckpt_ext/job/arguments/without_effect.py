@@ -1,7 +1,7 @@
-"""Names and prefixes of arguments that no code reads and that do not change a trained model's forward pass.
+"""Arguments that no code reads and that do not change a trained model's forward pass.
 
-They concern devices, speed, precision, data, the loss, and the initialization or storage of weights, or they belong to
-other models than GPT. They need no row of the table. Sources: as in `model.py`.
+They are listed by name or prefix. They concern devices, speed, precision, data, the loss, and the initialization or
+storage of weights, or they belong to other models than GPT. They need no row of the table. Sources: as in `model.py`.
 """
 
 from __future__ import annotations

@@ -98,7 +98,10 @@ def _gelu_of(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_gemma2(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments that Gemma 2's providers name differently (gemma/gemma2_provider.py, 0.3.1 to 0.6.0)."""
+    """Return arguments that Gemma 2's providers name differently.
+
+    Source: gemma/gemma2_provider.py, 0.3.1 to 0.6.0.
+    """
     scalar = model.get("query_pre_attn_scalar")
     scale = scalar**-0.5 if isinstance(scalar, (int, float)) and 0 < scalar < _MOST_SCALAR else None
     return {
@@ -139,7 +142,7 @@ _NAMED = re.compile(
 
 
 def harmless(content: Any, path: tuple[str, ...] = ()) -> tuple[Any, list[str]]:
-    """Return the content of a file without values that would run foreign code, and the paths of removed values.
+    """Return a file's content without values that would run foreign code, and the paths of those removed.
 
     Megatron-Bridge imports and calls the object that `_target_` names.
 

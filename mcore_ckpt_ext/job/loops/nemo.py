@@ -85,7 +85,7 @@ def _inner(reader: _Fiddle, root: Mapping[str, Any], *path: str) -> Mapping[str,
 
 
 class _Fiddle:
-    """Reads Fiddle's JSON (`serialization.dump_json`, fiddle 0.3): objects by key that refer to each other.
+    """Reads Fiddle JSON (`serialization.dump_json`, fiddle 0.3): objects by key that refer to each other.
 
     References may form cycles, or refer to one object many times. Only a few fixed paths are read, so the work is
     bounded.
@@ -108,7 +108,7 @@ class _Fiddle:
         return found
 
     def plain(self, value: Any) -> dict[str, Any]:
-        """Return the fields that are plain values, lists of plain values, or names of classes, functions and dtypes."""
+        """Return the fields that are plain values, lists of them, or names of classes, functions and dtypes."""
         fields = self.fields(value)
         return {name: found for name, item in fields.items() if (found := self._value(item)) is not None}
 

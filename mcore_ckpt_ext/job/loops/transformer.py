@@ -1,4 +1,6 @@
-"""Converts Megatron Core's model configuration, which every training loop stores, to Megatron's arguments.
+"""Converts Megatron Core's model configuration to Megatron's arguments.
+
+Every training loop stores this configuration.
 
 Sources: `TransformerConfig` and `ModelParallelConfig` (megatron/core/transformer/transformer_config.py,
 model_parallel_config.py, core_v0.12.1 to 0.19.2), and the conversion of arguments to fields
@@ -50,7 +52,7 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments for the MLP's activation, which a configuration stores as a function and a gate."""
+    """Return arguments for the MLP's activation, which a configuration stores as a function and a gate."""
     function, gated = named(config.get("activation_func")), config.get("gated_linear_unit")
     if function is None or not isinstance(gated, bool):
         return {}
@@ -69,7 +71,7 @@ def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named(value: Any) -> str | None:
-    """Return the name of a class, a function or a dtype, such as `torch.bfloat16`; None if the value is no name."""
+    """Return the name of a class, function or dtype, such as `torch.bfloat16`; None if it is no name."""
     if isinstance(value, Mapping):
         target = value.get("_target_")
         return target if isinstance(target, str) else None
