@@ -40,7 +40,7 @@ def test_what_muon_does_not_step_is_written_as_the_release_keeps_it(
     assert {written.optimizer.is_distributed(name) for name in by_adam} == {distributed}
     # Stock Megatron matches entries by position: the layer-wise optimizer comes first.
     assert [SHARDING_MARK in child for child in written.chained_optimizer_settings()] == [False, distributed]
-    assert any("a DistributedOptimizer of its own" in note for note in report.notes) == distributed
+    assert any("written as a separate DistributedOptimizer" in note for note in report.notes) == distributed
     assert differing(source.truth, everything_in(written)) == []
 
 
