@@ -15,7 +15,7 @@ _BY_COLUMNS = (".linear_proj.adapter.weight_magnitude", ".linear_fc2.adapter.wei
 
 
 def ordered_by_size(checkpoint: CheckpointView, running: JobArguments | None = None) -> list[str]:
-    """Return the names of such adapters (see `ordered_by_rank`); `running`: the arguments of the live job, if any."""
+    """Return such adapters' names (see `ordered_by_rank`); `running`: the live job's arguments, if any."""
     names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     jobs = [job for job in (checkpoint.arguments, running) if job is not None]
     gated = any(job.swiglu or job.gated_linear_unit or job.quick_geglu for job in jobs)
@@ -41,7 +41,7 @@ def about_order(checkpoint: CheckpointView) -> list[str]:
 
 
 def about_norms(checkpoint: CheckpointView, who: str) -> list[str]:
-    """Report DoRA adapters that were trained with norms of partial rows, so that they define another model.
+    """Report DoRA adapters trained with norms of partial rows, so that they define another model.
 
     `who`: the words before "another model" in the message.
     """

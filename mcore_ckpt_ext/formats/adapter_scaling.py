@@ -15,7 +15,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 
 @dataclass(frozen=True)
 class Scaling:
-    """Alpha divided by the rank, or by its square root if `by_root` (rsLoRA); and the dropout used in training."""
+    """Alpha divided by the rank, or by its square root if `by_root` (rsLoRA); and training's dropout."""
 
     alpha: float
     by_root: bool = False

@@ -168,7 +168,7 @@ def _code_notes(taken: Mapping[str, bytes]) -> Iterator[str]:
 
 
 def _names(named: object) -> list[str]:
-    """List the classes of an `auto_map`, whose values are a name or a list of names for each kind of class."""
+    """List the classes of an `auto_map`: its values are a name or a list of names per kind of class."""
     if isinstance(named, dict):
         return [name for value in named.values() for name in _names(value)]
     if isinstance(named, list):

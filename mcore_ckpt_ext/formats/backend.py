@@ -1,4 +1,4 @@
-"""`metadata.json`, the last file that Megatron writes: it names the format of the arrays in an iteration folder.
+"""`metadata.json`, the last file that Megatron writes, names the format of an iteration's arrays.
 
 Source: `CheckpointingConfig` (megatron/core/dist_checkpointing/core.py, core_v0.7.0 to 0.19.2).
 """
@@ -39,7 +39,10 @@ def sharded_backend(folder: Path) -> str:
 
 
 def is_finished(folder: Path, backend: str) -> bool:
-    """Return whether an iteration folder is a finished checkpoint in the format that Megatron calls `backend`."""
+    """Return whether an iteration folder is a finished checkpoint in the format `backend`.
+
+    `backend` is Megatron's name of the format.
+    """
     try:
         return sharded_backend(folder) == backend
     except UnreadableCheckpointError:

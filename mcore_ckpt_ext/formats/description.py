@@ -1,6 +1,7 @@
-"""Describes the job of a checkpoint without Megatron's arguments by auxiliary files, its index and the user's options.
+"""Describes the job of a checkpoint without Megatron's arguments.
 
-The ranks themselves wrote the index, so it takes precedence; a source that contradicts it is reported.
+The sources are auxiliary files, the checkpoint's index and the user's options. The ranks themselves wrote the index, so
+it takes precedence; a source that contradicts it is reported.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stored part of an array: its position in the array, and the slice of model space that it contains."""
+    """A stored part of an array: its position in the array, and the slice of model space in it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -86,7 +86,10 @@ class DistcpFiles:
         self._shapes[array.key] = {} if natural is None else {"nd_reformulated_orig_global_shape": natural}
 
     def finish(self, with_shapes: bool) -> tuple[list[OutputFile], list[Record], bytes]:
-        """Return all files, their records, and a pickled `.metadata`, `with_shapes` with `mcore_data` (0.8 to 0.15)."""
+        """Return all files, their records, and a pickled `.metadata`.
+
+        `with_shapes`: whether `.metadata` has `mcore_data` (0.8 to 0.15).
+        """
         self._close()
         state = {
             "state_dict_metadata": self._entries, "planner_data": None, "storage_data": self._places,
@@ -120,6 +123,9 @@ class DistcpFiles:
 
 
 def _properties(dtype: torch.dtype) -> tuple[object, ...]:
-    """The state of `TensorProperties`: dtype, layout, requires_grad, memory format (0: contiguous), pin_memory."""
+    """The state of `TensorProperties`.
+
+    Its fields: dtype, layout, requires_grad, memory format (0: contiguous), pin_memory.
+    """
     memory_format = placeholder_class(_METADATA, "_MEM_FORMAT_ENCODING")
     return dtype, torch.strided, False, memory_format(0), False

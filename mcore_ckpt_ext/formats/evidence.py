@@ -1,4 +1,4 @@
-"""Evidence of which Megatron release wrote a checkpoint, and how Megatron's own loader handles each format.
+"""Evidence of a checkpoint's Megatron release, and how Megatron's own loader handles each format.
 
 Sources: megatron/core/dist_checkpointing and megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
 """

@@ -1,4 +1,6 @@
-"""Extra states of experts: one for each expert in model space, one for all experts of a rank in a grouped linear.
+"""Extra states of experts: one per expert in model space, one per rank in a grouped linear.
+
+A grouped linear has one for all experts of a rank.
 
 Source: `TEGroupedLinear._split_extra_state` and `merge_extra_states`
 (megatron/core/extensions/transformer_engine.py, core_v0.12.1 to 0.19.2). Without fp8, each expert has the common
@@ -147,7 +149,7 @@ def about_emptied(emptied: Sequence[str]) -> list[str]:
 
 
 def content_of(state: Any) -> bytes | None:
-    """Return the bytes that Transformer Engine unpickles, from a stream or a tensor of bytes; None for another type."""
+    """Return the bytes that Transformer Engine unpickles, from a stream or byte tensor; else None."""
     if isinstance(state, io.BytesIO):
         return state.getvalue()
     if is_tensor(state):

@@ -30,9 +30,10 @@ def described_by_model(source: CheckpointView) -> dict[str, Any]:
 
 
 def external_weights(source: CheckpointView, arguments: JobArguments) -> dict[str, WeightSpec]:
-    """Return the weights of a checkpoint as a job with these arguments shards them, by the rules of Megatron's layers.
+    """Return the weights of a checkpoint as a job with these arguments shards them.
 
-    A weight without a rule is assumed to be replicated; the master check verifies that later.
+    The shards follow the rules of Megatron's layers. A weight without a rule is assumed to be replicated; the master
+    check verifies that later.
     """
     found = {}
     for name in source.names(WEIGHT):
@@ -44,7 +45,7 @@ def external_weights(source: CheckpointView, arguments: JobArguments) -> dict[st
 
 
 def check_external_weights(source: CheckpointView, checkpoint: CheckpointView) -> None:
-    """Refuse weights that are not needed, a folder without weights, and a folder that describes another model.
+    """Refuse weights that are not needed, a folder without weights, and one of another model.
 
     Raises:
         UsageError: the weights are not needed, or the folder has none.

@@ -1,4 +1,4 @@
-"""Declares a checkpoint format: how its folders are recognized, and which classes open and write them.
+"""Declares a checkpoint format: how folders are recognized, which classes open and write them.
 
 Each format declares one object in `formats/<format>/format.py`; `registry.py` lists them. The command line lists the
 formats that it can write before torch is imported, so these modules import reader and writer only on use.
@@ -68,7 +68,7 @@ class Format(ABC, Generic[Options]):
 
     @abstractmethod
     def recognizes(self, folder: Path) -> bool:
-        """Return whether a folder has the marker files of this format; damage is reported when the folder is opened."""
+        """Return whether a folder has this format's marker files; damage is reported on opening it."""
 
     @abstractmethod
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:

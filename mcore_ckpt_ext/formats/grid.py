@@ -11,7 +11,10 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 @runtime_checkable
 class _WithOffsets(Protocol):
-    """Weights that return the offsets of parts without creating slices, because a large model has very many parts."""
+    """Weights that return the offsets of parts without creating slices.
+
+    A large model has very many parts.
+    """
 
     def offsets(self, name: str) -> Iterable[tuple[int, ...]]:
         """Return the offsets of the stored parts of a tensor, on all axes."""

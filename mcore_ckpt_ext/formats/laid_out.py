@@ -1,4 +1,4 @@
-"""The planned output of a conversion: files, records and messages, and the common parts of iteration folders."""
+"""The planned output of a conversion: files, records, messages, common parts of iteration folders."""
 
 from __future__ import annotations
 
@@ -80,7 +80,10 @@ def small_file(name: str, content: bytes, last: bool = False) -> OutputFile:
 
 
 def _version_notes(target: Target) -> list[str]:
-    """State the version that the files are written for if the user named none: earlier ones may not read them."""
+    """State the version that the files are written for if the user named none.
+
+    Earlier versions may not read them.
+    """
     if target.megatron_version is not None:
         return []
     return [f"written for Megatron {installed_version()}; for another: --megatron-version V"]

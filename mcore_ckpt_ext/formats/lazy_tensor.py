@@ -32,7 +32,7 @@ class ProvenSource(Source, Protocol):
         """The master check for the masters that the checkpoint stores."""
 
     def masters_are_derived(self, name: str) -> bool:
-        """Return whether a parameter's masters are derived from its weights, so that there is nothing to verify."""
+        """Return whether a parameter's masters derive from its weights, so that nothing needs verifying."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,10 @@ class ListedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ListingProblem:
-    """A problem of a folder, as an error or a warning; `file`, and `offset` in bytes, if it has one location."""
+    """A problem of a folder, as an error or a warning.
+
+    `file`, and `offset` in bytes, are set if it has one location.
+    """
 
     about: About
     where: str

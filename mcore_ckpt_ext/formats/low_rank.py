@@ -52,7 +52,10 @@ def parts_of(one: Adapted, scale: float) -> Iterator[tuple[str, Part]]:
 
 @dataclass(frozen=True)
 class _Band:
-    """Rows `[start, stop)` of a weight, `width` columns from `left` on; `part`: the adapter merged into them."""
+    """Rows `[start, stop)` of a weight, `width` columns from `left` on, and their adapter.
+
+    `part`: the adapter merged into them.
+    """
 
     start: int
     stop: int
@@ -75,7 +78,7 @@ class Merged:
         self._parts = sorted(parts, key=lambda part: part.first)
 
     def inputs(self, wanted: TargetSlice) -> Sequence[tuple[Source, TargetSlice]]:
-        """Return the blocks of rows to read: the base values, then those of `A`, `B` and the magnitudes, if any."""
+        """Return the blocks of rows to read: base values, then `A`, `B` and the magnitudes, if any."""
         found: list[tuple[Source, TargetSlice]] = []
         for region, start, stop, _ in wanted.slice.pieces():
             tensor = wanted.tensors[region.name]
@@ -103,7 +106,7 @@ class Merged:
         return result
 
     def _bands(self, region: Region, start: int, stop: int, columns: int) -> Iterator[_Band]:
-        """Yield the rows that contain elements `[start, stop)` of a region, split where another adapter begins.
+        """Yield the rows with elements `[start, stop)` of a region, split where another adapter begins.
 
         DoRA's norms need whole rows, so its bands have all `columns`.
         """
@@ -150,7 +153,7 @@ def _merged(band: _Band, given: Iterator[torch.Tensor]) -> torch.Tensor:
 
 
 def _finite(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Convert an adapter's numbers to fp32; refuse those that are not finite, which would spread over whole rows."""
+    """Convert an adapter's numbers to fp32; refuse non-finite ones, which would spread over whole rows."""
     numbers = values.float()
     if not bool(numbers.isfinite().all()):
         raise UnreadableCheckpointError("an adapter holds numbers that are not finite", where=name)

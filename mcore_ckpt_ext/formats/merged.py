@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 
 
 def _merged_weights(weights: Weights, merged: Mapping[str, Merged]) -> WeightsView:
-    """Return the model's own arrays without adapters; `merged` derives the weights that adapters apply to."""
+    """Return the model's arrays without adapters; `merged` derives the weights that adapters apply to."""
 
     def derivation(kind: str, name: str) -> Derivation | None:
         own = merged.get(name) if kind == WEIGHT else None
@@ -44,7 +44,9 @@ def _merged_weights(weights: Weights, merged: Mapping[str, Merged]) -> WeightsVi
 def merged_view(
     base: CheckpointView, adapters: CheckpointView, scaling: Scaling, family: Family | None, passed: Mapping[str, Any]
 ) -> CheckpointView:
-    """Merge adapters of the same or another checkpoint into the weights of a base; the result has no optimizer.
+    """Merge adapters into the weights of a base.
+
+    The adapters are in the same or another checkpoint; the result has no optimizer.
 
     Args:
         base: the model.
@@ -92,7 +94,9 @@ def _of_base(named: Mapping[str, Value]) -> dict[str, Value]:
 def _merged(
     base: CheckpointView, adapters: CheckpointView, where: Weights, scaling: Scaling, fit: Fit
 ) -> dict[str, Merged]:
-    """Return the derivation of each weight with adapters; `where` has the adapters' arrays under combined file names.
+    """Return the derivation of each weight with adapters.
+
+    `where` has the adapters' arrays under combined file names.
 
     Raises:
         UnsupportedCheckpointError: a weight is missing, or has another shape than its adapter.

@@ -15,7 +15,9 @@ from mcore_ckpt_ext.optimizers.groups import identity
 def group_that_holds(
     name: str, shape: tuple[int, ...], groups: Sequence[Mapping[str, Any]], arguments: JobArguments
 ) -> int:
-    """Return the number of the group that a parameter is in (`_get_param_groups`, megatron/core/optimizer/__init__.py).
+    """Return the number of the group that a parameter is in.
+
+    Source: `_get_param_groups` (megatron/core/optimizer/__init__.py).
 
     Biases and arrays with one axis have no weight decay, except norms of queries and keys if the job applies it to them
     (`get_standard_config_overrides`, since core_v0.16.0). Experts with expert parallelism, and embeddings with a

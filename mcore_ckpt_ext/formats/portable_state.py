@@ -147,7 +147,7 @@ def _writable(
 
 
 def distinct_groups(groups: Iterable[Mapping[str, Any]], has_expert_optimizer: bool) -> list[list[dict[str, Any]]]:
-    """Return the distinct parameter groups of each chained optimizer: those of dense parameters, then of experts.
+    """Return each chained optimizer's distinct parameter groups: dense parameters', then experts'.
 
     If the source has no groups for experts, but the target needs them, experts get the settings of the dense groups.
     """
@@ -170,7 +170,7 @@ def portable_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def portable_chain(chain: Iterable[Mapping[str, Any]], has_expert_optimizer: bool) -> list[dict[str, Any]]:
-    """Return the settings of each chained optimizer, for a job with or without separate optimizers for experts.
+    """Return each chained optimizer's settings, for a job with or without separate expert optimizers.
 
     Raises:
         UnsupportedCheckpointError: experts would move between chained optimizers of different kinds.
@@ -204,13 +204,13 @@ def has_experts(chain: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def inner_state(child: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the inner optimizer's settings from those of a chained optimizer; `FP32Optimizer` does not nest them."""
+    """Return the inner optimizer's settings from a chained one's; `FP32Optimizer` does not nest them."""
     inner = child.get("optimizer", child)
     return inner if isinstance(inner, dict) and "param_groups" in inner else {"param_groups": []}
 
 
 def portable_child(child: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of one chained optimizer: its groups, its scaler, and the step if no group has it."""
+    """Return one chained optimizer's settings: groups, scaler, and the step if no group has it."""
     inner: dict[str, Any] = {"param_groups": with_defaults(map(portable_group, inner_state(child)["param_groups"]))}
     step = (inner_state(child).get("state") or {}).get("common_step")
     if step is not None:
@@ -222,7 +222,7 @@ def portable_child(child: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def several_steps(found: Mapping[float, str], where: str) -> UnreadableCheckpointError:
-    """Return the error for an optimizer with several steps; `found` has each step and one of its locations."""
+    """Return the error for an optimizer with several steps; `found` has each with one of its locations."""
     return UnreadableCheckpointError(
         "the optimizer's step is stored more than once, with different values",
         found="; ".join(f"{step:g} in {place}" for step, place in sorted(found.items())),

@@ -181,7 +181,7 @@ class FormatReader(FormatTraits, ABC):
         return iter(())
 
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
-        """Return stored keys that this package does not read; with `objects`, also those in small pickled objects."""
+        """Return stored keys that this package ignores; with `objects`, also those in small pickled objects."""
         return []
 
     @property
@@ -221,7 +221,7 @@ class FormatReader(FormatTraits, ABC):
 
     @property
     def is_release(self) -> bool:
-        """True if the checkpoint is a model to start from (Megatron's `release` folder), not an iteration of a job."""
+        """True if this is a model to start from (Megatron's `release` folder), not an iteration of a job."""
         return self.folder.name == RELEASE
 
     @property
@@ -252,7 +252,11 @@ class FormatReader(FormatTraits, ABC):
         return LocalModels(stored, self.arguments, self.layout, self.has_expert_optimizer, self.layers())
 
     def layers(self) -> list[list[range]] | None:
-        """Return global decoder layers by `[pipeline rank][virtual stage]`; None if the format does not show them."""
+        """Return global decoder layers by `[pipeline rank][virtual stage]`.
+
+        Returns:
+            None if the format does not show them.
+        """
         return None
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
@@ -272,7 +276,9 @@ class FormatReader(FormatTraits, ABC):
         return self
 
     def with_weights_of(self, source: CheckpointView) -> FormatReader:
-        """Return a reader that takes the weights from another checkpoint, for an optimizer stored without them.
+        """Return a reader that takes the weights from another checkpoint.
+
+        This is for an optimizer stored without weights.
 
         Args:
             source: the checkpoint with the weights.
@@ -296,7 +302,7 @@ class FormatReader(FormatTraits, ABC):
 
     @property
     def sidecar(self) -> Sidecar | None:
-        """The packing recorded in a sidecar; None if there is none that is readable and belongs to the checkpoint."""
+        """The packing recorded in a sidecar; None if no readable one belongs to the checkpoint."""
         return self.found_sidecar.sidecar
 
     @cached_property

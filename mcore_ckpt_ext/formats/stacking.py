@@ -19,7 +19,7 @@ _ATTENTION = "self_attn."  # Megatron's name is `self_attention`
 
 
 def sharded_keys(names: Sequence[str], arguments: JobArguments) -> dict[str, ShardedKey]:
-    """Return Megatron's array for each of a model's parameters, and its index on the axes of layers and experts."""
+    """Return Megatron's array for each parameter, and its index on the axes of layers and experts."""
     stacked = stacked_blocks(names, arguments)
     return {str(own): own.sharded_key(own.block in stacked) for own in map(parse, names)}
 
@@ -42,5 +42,5 @@ def stacked_blocks(names: Iterable[str], arguments: JobArguments) -> set[str]:
 
 
 def _of_transformers(suffix: str) -> bool:
-    """Return whether a layer is a transformers class (vision towers of SigLIP), whose layers are not stacked."""
+    """Return whether a layer is a transformers class (SigLIP vision towers), which is not stacked."""
     return suffix.startswith(_ATTENTION)

@@ -44,7 +44,7 @@ class FormatTraits:
         return iter(())
 
     def run_config(self) -> str | None:
-        """Return the content of `run_config.yaml` for Megatron-Bridge; None if the source is a Megatron checkpoint."""
+        """Return the content of `run_config.yaml` for Megatron-Bridge; None for a Megatron checkpoint."""
         return None
 
     @property
@@ -64,12 +64,15 @@ class FormatTraits:
 
     @property
     def as_torch_dist(self) -> TorchDistCheckpoint | None:
-        """Return the reader itself if Megatron's `torch_dist` loader reads the folder by the same index, else None."""
+        """Return the reader itself if Megatron's `torch_dist` loader reads the folder, else None.
+
+        The loader has to read it by the same index.
+        """
         return None
 
     @property
     def has_norms_of_all_heads(self) -> bool:
-        """Return whether norms of queries and keys extend over all heads, which Megatron Core does not support."""
+        """Return whether query and key norms extend over all heads, which Megatron Core does not support."""
         return False
 
     def mismatch_with(self, optimizer: CheckpointView) -> CheckpointError | None:
@@ -85,7 +88,7 @@ class FormatTraits:
 
     @property
     def starts_jobs(self) -> str:
-        """Return how Megatron starts a new job from the folder; empty if it cannot, or if it resumes the old job."""
+        """Return how Megatron starts a new job from the folder; empty if it cannot or resumes the old one."""
         return ""
 
     @property

@@ -57,7 +57,13 @@ def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
 
 
 def unbuildable(names: Collection[str], version: tuple[int, int]) -> str | None:
-    """Return why a version of Megatron cannot build these weights, else None (see `HuggingFaceCheckpoint`)."""
+    """Return why a version of Megatron cannot build these weights.
+
+    See `HuggingFaceCheckpoint`.
+
+    Returns:
+        None if it can.
+    """
     plain = any(".self_attention.linear_q_proj." in name for name in names)
     normed = any(".linear_kv_up_proj.layer_norm_" in name for name in names)
     if NORMALIZES_PLAIN_QUERIES.is_of(version) and plain and normed:

@@ -1,4 +1,7 @@
-"""Lists the stored keys that this package does not read, so that no result appears complete without them."""
+"""Lists the stored keys that this package does not read.
+
+No result may appear complete without them.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class UnreadState:
 
 
 def optimizer_kind(key: str) -> str:
-    """Return the kind of the array or object under a sharded key; `other` if it does not belong to an optimizer."""
+    """Return the kind of the array or object under a sharded key; `other` if not of an optimizer."""
     if match := _STATE.match(key):
         state = match["shaped"] or match["flat"]
         return KINDS.get(state, state)
@@ -80,7 +83,7 @@ def in_common_state(common: Mapping[str, Any], known: Iterable[str]) -> Iterator
 
 
 def in_optimizer(entry: Any) -> Iterator[UnreadState]:
-    """Yield tensors in an optimizer's entry of a common state that belong neither to its groups nor to its scaler."""
+    """Yield tensors in an optimizer's entry of a common state outside its groups and its scaler."""
     for path, nbytes in tensors_in(entry, ("optimizer",)):
         if not any(part in _READ_OF_OPTIMIZER for part in path):
             yield UnreadState(".".join(path), UNKNOWN, nbytes)

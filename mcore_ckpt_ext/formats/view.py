@@ -150,16 +150,20 @@ class CheckpointView:
 
     @property
     def is_release(self) -> bool:
-        """True if the checkpoint is a model to start from (Megatron's `release` folder), not an iteration of a job."""
+        """True if this is a model to start from (Megatron's `release` folder), not an iteration of a job."""
         return self.job.is_release
 
     def layers(self) -> list[list[range]] | None:
-        """Return global decoder layers by `[pipeline rank][virtual stage]`; None if the format does not show them."""
+        """Return global decoder layers by `[pipeline rank][virtual stage]`.
+
+        Returns:
+            None if the format does not show them.
+        """
         return self.job.layers()
 
     @property
     def sidecar(self) -> Sidecar | None:
-        """The packing recorded in a sidecar; None if there is none that is readable and belongs to the checkpoint."""
+        """The packing recorded in a sidecar; None if no readable one belongs to the checkpoint."""
         return self.job.sidecar().sidecar
 
     @property
@@ -223,7 +227,7 @@ class CheckpointView:
         return self.messages(self)
 
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
-        """Return stored keys that this package does not read; with `objects`, also those in small pickled objects."""
+        """Return stored keys that this package ignores; with `objects`, also those in small pickled objects."""
         return self.unread_keys(objects)
 
     @property
@@ -331,7 +335,7 @@ class CheckpointView:
         return proof_of(self.arguments)
 
     def masters_are_derived(self, name: str) -> bool:
-        """Return whether a parameter's masters and weights are derived from each other and need no verification."""
+        """Return whether a parameter's masters and weights derive from each other and need no verification."""
         return self.weights_derived_from_masters or self.derivation(FP32_PARAM, name) is not None
 
     def tensor(self, kind: str, name: str) -> TensorHandle:

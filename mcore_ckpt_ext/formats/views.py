@@ -54,7 +54,10 @@ def without_optimizer(view: CheckpointView) -> CheckpointView:
 
 
 def is_before_first_step(view: CheckpointView) -> bool:
-    """Return whether the optimizer was saved before its first step, without moments (see `optimizers.first_step`)."""
+    """Return whether the optimizer was saved before its first step, without moments.
+
+    See `optimizers.first_step`.
+    """
     if view.optimizer_format is None or not counts_no_step(scheduler_in(view.common)):
         return False
     return lack_first_moments(view.param_groups()) and set(view.optimizer.kinds) == {FP32_PARAM}
@@ -86,7 +89,7 @@ def _with_step_zero(child: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_names_of(view: CheckpointView, other: CheckpointView) -> CheckpointView:
-    """Return a view under the names of another checkpoint, if the two differ only in the names of their layer specs."""
+    """Return a view under another checkpoint's names, if only the names of their layer specs differ."""
     known = set(other.names(WEIGHT))
     names = {name: renamed_as_in(known, name) for name in view.names(WEIGHT)}
     one_for_one = len(set(names.values())) == len(names)

@@ -1,1 +1,1 @@
-"""Maps a model to a parallel layout: the parameters of each rank, and their places in its gradient buffers."""
+"""Maps a model to a parallel layout: each rank's parameters, and their places in gradient buffers."""

@@ -1,12 +1,12 @@
-"""A digest of one parameter's state that is the sum of its parts' digests, so that each rank digests its own part.
+"""A digest of one parameter's state that is the sum of its parts' digests.
 
-The digest depends on values and on their positions. Each eight bytes are an integer, which is multiplied by a factor of
-its position; the products are summed modulo 2**64. Parts may begin and end anywhere: a partial word is padded with
-zeros in each of its parts. A single different value always changes the digest. Two states that differ in many places,
-for example those of two parameters, have equal digests with probability 2**-64. If only two values are exchanged, the
-digests may be equal, too: for one in 2**(15 - k) pairs of positions if both values are the last int16 of a word and
-their difference is an odd number times 2**k, and less often elsewhere. The digest does not protect against deliberate
-forgery. It costs less than copying the state.
+Each rank digests its own part. The digest depends on values and on their positions. Each eight bytes are an integer,
+which is multiplied by a factor of its position; the products are summed modulo 2**64. Parts may begin and end anywhere:
+a partial word is padded with zeros in each of its parts. A single different value always changes the digest. Two states
+that differ in many places, for example those of two parameters, have equal digests with probability 2**-64. If only two
+values are exchanged, the digests may be equal, too: for one in 2**(15 - k) pairs of positions if both values are the
+last int16 of a word and their difference is an odd number times 2**k, and less often elsewhere. The digest does not
+protect against deliberate forgery. It costs less than copying the state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COUNTED = -7046029254386353131
 
 
 def digest_of(values: torch.Tensor, start: int = 0) -> int:
-    """Return the digest of a parameter's elements `[start, start + numel)`, 1-D, of any dtype; `added` joins parts."""
+    """Return the digest of a parameter's elements from `start` on, 1-D, any dtype; `added` joins parts."""
     return int(running_digest(values, start)) % _MODULUS
 
 

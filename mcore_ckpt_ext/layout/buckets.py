@@ -15,7 +15,10 @@ from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 @dataclass(frozen=True, slots=True, order=True)
 class BucketKey:
-    """The identity of a bucket in a group: gradient buffer, its dtypes as Megatron prints them, and number."""
+    """The identity of a bucket in a group: its buffer, dtypes as Megatron prints them, and number.
+
+    `buffer` is the number of a gradient buffer; `dtypes` are that buffer's.
+    """
 
     buffer: int
     dtypes: str
@@ -92,14 +95,17 @@ class Bytes(Protocol):
         """Return `count` fp32 masters from element `start` of a bucket."""
 
     def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
-        """Return `count` elements from element `start` of the flattening of a weight's regions, in the stored dtype."""
+        """Return `count` elements of a weight's flattened regions from `start` on, in the stored dtype."""
 
 
 def mismatch_reason(packing: Packing, group: OptimizerGroup) -> str | None:
-    """Return why a candidate packing contradicts a stored group's sizes and chunk borders; None if it does not.
+    """Return why a candidate packing contradicts a stored group's sizes and chunk borders.
 
     Every border of a parameter within a bucket is a border of stored chunks, because the saver writes one chunk for
     each parameter and rank (`sharded_param_state_dp_reshardable`, distrib_optimizer.py, core_v0.15.0 to 0.19.2).
+
+    Returns:
+        None if it does not.
     """
     if set(packing) != set(group.buckets):
         return f"buckets {_keys(packing)} proposed, {_keys(group.buckets)} stored"

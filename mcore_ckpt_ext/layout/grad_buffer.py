@@ -44,7 +44,7 @@ class BufferParameter:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A bucket: buffer positions `[start, stop)` including padding at the end, and its size without padding.
+    """A bucket: buffer positions `[start, stop)` with padding at the end, and size without padding.
 
     `placements` lists (index of the parameter in registration order, first, last + 1), relative to the bucket.
     """

@@ -143,7 +143,7 @@ class LocalModels:
 
     @cached_property
     def _predicting_chunk(self) -> tuple[int, int] | None:
-        """The pipeline rank and virtual stage with multi-token prediction; None if there is none, or it is unknown."""
+        """The pipeline rank and virtual stage with multi-token prediction; None if none, or unknown."""
         return prediction_chunk(self.arguments, self.layout) if self.predicts_more_tokens else None
 
     @property
@@ -216,7 +216,9 @@ class LocalModels:
         return self.ties_embeddings and self.layout.pipeline > 1 and self.word_embeddings is not None
 
     def is_shared_embedding(self, name: str) -> bool:
-        """Return whether a parameter is one of several copies of the word embeddings, which get separate buckets.
+        """Return whether a parameter is one of several copies of the word embeddings.
+
+        Such copies get separate buckets.
 
         `shared_embedding` marks them on the first stage and on stages with a copy (language_module.py,
         `setup_embeddings_and_output_layer`, core_v0.7.0 to 0.19.2).
@@ -251,11 +253,14 @@ class LocalModels:
 
     @cached_property
     def weight_shards(self) -> int:
-        """The number of parts into which generalized tensor parallelism divides a tensor-parallel rank's weight."""
+        """The number of parts of a tensor-parallel rank's weight under generalized tensor parallelism."""
         return weight_shards(self.arguments)
 
     def _is_sharded(self, name: str) -> bool:
-        """Return whether generalized tensor parallelism divides a parameter: a matrix, by rows (`weight_shards.py`)."""
+        """Return whether generalized tensor parallelism divides a parameter.
+
+        It divides a matrix, by rows (`weight_shards.py`).
+        """
         weight = self.weights[name]
         is_cut = len(weight.tensor.shape) > 1 and len(weight.grid[0]) > 1
         return self.weight_shards > 1 and is_cut and name not in self._expert_of
@@ -275,7 +280,7 @@ class LocalModels:
 
     @cached_property
     def _expert_ranks(self) -> dict[str, int]:
-        """The expert-parallel rank of each expert's parameter; a rank has consecutive experts (moe/experts.py)."""
+        """Expert-parallel ranks by expert parameter; a rank has consecutive experts (moe/experts.py)."""
         if not self.has_expert_optimizer or not self._expert_of:
             return {}
         ranks, experts = self.layout.expert, self.arguments.whole("num_experts")
@@ -285,10 +290,10 @@ class LocalModels:
         return self.layout.expert_tensor if name in self._expert_of else self.layout.tensor
 
     def regions(self, name: str, tensor_rank: int, shard: int = 0) -> tuple[Region, ...] | None:
-        """Return one tensor-parallel rank's part (expert-tensor-parallel for experts), in the order of its memory.
+        """Return one tensor-parallel rank's part, in the order of its memory.
 
-        If a parameter is stored in parts, `name` is that of the first part, and the result includes all parts. `shard`:
-        the same as in `ModelRank`.
+        For experts, it is the part of an expert-tensor-parallel rank. If a parameter is stored in parts, `name` is that
+        of the first part, and the result includes all parts. `shard`: the same as in `ModelRank`.
 
         Returns:
             None if the stored chunks have an unknown pattern.

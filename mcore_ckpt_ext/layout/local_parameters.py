@@ -166,7 +166,7 @@ def _is_of_language_layer(name: str) -> bool:
 
 
 def layers_of(local_names: Mapping[str, object]) -> int:
-    """Return the number of layers of the divided block in a rank's model chunk, by the names of its `state_dict`."""
+    """Return the number of layers of the divided block in a rank's chunk, by its `state_dict`'s names."""
     names = [unwrapped(name) for name in local_names]
     block = pipelined_block(names)
     layers = (split_layer(name)[0] for name in names)
@@ -175,7 +175,7 @@ def layers_of(local_names: Mapping[str, object]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How tensor parallelism shards a tensor: along `axis`, in `bands`, each of which is sharded separately.
+    """How tensor parallelism shards a tensor: along `axis`, in `bands` that are sharded separately.
 
     A gated `linear_fc1` has two bands: a rank has its rows of the gate, then its rows of the up projection
     (megatron/core/transformer/mlp.py, `apply_swiglu_sharded_factory`).

@@ -1,4 +1,4 @@
-"""The master check: every fp32 master, rounded to the dtype of its weight, equals that weight bit for bit.
+"""The master check: each fp32 master, rounded to its weight's dtype, equals the weight bit for bit.
 
 This holds because `DistributedOptimizer.step` writes the weights by a plain cast of the masters
 (`_copy_main_params_to_model_params`, megatron/core/optimizer/distrib_optimizer.py, core_v0.7.0 to 0.19.2).
@@ -62,7 +62,10 @@ def bits_dtype(itemsize: int) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The first element where master and weight disagree: its position in the compared order, and both values."""
+    """The first element where master and weight disagree, with both values.
+
+    `position` is its place in the compared order.
+    """
 
     position: int
     master: float
@@ -149,7 +152,10 @@ def first_mismatch(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | Non
 
 
 def _all_round(master: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether all are equal, comparing parts that fit into a processor's cache, without several threads."""
+    """Return whether all are equal, comparing parts that fit into a processor's cache.
+
+    The comparison does not use several threads.
+    """
     values, stored = master.reshape(-1), weight.reshape(-1)
     size, count = weight.dtype.itemsize, stored.numel()
     in_words = not (stored.storage_offset() * size % 8 or count * size % 8)
@@ -267,7 +273,10 @@ _HALF_PRECISION = ("fp16", "torch.float16")
 
 
 def weaker_of(one: Proof, other: Proof | None) -> Proof:
-    """Return the weaker of two checks; None requires nothing. If both sides are quantized, both roundings apply."""
+    """Return the weaker of two checks; None requires nothing.
+
+    If both sides are quantized, both roundings apply.
+    """
     if other is None:
         return one
     weaker = max(one, other, key=lambda proof: proof.weakness)

@@ -1,4 +1,4 @@
-"""Candidate packings of gradient buffers: by the packing rules and a parameter order, or by the sidecar."""
+"""Candidate packings of gradient buffers: by packing rules and parameter orders, or by the sidecar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 @dataclass(frozen=True)
 class Proposal:
-    """A candidate packing for each group, from one source of the order; None if the source lacks some parameter.
+    """A candidate packing for each group, from one source of the order.
+
+    The packing is None if the source lacks some parameter.
 
     Attributes:
         label: the name of the source in messages.
@@ -82,7 +84,7 @@ class PackedBuffer:
 def packed_buffers(
     models: LocalModels, order: ParameterOrder, rule: PackingRule, rank: ModelRank, stages: Sequence[int]
 ) -> list[PackedBuffer] | None:
-    """Return the gradient buffers of one optimizer of a rank; None if the order or the model's split is unknown."""
+    """Return one optimizer's gradient buffers on a rank; None if the order or model's split is unknown."""
     names = models.names(rank)
     if names is None:
         return None
@@ -140,7 +142,7 @@ def _pack_buffer(
 
 
 def _buffer_dtype(models: LocalModels, name: str) -> str:
-    """Return the dtype of a parameter in its buffer; a checkpoint stores quantized parameters dequantized."""
+    """Return a parameter's dtype in its buffer; checkpoints store quantized parameters dequantized."""
     return QUANTISED if is_quantised(name, models.arguments) else models.weights[name].tensor.dtype
 
 

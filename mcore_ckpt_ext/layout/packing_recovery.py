@@ -1,4 +1,7 @@
-"""Recovers a group's packing: candidates from several sources, restricted by sizes, confirmed by content."""
+"""Recovers a group's packing: candidates are restricted by sizes and confirmed by content.
+
+They come from several sources.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ class UncertainPackingError(PackingError, UnsupportedCheckpointError):
 
 @dataclass(frozen=True)
 class RecoveredPacking:
-    """A packing confirmed by sizes, chunk borders and samples of the content, and the source of its parameter order.
+    """A packing confirmed by sizes, chunk borders and content, and the source of its parameter order.
+
+    Samples of the content are compared.
 
     Attributes:
         order_source: the label of the source.
@@ -80,7 +85,10 @@ def recover(
 
 
 def _tried(group: OptimizerGroup, proposal: Proposal, read: Bytes) -> tuple[Packing | None, str | None]:
-    """Return a candidate packing, and why it cannot be the group's: sizes, chunk borders, samples of the content."""
+    """Return a candidate packing, and why it cannot be the group's.
+
+    Sizes, chunk borders and samples of the content are compared.
+    """
     packing = proposal.packing_of(group)
     problem = "it does not cover every parameter" if packing is None else mismatch_reason(packing, group)
     if packing is not None and problem is None:
@@ -95,9 +103,12 @@ def _contradiction(
     others: Sequence[Proposal],
     read: Bytes,
 ) -> str | None:
-    """Return a known layer spec that also fits but contradicts the sidecar's packing; None if there is none.
+    """Return a known layer spec that also fits but contradicts the sidecar's packing.
 
     A model's observed order, or any known spec, may confirm the sidecar. No known spec covers a user's own modules.
+
+    Returns:
+        None if there is none.
     """
     placed = _placed(recorded)
     if models.arguments.spec or any(_places(group, other) == placed for other in others):
@@ -123,11 +134,11 @@ def recover_unproven(
     *,
     is_recorded: bool = False,
 ) -> RecoveredPacking:
-    """Find the packing of a group whose content cannot verify it, because any weight matches any remainder.
+    """Find the packing of a group whose content cannot verify it.
 
-    The packing must be certain for another reason. Recorded digests confirm it; or it was recorded or observed in a
-    model, and fits the borders of the stored chunks; or it is the only known one that fits these borders, for a model
-    that Megatron itself builds.
+    The content cannot, because any weight matches any remainder. The packing must be certain for another reason.
+    Recorded digests confirm it; or it was recorded or observed in a model, and fits the borders of the stored chunks;
+    or it is the only known one that fits these borders, for a model that Megatron itself builds.
 
     Args:
         group: the group.
@@ -175,7 +186,7 @@ def _placed(packing: Packing) -> dict[BucketKey, list[tuple[str, int]]]:
 
 
 def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredPacking | None:
-    """Return the first candidate that fits a group's sizes and chunk borders, not confirmed by its content."""
+    """Return the first candidate that fits a group's sizes and chunk borders; content is not checked."""
     for proposal in proposals:
         packing = proposal.packing_of(group)
         if packing is not None and mismatch_reason(packing, group) is None:
@@ -213,7 +224,7 @@ class _Sample(NamedTuple):
 
 
 def _all_round(samples: Sequence[_Sample]) -> bool:
-    """Return whether all masters round to their weights; compared together to save the overhead of comparisons."""
+    """Return whether all masters round to their weights, comparing them together to save overhead."""
     _, _, masters, weights = zip(*samples, strict=True)
     if len({weight.dtype for weight in weights}) > 1:
         return False
@@ -221,7 +232,7 @@ def _all_round(samples: Sequence[_Sample]) -> bool:
 
 
 def _data_parallel_borders(group: OptimizerGroup, models: LocalModels) -> dict[BucketKey, frozenset[int]]:
-    """Return the borders of each bucket that result from its even division between the data-parallel ranks."""
+    """Return the borders of each bucket from its even division between the data-parallel ranks."""
     ranks = buffer_ranks(models, group.rank)
     high_bandwidth = bool(models.arguments.ddp_pad_buckets_for_high_nccl_busbw)
     alignment = bucket_alignment(ranks, high_bandwidth)

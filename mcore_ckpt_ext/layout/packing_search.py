@@ -100,7 +100,10 @@ def _scan(
     by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]],
     read: Bytes,
 ) -> Iterable[_Spot]:
-    """Yield spots like `_walk`, for an array without chunk borders: by content alone, if only one length matches."""
+    """Yield spots like `_walk`, for an array without chunk borders, by content alone.
+
+    At each place only one length may match.
+    """
     start = 0
     while start < numel:
         if start % group.alignment:
@@ -137,7 +140,10 @@ def _fitting(
     by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]],
     read: Bytes,
 ) -> tuple[_Spot, int]:
-    """Return the parameters that match at one cut, with the only length that leaves no unexplained cut inside."""
+    """Return the parameters that match at one cut.
+
+    Their length is the only one that leaves no unexplained cut inside.
+    """
     start = cuts[position]
     for after in range(position + 1, len(cuts)):
         numel = cuts[after] - start
@@ -153,10 +159,13 @@ def _fitting(
 
 
 def irregularity(packings: Iterable[Packing]) -> str | None:
-    """Return why Megatron's modules cannot have registered a set of packings, one per group; None if they can.
+    """Return why Megatron's modules cannot have registered a set of packings, one per group.
 
     A chunk registers its layers one after the other, and layers with equal parts register them in the same order. A
     buffer has the reverse order.
+
+    Returns:
+        None if they can.
     """
     orders: dict[frozenset[str], tuple[str, ...]] = {}
     for packing in packings:
@@ -183,7 +192,10 @@ def irregularity(packings: Iterable[Packing]) -> str | None:
 
 
 class _Assignment:
-    """Assigns a parameter to each spot: first if only one matches, then by layer, then by the order of other layers."""
+    """Assigns a parameter to each spot.
+
+    First where only one matches, then by layer, then by the order of other layers.
+    """
 
     def __init__(self, group: OptimizerGroup, spots: Sequence[_Spot]) -> None:
         self._group = group
@@ -218,7 +230,7 @@ class _Assignment:
         return any(narrowed)
 
     def _keep_layer(self) -> bool:
-        """Narrow by layer: buffers contain whole layers, so only one layer lies between two places of that layer."""
+        """Narrow by layer: buffers contain whole layers, so two places of a layer enclose only that layer."""
         changed = False
         for index, names in enumerate(self._open):
             if len(names) > 1:
@@ -238,7 +250,7 @@ class _Assignment:
         return None
 
     def _follow_pattern(self) -> bool:
-        """Narrow by order: successors of a parameter in layers that are already assigned apply to the other layers."""
+        """Narrow by order: successors of a parameter in assigned layers apply to the other layers."""
         follows: dict[str, set[str]] = {}
         for first, second in zip(self._open, self._open[1:], strict=False):
             if len(first) == len(second) == 1:

@@ -18,7 +18,9 @@ _MOST_OF_A_MODEL = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions of a job; `virtual_pipeline` is the number of model chunks per pipeline rank.
+    """Sizes of the parallel dimensions of a job.
+
+    `virtual_pipeline` is the number of model chunks per pipeline rank.
 
     `unknown`: names of dimensions whose size is unknown. Where a size is required, 1 is tried, and verified by the
     master check. It is never displayed.
@@ -100,7 +102,7 @@ _LABELS = {
 
 
 def _unknown(arguments: JobArguments) -> frozenset[str]:
-    """Return the dimensions whose size is unknown; none for arguments of Megatron, where a missing size means 1."""
+    """Return the dimensions of unknown size; none for Megatron's arguments, where missing means 1."""
     if arguments.is_complete:
         return frozenset()
     known = {
@@ -181,7 +183,7 @@ def _hybrid_segments(arguments: JobArguments) -> list[int]:
 
 
 def _layers_per_stage(arguments: JobArguments, pipeline: int) -> list[int] | None:
-    """Return the layers of each pipeline rank over all its chunks, including embedding and loss if they count."""
+    """Return each pipeline rank's layers over all its chunks, with embedding and loss if they count."""
     total = arguments.num_layers
     if total is None:
         return None
@@ -201,10 +203,13 @@ def _layers_per_stage(arguments: JobArguments, pipeline: int) -> list[int] | Non
 
 
 def prediction_chunk(arguments: JobArguments, layout: ParallelLayout) -> tuple[int, int] | None:
-    """Return the pipeline rank and virtual stage of all layers for multi-token prediction; None if unknown.
+    """Return the pipeline rank and virtual stage of all layers for multi-token prediction.
 
     Rules: `get_mtp_num_layers_to_build` and `mtp_on_this_rank` (megatron/core/transformer/multi_token_prediction.py,
     core_v0.14.0 to 0.19.2): the last stage, or the stage named in the layout of stages.
+
+    Returns:
+        None if unknown.
     """
     if not arguments.pipeline_model_parallel_layout:
         return layout.pipeline - 1, layout.virtual_pipeline - 1

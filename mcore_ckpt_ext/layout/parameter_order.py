@@ -1,4 +1,6 @@
-"""The order in which a model chunk registers its parameters: known layer specs, and observation of a live model.
+"""The order in which a model chunk registers its parameters.
+
+It follows from known layer specs, or from observation of a live model.
 
 The order determines the position of each parameter in the gradient buffer, and no checkpoint records it. Sources:
 `megatron/core/models/gpt/gpt_model.py` (embedding, decoder, output layer), `gpt_layer_specs.py` and
@@ -127,7 +129,7 @@ _AROUND = {item: number for number, item in enumerate((*_both("enorm", "hnorm", 
 
 
 def _rank_in_frame(item: str, prefix: str) -> int | None:
-    """Return the position of an item among all known ones; `prefix`: the prefix of the language model's names."""
+    """Return an item's position among all known ones; `prefix`: the prefix of language model names."""
     for expression, part in _OF_MIMO:
         if match := expression.match(item):
             rank = _FRAME.get(part + item[match.end() :])
@@ -173,7 +175,7 @@ class KnownOrder:
         return [item for _, item in sorted(ranks.items())] if len(ranks) == len(items) else None
 
     def _rank_outside(self, item: str, prefix: str) -> tuple[int, ...] | None:
-        """Return the sort key of an item outside the layers, including decoder layers for multi-token prediction."""
+        """Return the sort key of an item outside the layers, or in layers for multi-token prediction."""
         match = _PREDICTION.match(item.removeprefix(prefix))
         if match is None:
             rank = _rank_in_frame(item, prefix)
@@ -260,7 +262,7 @@ class ObservedOrder:
 
 
 def filters_first(names: Sequence[str]) -> bool | None:
-    """Return whether mixers register their filters first, by names in registration order; None without mixers."""
+    """Return whether mixers register filters first, by names in registration order; None without any."""
     found = [name.rpartition("mixer.")[2] for name in names if ".mixer." in name]
     of_filters, others = (name.startswith("conv1d.") for name in found), {"dt_bias"} & {*found}
     return next(of_filters) if others else None

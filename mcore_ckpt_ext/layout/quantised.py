@@ -1,4 +1,6 @@
-"""Determines the quantized parameters of a job with fp8 or fp4 primary weights, which have separate gradient buffers.
+"""Determines the quantized parameters of a job with fp8 or fp4 primary weights.
+
+They have separate gradient buffers.
 
 Transformer Engine quantizes the weights of its linear layers, including grouped ones. Norms, biases, embeddings, the
 router and Megatron's own output layer are not quantized (`TransformerEngineBaseModule.reset_parameters`,

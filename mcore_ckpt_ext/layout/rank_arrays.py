@@ -38,7 +38,7 @@ class RankArrays:
         return [copies[0] for copies in self._copies.get((kind, name), {}).values()]
 
     def copies(self, kind: str, name: str) -> Copies:
-        """Return all copies of each stored part of a tensor: tensor-parallel replicas, tied embeddings, experts."""
+        """Return all copies of each part of a tensor: tensor-parallel replicas, tied embeddings, experts."""
         return [[[copy] for copy in copies] for copies in self._copies.get((kind, name), {}).values()]
 
     def add(self, kind: str, name: str, value: TensorReference, tensor_rank: int, place: StoredObject) -> None:

@@ -52,7 +52,7 @@ class RecordedGroup:
 
 
 def orders_of(groups: Iterable[RecordedGroup]) -> dict[tuple[int, int], str]:
-    """Return digests of parameter orders (`Sidecar.order`), which do not depend on padding for data-parallel ranks."""
+    """Return digests of parameter orders (`Sidecar.order`), independent of data-parallel padding."""
     found: dict[tuple[int, int], str] = {}
     for group in groups:
         places = [
@@ -66,7 +66,9 @@ def orders_of(groups: Iterable[RecordedGroup]) -> dict[tuple[int, int], str]:
 
 @dataclass(frozen=True, slots=True)
 class SaveRecord:
-    """The duration of a save, recorded after all files are on disk and before the tracker file names the checkpoint.
+    """The duration of a save.
+
+    It is recorded after all files are on disk and before the tracker file names the checkpoint.
 
     Attributes:
         asynchronous: whether training continued during the save.
@@ -83,7 +85,9 @@ class SaveRecord:
 
 @dataclass(frozen=True)
 class RecordedDigests:
-    """Digests (`layout/additive_checksum.py`) of the optimizer's state at the save, for masters stored as remainders.
+    """Digests of the optimizer's state at the save, for masters stored as remainders.
+
+    They are those of `layout/additive_checksum.py`.
 
     Attributes:
         child: the number of the chained optimizer.
@@ -99,7 +103,7 @@ class RecordedDigests:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """The content of the file: versions, the job's layout, the groups, and optionally the save's duration and digests.
+    """The content of the file: versions, the job's layout, the groups, the save's duration and digests.
 
     Duration and digests are optional, because earlier releases do not record them, and not all jobs need them.
 
@@ -117,7 +121,7 @@ class Sidecar:
     index: str = ""
 
     def order(self) -> dict[tuple[int, int], str]:
-        """For each chained optimizer and group, a value that identifies the order of parameters in their buffers."""
+        """Return a value per chained optimizer and group that identifies its buffers' parameter order."""
         return orders_of(self.groups)
 
     def to_json(self) -> str:

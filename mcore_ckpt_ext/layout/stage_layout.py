@@ -44,7 +44,7 @@ class StageLayout:
         return cls(tuple(stage for stage in stages if stage is not None))
 
     def layers(self, pipeline: int) -> list[list[range]]:
-        """Return global decoder layers by `[pipeline rank][virtual stage]`, since chunks are ordered rank by rank."""
+        """Return global decoder layers by `[pipeline rank][virtual stage]`; chunks are ordered by rank."""
         spans: list[range] = []
         for stage in self.stages:
             first = spans[-1].stop if spans else 0
@@ -52,7 +52,7 @@ class StageLayout:
         return [spans[rank::pipeline] for rank in range(pipeline)]
 
     def prediction_chunk(self, pipeline: int) -> tuple[int, int] | None:
-        """Return the pipeline rank and virtual stage of the only chunk with layers for multi-token prediction.
+        """Return the pipeline rank and virtual stage of the only chunk with multi-token prediction.
 
         Returns:
             None if no chunk has any, or several have (`validate_layer_layout` refuses them).

@@ -24,7 +24,10 @@ Grid = tuple[tuple[int, ...], ...]
 
 
 def weight_shards(arguments: JobArguments) -> int:
-    """Return the number of shards into which a job divides a tensor-parallel rank's dense weight; 1 without division.
+    """Return the number of shards into which a job divides a tensor-parallel rank's dense weight.
+
+    Returns:
+        1 without division.
 
     Raises:
         UnreadableCheckpointError: the argument is not a valid number.
@@ -80,7 +83,9 @@ def check_gates(written: JobArguments, running: JobArguments, where: str) -> Non
 
 
 def check_no_sharded_gates(arguments: JobArguments, where: str) -> None:
-    """Refuse to convert a model whose gates are stored by shard, because other jobs would misread the result.
+    """Refuse to convert a model whose gates are stored by shard.
+
+    Other jobs would misread the result.
 
     Raises:
         UnsupportedCheckpointError: the model's gates are stored by shard.
@@ -105,10 +110,13 @@ class ShardOfWeight:
     shards: int
 
     def regions(self, name: str, shape: tuple[int, ...], grid: Grid) -> tuple[Region, ...] | None:
-        """Return its regions of a weight, in the order of the rank's memory; None for another pattern of chunks.
+        """Return its regions of a weight, in the order of the rank's memory.
 
         If tensor parallelism divides the rows of a matrix, the shards of one rank follow those of the rank before.
         Otherwise tensor parallelism divides the columns, and the shards the rows.
+
+        Returns:
+            None for another pattern of chunks.
         """
         if len(shape) != 2 or len(grid[1]) not in (1, self.ranks):
             return None
@@ -133,9 +141,9 @@ class ShardOfWeight:
         return (Region(name, (first, left), (ends[self.shard] - first, sides[self.tensor] - left)),)
 
     def _of_gated(self) -> list[int]:
-        """Return the chunks of a shard of a gated first linear: halves of its rows, stored as gate and up projection.
+        """Return the chunks of a shard of a gated first linear.
 
-        See `misplaces_gates`.
+        They are halves of its rows, stored as gate and up projection. See `misplaces_gates`.
         """
         first = self.tensor * self.shards + self.shard
         return [first, self.ranks * self.shards + first]

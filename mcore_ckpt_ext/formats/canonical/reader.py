@@ -1,4 +1,4 @@
-"""Reads the format `canonical`: model space in safetensors files, and everything else in one JSON file.
+"""Reads the format `canonical`: model space in safetensors files, and all else in one JSON file.
 
 A folder contains:
 
@@ -154,7 +154,10 @@ class CanonicalCheckpoint(FormatReader):
         return dict(zip(places, (decode(state) for _, state in self._about["random_states"]), strict=True))
 
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
-        """Return tensors of the common state, and files that the index does not list; all listed arrays are read."""
+        """Return tensors of the common state, and files that the index does not list.
+
+        All listed arrays are read.
+        """
         paths = (path for path in sorted(self.folder.glob("*.safetensors")) if path.name not in self._arrays.files)
         strays = [UnreadState(path.name, OTHER, path.stat().st_size) for path in paths]
         return joined([*in_common_state(self.common, COMMON_KEYS), *strays])

@@ -69,12 +69,12 @@ class OptimizerShard(NamedTuple):
 
 
 def is_colossalai(folder: Path) -> bool:
-    """Return whether a folder is one of ColossalAI's, with sharded weights and possibly an optimizer's shards."""
+    """Return whether a folder is ColossalAI's: with sharded weights and possibly an optimizer's shards."""
     return weights_below(folder) is not None
 
 
 def weights_below(folder: Path) -> str | None:
-    """Return the subfolder with the weights, empty for the folder itself; None if the folder is not ColossalAI's."""
+    """Return the subfolder with the weights, empty for the folder itself; None if not ColossalAI's."""
     if is_huggingface(folder):
         return "" if _optimizer_index(folder) or _has_its_shards(folder) else None
     below = sorted(path for path in _folders(folder) if is_huggingface(path))

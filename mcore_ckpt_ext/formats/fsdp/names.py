@@ -1,4 +1,4 @@
-"""Names in `fsdp_dtensor`: module names with the prefixes of wrappers, and gated projections in two halves.
+"""Names in `fsdp_dtensor`: module names with wrappers' prefixes, gated projections in halves.
 
 Sources: `_param_name` and `sharded_param_state_fsdp_dtensor` (megatron/core/optimizer/distrib_optimizer.py),
 `handle_swiglu_in_state_dict` and `handle_experts_in_state_dict` (megatron/core/transformer/fsdp_dtensor_checkpoint.py),

@@ -47,7 +47,7 @@ class FsdpArray:
     first: int
 
     def wanted(self, offsets: Sequence[int], sizes: Sequence[int]) -> TargetSlice:
-        """Return the slice for a part of the array; the padding of the vocabulary may differ from the source's."""
+        """Return the slice for a part of the array; padding of the vocabulary may differ from the source's."""
         name = self.tensor.name
         place = (self.first + offsets[0], *offsets[1:]) if self.shape else ()
         may_pad = name in VOCABULARY
@@ -124,7 +124,7 @@ class FsdpTarget:
                 yield from self._array(STATE, name, f".{kind}", kind, self._checkpoint.named_tensor(kind, name))
 
     def _main(self, name: str) -> tuple[str, LogicalTensor]:
-        """Return the master to write for a weight; without a master, the weight itself with the dtype of masters."""
+        """Return the master to write for a weight: if there is none, the weight with the dtype of masters."""
         weight = self._checkpoint.named_tensor(WEIGHT, name)
         if is_module_buffer(name):
             return WEIGHT, weight

@@ -1,4 +1,4 @@
-"""The files of weights of a Hugging Face folder to write, with the tensors of each and their locations."""
+"""The files of weights of a Hugging Face folder to write, with the locations of their tensors."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class WrittenTensor:
 
 
 def is_linear(tensor: HuggingFaceTensor) -> bool:
-    """Return whether fp8 applies to a tensor: a weight of a linear layer of attention, an MLP or an expert."""
+    """Return whether fp8 applies to a tensor: a linear weight of attention, an MLP or an expert."""
     places = {module_and_leaf(region.name) for region in tensor.regions}
     return all(module.startswith("linear_") and leaf == "weight" for module, leaf in places)
 
 
 def not_quantised(tensors: Sequence[WrittenTensor]) -> list[str]:
-    """Return the names of modules whose matrices are not quantized, as readers of `config.json` expect them."""
+    """Return the names of modules with unquantized matrices, as readers of `config.json` expect them."""
     return [
         tensor.declared.key.removesuffix(".weight") for tensor in tensors
         if tensor.quantised is None and len(tensor.declared.shape) > 1 and tensor.declared.key.endswith(".weight")
@@ -55,7 +55,10 @@ def arrangement_of(tensor: HuggingFaceTensor, part: Slice) -> WriteLayout | None
 
 
 def shards_of(tensors: Sequence[WrittenTensor], limit: int) -> Iterator[list[WrittenTensor]]:
-    """Split tensors into files of limited size like `split_torch_state_dict_into_shards` of huggingface_hub."""
+    """Split tensors into files of limited size as huggingface_hub does.
+
+    Source: `split_torch_state_dict_into_shards`.
+    """
     shard: list[WrittenTensor] = []
     size = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""A folder in transformers' layout: the files of weights, the location of each tensor, and the small files."""
+"""A folder in transformers' layout: files of weights, locations of tensors, and small files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADAPTER = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the folder: its shape in elements, the array that contains it, and its first element there.
+    """A tensor of the folder: its shape in elements, its array, and its first element there.
 
     `is_transposed`: the array contains the matrices of the last two axes transposed.
     """

@@ -25,7 +25,10 @@ _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", 
 
 @dataclass(frozen=True)
 class _Pairing:
-    """Names of codes and scales; `block`: the block size of a matrix with one scale for each block, if known."""
+    """Names of codes and scales, and the block size.
+
+    `block`: the block size of a matrix with one scale for each block, if known.
+    """
 
     codes: str
     scales: str

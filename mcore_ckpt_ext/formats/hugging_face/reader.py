@@ -1,4 +1,4 @@
-"""Reads a Hugging Face folder: weights under Megatron's names, and the arguments of a job that trains them."""
+"""Reads a Hugging Face folder: weights under Megatron's names, and arguments of a job to train them."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return found
 
     def _check_tied(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Check that the output layer in a tied model's folder is a copy of the embedding; it is not read otherwise."""
+        """Check that a tied model's stored output layer, otherwise unread, is a copy of the embedding."""
         copy = stored.get("lm_head.weight")
         embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
         if self.model.untie_embeddings_and_output_weights or copy is None or embedding is None:

@@ -102,7 +102,10 @@ class UnmappedVisionLanguageCheckpoint(HuggingFaceCheckpoint):
 
 
 def with_vision_tower(checkpoint: CheckpointView) -> CheckpointView:
-    """Reopen a Hugging Face folder, opened as text only, with its vision part, if Megatron-Bridge has such a model."""
+    """Reopen a Hugging Face folder, opened as text only, with its vision part.
+
+    This applies if Megatron-Bridge has such a model.
+    """
     own = checkpoint.format_reader
     if not isinstance(own, HuggingFaceCheckpoint) or own.whole not in VISION_TOWERS:
         return checkpoint
@@ -110,7 +113,10 @@ def with_vision_tower(checkpoint: CheckpointView) -> CheckpointView:
 
 
 def compared_whole(opened: Sequence[CheckpointView]) -> list[CheckpointView]:
-    """Reopen two folders of vision-language models in full to compare them; return anything else unchanged."""
+    """Reopen two folders of vision-language models in full to compare them.
+
+    Anything else is returned unchanged.
+    """
     readers = [one.format_reader for one in opened]
     folders = [one for one in readers if isinstance(one, HuggingFaceCheckpoint) and one.whole]
     if len(folders) < len(opened):
@@ -119,7 +125,11 @@ def compared_whole(opened: Sequence[CheckpointView]) -> list[CheckpointView]:
 
 
 def as_text_model(checkpoint: CheckpointView) -> CheckpointView:
-    """Return a view of Megatron-Bridge's vision-language model with the names of a text model; others unchanged."""
+    """Return a view of Megatron-Bridge's vision-language model with the names of a text model.
+
+    Returns:
+        The checkpoint itself if it contains another model.
+    """
     names = checkpoint.names(WEIGHT)
     kind = vision_model_type(names)
     if kind is None:
@@ -166,7 +176,9 @@ def _unlike(vision: Mapping[str, Any], checkpoint: CheckpointView) -> list[str]:
 
 
 def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArguments) -> list[HuggingFaceTensor]:
-    """Return the tensors of a text to write; for a vision-language model, in the layout of released folders.
+    """Return the tensors of a text model to write.
+
+    Those of a vision-language model are in the layout of released folders.
 
     Raises:
         UnsupportedCheckpointError: released folders store experts transposed, which shapes do not show.
@@ -182,7 +194,9 @@ def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArg
 def checked_whole(
     config: Mapping[str, Any], family: Family, arguments: ModelArguments, checkpoint: CheckpointView
 ) -> dict[str, Any]:
-    """Check and return the `config.json` of a vision-language model, whose vision part no arguments describe.
+    """Check and return the `config.json` of a vision-language model.
+
+    No arguments describe its vision part.
 
     Args:
         config: the `config.json` of a Hugging Face folder.

@@ -51,7 +51,7 @@ class ModelSpaceWeights(StoredOnce):
 
     @property
     def with_uncommon_dtype(self) -> list[LogicalTensor]:
-        """Parameters that a job in the most frequent dtype would round, without routers' biases, which stay in fp32."""
+        """Parameters that a job in the most frequent dtype would round, without routers' fp32 biases."""
         most = self.dtypes[0] if self._tensors else "float32"
         tensors = self._tensors.values()
         return [one for one in tensors if one.dtype != most != "float32" and not is_module_buffer(one.name)]

@@ -102,7 +102,7 @@ class FlatStates:
         return packed
 
     def _buffer_states(self, rank: LegacyRank, child: int) -> dict[Any, Any]:
-        """Return the state of `get_parameter_state_dp_zero`: each buffer's buckets without padding at their ends."""
+        """Return the state of `get_parameter_state_dp_zero`: buffers' buckets without padding at their ends."""
         state: dict[Any, Any] = {"buckets_coalesced": True}
         # Buffers are numbered across all chunks of the optimizer; a chunk without experts has no buffer for them.
         for number, buffer in enumerate(self._packed(rank, child)):

@@ -1,4 +1,4 @@
-"""The model on the ranks that will read legacy files: which parameters each rank has, and which part of each."""
+"""The model on the ranks that will read legacy files: the parameters and parts of each rank."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ class TargetModels:
         )  # fmt: skip
 
     def module_buffers(self, rank: LegacyRank, stage: int) -> list[str]:
-        """Return a chunk's tensors that are not trained parameters: biases of routers, second names of tied weights."""
+        """Return a chunk's tensors that are not trained parameters.
+
+        These are biases of routers, and second names of tied weights.
+        """
         others = [name for name in self._checkpoint.weights.names() if name not in self.local.weights]
         return [name for name in others if self.local.chunk_of(name) == (rank.pipeline, stage)]
 

@@ -106,7 +106,10 @@ class RankState:
 
 @dataclass(frozen=True)
 class RankBuffers:
-    """The content of one rank's `distrib_optim.pt`: the buffers of each chained optimizer, or None (see `children`)."""
+    """The content of one rank's `distrib_optim.pt`: the buffers of each chained optimizer.
+
+    An optimizer may have None instead (see `children`).
+    """
 
     rank: LegacyRank
     place: StoredObject
@@ -244,7 +247,7 @@ class RankFolders:
         return StoredObject(file, 0, self._reader.size(file))
 
     def other_files(self, folder: str) -> Iterator[Path]:
-        """Yield files of a rank folder that are not read: those of other optimizers (`layer_wise_optimizer_0.pt`)."""
+        """Yield unread files of a rank folder: those of other optimizers (`layer_wise_optimizer_0.pt`)."""
         for path in sorted((self._folder / folder).glob("*.pt")):
             if path.name not in (MODEL_FILE, OPTIMIZER_FILE):
                 yield path

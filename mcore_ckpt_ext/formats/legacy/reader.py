@@ -146,16 +146,20 @@ class LegacyCheckpoint(FormatReader):
 
     @cached_property
     def has_expert_optimizer(self) -> bool:
-        """True if experts have a chained optimizer in addition to those of dense parameters, or groups of their own."""
+        """True if experts have a chained optimizer of their own, or groups of their own.
+
+        Such an optimizer is in addition to those of dense parameters.
+        """
         if self.stored_optimizer_format == PER_PARAMETER:
             return has_experts(child for rank in self._ranks for child in rank.optimizers)
         return self._children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
 
     def layers(self) -> list[list[range]]:
-        """Return global decoder layers by `[pipeline rank][virtual stage]`, counted in the stored model chunks.
+        """Return global decoder layers by `[pipeline rank][virtual stage]`.
 
-        Layers are numbered stage by stage, across all pipeline ranks within a stage (`get_transformer_layer_offset`,
-        megatron/core/transformer/transformer_layer.py); chunks may have different numbers of layers.
+        The stored model chunks are counted. Layers are numbered stage by stage, across all pipeline ranks within a
+        stage (`get_transformer_layer_offset`, megatron/core/transformer/transformer_layer.py); chunks may have
+        different numbers of layers.
 
         Raises:
             UnreadableCheckpointError: the number of layers differs from the job's, so that numbers would be wrong.
@@ -181,7 +185,7 @@ class LegacyCheckpoint(FormatReader):
         return [[spans[rank, stage] for stage in range(self.layout.virtual_pipeline)] for rank in sorted(stages)]
 
     def parameter_orders(self) -> Sequence[ParameterOrder]:
-        """Return the order of the stored model, then others; the gradient buffers were packed in this very order."""
+        """Return the order of the stored model, in which the gradient buffers were packed, then others."""
         return [ObservedOrder(STORED_ORDER, self.weights.registered()), *super().parameter_orders()]
 
     @cached_property
@@ -233,7 +237,7 @@ class LegacyCheckpoint(FormatReader):
             yield file, 0, self.reader.size(file)
 
     def rank_files(self) -> Iterator[tuple[str, LegacyRank, Mapping[Any, Any]]]:
-        """Yield each file of the checkpoint, the rank that wrote it, and its content with tensors as references."""
+        """Yield each file, the rank that wrote it, and its content with tensors as references."""
         for own in self._ranks:
             yield own.file, own.rank, own.state
         for buffers in self._buffers:
@@ -285,7 +289,9 @@ class LegacyCheckpoint(FormatReader):
         return max((len(buffers.children) for buffers in self._buffers), default=1)
 
     def _flat_arrays(self) -> dict[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]:
-        """Return each chained optimizer's buffers by the key that `dp_group_idx` would have (see `FlatBuffers`).
+        """Return each chained optimizer's buffers by the key that `dp_group_idx` would have.
+
+        See `FlatBuffers` for the key.
 
         A file has an entry for every chained optimizer, None if another file has its state: only the first expert rank
         stores the state of the dense parameters (optimizer.py, `ChainedOptimizer.save_parameter_state`).

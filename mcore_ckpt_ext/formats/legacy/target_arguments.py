@@ -1,4 +1,4 @@
-"""Megatron's arguments of the job that will read legacy files, which determine the layout of the files."""
+"""Megatron's arguments of the job that will read legacy files; they determine the files' layout."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def _check_layout_known(checkpoint: CheckpointView, target: Legacy) -> None:
 
 
 def _padded_vocabulary(checkpoint: CheckpointView, tensor: int, vocabulary: int | None) -> int:
-    """Return the embedding's rows (`_vocab_size_with_padding`, megatron/training/tokenizer/tokenizer.py, 0.7 to 0.19).
+    """Return the embedding's rows, including padding.
+
+    Source: `_vocab_size_with_padding` (megatron/training/tokenizer/tokenizer.py, 0.7 to 0.19).
 
     No checkpoint records the size without padding. If the user does not pass it, the stored number of rows is kept, or
     padded further if it is not divisible.

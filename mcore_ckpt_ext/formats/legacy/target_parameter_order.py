@@ -1,4 +1,4 @@
-"""The order in which the job that will read a checkpoint registers its parameters, derived from the source."""
+"""The order in which the job that reads a checkpoint registers parameters, from the source."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def order_for(
 
 
 def _registered(checkpoint: CheckpointView) -> list[list[str]]:
-    """Return names in registration order for each buffer of verified packing; buffers have the reverse order."""
+    """Return each verified buffer's names in registration order, the reverse of the buffer's own order."""
     # Another layer spec registers parameters in another order.
     shows_order = checkpoint.optimizer_format and checkpoint.trained.shows_registration
     buffers = checkpoint.optimizer.buffers if shows_order else ()

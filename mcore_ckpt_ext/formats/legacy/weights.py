@@ -19,7 +19,7 @@ from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 @dataclass(frozen=True)
 class RankModel:
-    """One model chunk of one rank: its `state_dict`, the archive of its tensors, and its first decoder layer."""
+    """One model chunk of one rank: its `state_dict`, its tensors' archive, its first decoder layer."""
 
     tensor: int
     expert: int
@@ -51,7 +51,7 @@ class LegacyWeights(RankArrays):
         return [name for _, name in self._tensors]
 
     def registered(self) -> list[list[str]]:
-        """Return the names in each stored chunk in the order of its `state_dict`; for split names, the first part."""
+        """Return each stored chunk's names in `state_dict` order; for split names, the first part."""
         return [[part_names(name)[0] for name, _ in named] for _, named in self.models]
 
     def _named(self, rank: RankModel) -> list[tuple[str, TensorReference]]:

@@ -1,4 +1,4 @@
-"""Writes optimizers that are not distributed into legacy files: one tensor for each parameter of a rank.
+"""Writes optimizers that are not distributed into legacy files: one tensor per parameter of a rank.
 
 Sources: `Float16OptimizerWithFloat16Params.state_dict` and `FP32Optimizer.state_dict` (optimizer.py), and
 `_get_param_groups` (__init__.py), megatron/core/optimizer, core_v0.9.0 to 0.19.2. torch's own dict numbers parameters

@@ -1,4 +1,6 @@
-"""Reads a PEFT folder: adapters in model space as Megatron-Bridge stores them, for a model in another folder.
+"""Reads a PEFT folder: adapters in model space as Megatron-Bridge stores them.
+
+The model that they belong to is in another folder.
 
 Sources: `LoraConfig` (tuners/lora/config.py), `save_pretrained` (peft_model.py, utils/save_and_load.py); peft 0.21.2.
 """

@@ -1,4 +1,7 @@
-"""Writes a PEFT folder as `save_pretrained` of peft 0.21: `adapter_model.safetensors`, `adapter_config.json`."""
+"""Writes a PEFT folder as `save_pretrained` of peft 0.21 does.
+
+Files: `adapter_model.safetensors` and `adapter_config.json`.
+"""
 
 from __future__ import annotations
 

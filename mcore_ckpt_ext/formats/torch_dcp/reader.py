@@ -1,4 +1,4 @@
-"""Reads the format `torch_dcp`: torch's distributed checkpoint, as a job with `--use-torch-fsdp2` writes it.
+"""Reads the format `torch_dcp`: torch's distributed checkpoint of a job with `--use-torch-fsdp2`.
 
 Sources: `save_checkpoint` and `generate_state_dict` (megatron/training/checkpointing.py), `state_dict` of
 `Float16OptimizerWithFloat16Params` and `FP32Optimizer` (megatron/core/optimizer/optimizer.py), core_v0.12.0 to 0.19.2.

@@ -1,4 +1,6 @@
-"""The files that Megatron-Bridge needs in a `torch_dist` checkpoint: `run_config.yaml` and `train_state.pt`.
+"""The files that Megatron-Bridge needs in a `torch_dist` checkpoint.
+
+These are `run_config.yaml` and `train_state.pt`.
 
 Sources: `load_checkpoint` (training/checkpointing.py) and `TrainState` (training/state.py) of megatron-bridge 0.2.1 to
 0.6.0.

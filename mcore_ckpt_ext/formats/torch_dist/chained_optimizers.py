@@ -85,7 +85,9 @@ class ChainedOptimizers:
             )
 
     def _splits_by_default(self) -> bool:
-        """Return whether a job of that release, with the source's arguments, has a separate optimizer for Adam or Lion.
+        """Return whether a job of that release has a separate optimizer for Adam or Lion by default.
+
+        The job has the source's arguments.
 
         Such a job is impossible if there are experts that Muon does not update, so the source's job had
         `--no-use-layer-wise-param-layout`. Chains of Lion or SOAP with Adam are not split: in them the development

@@ -196,7 +196,11 @@ class DescribedCheckpoint(FormatReader):
         )
 
     def _under_a_layout(self, holds: Callable[[Self], bool]) -> Self | None:
-        """Return the reader under a layout for which `holds` is true if the layout is unknown; None without one."""
+        """Return the reader under a layout for which `holds` is true if the layout is unknown.
+
+        Returns:
+            None without such a layout.
+        """
         if "tensor" not in self.layout.unknown or not (sizes_to_try := possible_layouts(self.index)):
             return self
         candidates = (self._with(replace(self._external, layout=sizes)) for sizes in sizes_to_try)

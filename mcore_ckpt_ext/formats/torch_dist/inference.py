@@ -1,4 +1,6 @@
-"""Infers the job that wrote a `torch_dist` checkpoint from its index, under the names of Megatron's arguments.
+"""Infers the job that wrote a `torch_dist` checkpoint from its index.
+
+The result has the names of Megatron's arguments.
 
 Parallel sizes are inferred only from traces of ranks (the grid of random states, the groups of gradient buffers, the
 files of writers), and sizes of the model from its arrays.
@@ -88,7 +90,7 @@ def infer_model_config(arrays: Mapping[str, StoredArray], names: Iterable[str]) 
 
 
 def _groups(index: DcpIndex) -> dict[int, int]:
-    """Return the number of groups of each chained optimizer in flat buffers, one for each model-parallel rank."""
+    """Return how many groups each chained optimizer has in flat buffers: one per model-parallel rank."""
     found: dict[int, set[int]] = {}
     for key in (*index.arrays, *index.objects):
         if match := _GROUP.match(key):
@@ -97,7 +99,7 @@ def _groups(index: DcpIndex) -> dict[int, int]:
 
 
 def _experts(index: DcpIndex, groups: int, pipeline: int) -> dict[str, int]:
-    """Infer sizes from an experts' optimizer, which has a group for each expert-tensor, expert and pipeline rank."""
+    """Infer sizes from an experts' optimizer: a group per expert-tensor, expert and pipeline rank."""
     keys = [key for key in index.arrays if of_experts(key) and key.endswith("linear_fc2.weight")]
     columns = {
         len({chunk.offsets[-1] for chunk in index.arrays[key].chunks}) for key in keys if index.arrays[key].shape

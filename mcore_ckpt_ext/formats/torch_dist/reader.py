@@ -148,7 +148,10 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @cached_property
     def has_expert_optimizer(self) -> bool:
-        """True if experts have a chained optimizer in addition to those of dense parameters, or groups of their own."""
+        """True if experts have a chained optimizer of their own, or groups of their own.
+
+        Such an optimizer is in addition to those of dense parameters.
+        """
         children = optimizer_children([*self.index.arrays, *self.index.objects])
         expected = 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
         # Formats in model space do not number their optimizers, and keep all groups in the common state.
@@ -240,7 +243,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return common_optimizers(self.common)
 
     def random_state_grid(self) -> tuple[int, ...] | None:
-        """Return the grid of ranks that stored their random state: (PP, TP), in 0.16 with experts (PP, TP, DP)."""
+        """Return the grid of ranks with stored random states: (PP, TP), in 0.16 with experts (PP, TP, DP)."""
         for key in self.index.objects:
             if key.startswith(_RANDOM_STATE):
                 return tuple(int(size) for size in key.rpartition("_")[2].split("."))

@@ -1,4 +1,4 @@
-"""The weights of a sharded checkpoint: arrays with stacked layers and experts, as one tensor for each of them."""
+"""The weights of a sharded checkpoint: stacked layers and experts as one tensor for each."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StackedWeights(StoredOnce):
         return (chunk.offsets[len(index) :] for chunk, _ in self._chunks(key).get(index, ()))
 
     def _chunks(self, key: str) -> dict[tuple[int, ...], list[tuple[StoredChunk, int]]]:
-        """Return the chunks of an array by stack index, each with the position of the index's first element in it."""
+        """Return an array's chunks by stack index, with the position of the index's first element in each."""
         if key not in self._by_index:
             stacked = stacked_axes(key)
             by_index: dict[tuple[int, ...], list[tuple[StoredChunk, int]]] = {}

@@ -1,4 +1,4 @@
-"""Writes `torch_dist` with the optimizer in natural shapes, which stock Megatron resumes under any layout.
+"""Writes `torch_dist` with the optimizer in natural shapes, which stock resumes under any layout.
 
 Sources: `save_checkpoint` (megatron/training/checkpointing.py) and `_save` of megatron/core/dist_checkpointing
 (serialization.py, strategies/torch.py), core_v0.8.0 to 0.19.2.
@@ -125,13 +125,13 @@ class TorchDistTarget:
         return Output([*files, *small], records, (*notes, *self._chain.notes(), *self._about_the_arguments()))
 
     def _about_the_arguments(self) -> Iterator[str]:
-        """Report missing arguments that stock Megatron requires and compares (`check_checkpoint_args`, 0.7 to 0.19)."""
+        """Report missing arguments that stock requires and compares (`check_checkpoint_args`, 0.7 to 0.19)."""
         missing = [name for name in _COMPARED if not self._checkpoint.arguments.is_set(name)]
         if missing and self._with_arguments and not self._checkpoint.is_release:
             yield f"{' and '.join(missing)} of the job, which stock Megatron requires, is unknown"
 
     def _config(self) -> bytes:
-        """Return `CheckpointingConfig` (core/dist_checkpointing/core.py); since 0.19 it has no common backend."""
+        """Return `CheckpointingConfig` (dist_checkpointing/core.py); since 0.19 it has no common backend."""
         config: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         if not STORES_COMMON_STATE_AS_OBJECT.is_of(self._version):
             config |= {"common_backend": "torch", "common_backend_version": 1}
@@ -154,7 +154,7 @@ class TorchDistTarget:
                 yield from self._arrays_of(kind, names, f"optimizer.state.{state}.", distributed)
 
     def _arrays_of(self, kind: str, names: Sequence[str], prefix: str, distributed: bool = False) -> Iterator[Array]:
-        """Yield the arrays of one kind, stacking equal keys; `distributed`: they are of a DistributedOptimizer."""
+        """Yield one kind's arrays, stacking equal keys; `distributed`: those of a DistributedOptimizer."""
         stacks: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         for name in names:
             key, index = self._keys[name]
@@ -177,18 +177,21 @@ class TorchDistTarget:
                 yield Array(name, whole, dtype, tuple(chunks))
 
     def _reshapes(self, shape: tuple[int, ...]) -> bool:
-        """Return whether that version stores an optimizer array of this shape reshaped (with one axis since 0.11)."""
+        """Return whether that version stores an optimizer array of this shape reshaped (1-D: since 0.11)."""
         row = RESHAPES_STATE if len(shape) > 1 else RESHAPES_STATE_OF_ONE_AXIS
         return row.is_of(self._version)
 
     def _child_prefix(self, kind: str, key: str) -> str:
-        """Return the prefix of a chained optimizer's keys in 0.8 to 0.13 (`ChainedOptimizer.sharded_state_dict`)."""
+        """Return the prefix of a chained optimizer's keys in 0.8 to 0.13.
+
+        Source: `ChainedOptimizer.sharded_state_dict`.
+        """
         if kind == WEIGHT or not self._has_expert_optimizer or not MARKS_CHAINED_KEYS.is_of(self._version):
             return ""
         return f"chained_{int(of_experts(key))}."
 
     def _objects(self) -> Iterator[tuple[str, Any]]:
-        """Yield pickled objects by key: extra states, and the random states if the reading job has the same ranks."""
+        """Yield pickled objects by key: extra states, and random states if the reading job has equal ranks."""
         counts: dict[str, tuple[int, ...]] = {}
         # Experts are always stacked, so an additional axis shows that the layers of a block are stacked, too.
         stacked = {block_of(key) for key, index in self._keys.values() if len(index) > of_experts(key)}
@@ -257,7 +260,7 @@ class TorchDistTarget:
         return common
 
     def _distributed(self, encoding: str) -> list[dict[str, Any]]:
-        """Return an entry for each distributed optimizer: that of the dense parameters, then that of the experts."""
+        """Return an entry for each distributed optimizer: dense parameters, then experts."""
         children = []
         for groups in distinct_groups(self._checkpoint.param_groups(), self._has_expert_optimizer):
             child: dict[str, Any] = {"optimizer": {"param_groups": groups}, SHARDING_MARK: encoding}

@@ -1,4 +1,4 @@
-"""Reads verl's step folder: `torch_dist` checkpoints of the model, the optimizer and the rest, joined into one.
+"""Reads verl's step folder: joins `torch_dist` checkpoints of model, optimizer and the rest.
 
 Source: verl/utils/checkpoint/megatron_checkpoint_manager.py of verl 0.9.1 (`model/dist_ckpt`, `optimizer/dist_ckpt`,
 `extra/dist_ckpt`) and of the development head of 29 January 2026 (`dist_ckpt` for all).
