@@ -252,7 +252,10 @@ def _planned(report: Report) -> Iterator[str]:
 
 
 def _not_read(unread: Iterable[UnreadState]) -> Iterator[str]:
-    """Yield a line for each key; keys that differ only in numbers share a line, as there may be thousands."""
+    """Yield a line for each key; keys that differ only in numbers share a line.
+
+    There may be thousands of such keys.
+    """
     for items in alike(unread, lambda item: (item.carried, item.why, without_numbers(item.key))):
         carried, why = items[0].carried, items[0].why
         keys = items[0].key if len(items) == 1 else f"{items[0].key} and {len(items) - 1:,} similar keys"

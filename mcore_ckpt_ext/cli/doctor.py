@@ -94,7 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kind(item: Line) -> tuple[str, State, str]:
-    """Return what the checks of a joined line have in common: the group, or the name outside of any, and the result."""
+    """Return what the checks of a joined line have in common.
+
+    That is the group, or the name of a check outside of any group, and the result.
+    """
     return _GROUPS.get(item.what, item.what), item.state, item.found
 
 

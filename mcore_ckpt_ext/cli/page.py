@@ -79,7 +79,10 @@ def write_page(path: Path, text: str) -> None:
 
 
 def _page(script: str, data: dict[str, Any]) -> str:
-    """Return the text of a page. Scripts read data with `JSON.parse` and show names as text, never as HTML."""
+    """Return the text of a page.
+
+    Scripts read data with `JSON.parse` and show names as text, never as HTML.
+    """
     text = _resource("page.html").replace(_STYLE, _resource("style.css"), 1)
     text = text.replace(_SCRIPT, _resource("shared.js") + _resource(script), 1)
     return text.replace(_DATA, embedded(json_text(data)), 1)

@@ -1,4 +1,4 @@
-"""`mcore-ckpt plan`: list the layouts for a number of GPUs that can resume a checkpoint, or rehearse one."""
+"""`mcore-ckpt plan`: list layouts for a number of GPUs that can resume a checkpoint, or rehearse one."""
 
 from __future__ import annotations
 

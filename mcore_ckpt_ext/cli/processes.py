@@ -30,7 +30,7 @@ _PART_OF_WAIT, _SHORTEST, _LONGEST = 0.05, 0.001, 0.1
 
 @contextmanager
 def the_team(*, join: bool = False) -> Iterator[Team]:
-    """Provide the processes that share this command: those of torchrun, those to `join`, or only this one.
+    """Provide the processes that share this command: torchrun's, those to `join`, or only this one.
 
     RANK and WORLD_SIZE alone are not enough: the shell of a training pod has them, but its processes run the training.
 

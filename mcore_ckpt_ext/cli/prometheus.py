@@ -1,4 +1,4 @@
-"""Writes the result of a verification as metrics for the textfile collector of Prometheus' node_exporter.
+"""Writes a verification's result as metrics for the textfile collector of Prometheus' node_exporter.
 
 The text has Prometheus' exposition format. The collector may read files that end in `.prom` at any time, so a file is
 replaced atomically.

@@ -1,4 +1,4 @@
-"""`mcore-ckpt selftest`: check that checkpoints resume with the Megatron and the GPUs of this machine."""
+"""`mcore-ckpt selftest`: check that checkpoints resume with this machine's Megatron and GPUs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _UNTIL_THEN = "; until then, TORCH_DEVICE_BACKEND_AUTOLOAD=0"
 
 @contextmanager
 def failures_explained() -> Iterator[None]:
-    """Explain how to repair the environment if `import torch` fails in this block because of an entry point.
+    """Explain how to repair the environment if an entry point makes `import torch` fail in this block.
 
     torch replaces any error of an entry point by a RuntimeError that names the entry point. So the import fails in
     every program of the environment (torch/__init__.py, `_import_device_backends`, 2.5 to 2.15).

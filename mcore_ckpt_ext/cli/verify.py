@@ -1,4 +1,4 @@
-"""`mcore-ckpt verify`: check that a checkpoint is complete and intact, and that masters match weights."""
+"""`mcore-ckpt verify`: check that a checkpoint is complete and intact, and masters match weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer formats `dp_reshardable` and `fully_sharded_bucket_space`: one array for each bucket and kind.
+"""Optimizer formats `dp_reshardable` and `fully_sharded_bucket_space`: an array per bucket and kind.
 
 Sources in megatron/core/optimizer/distrib_optimizer.py: `sharded_param_state_dp_reshardable` (core_v0.15.0 to 0.19.2)
 and `sharded_param_state_fs_bucket_space` (core_v0.6.0 to 0.14.0). Each rank writes a chunk for each of its parameter
@@ -53,7 +53,10 @@ def bucket_state(keys: StoredKeys) -> FlatState:
 
 
 def _numel(per_buffer: Any, key: BucketKey) -> int:
-    """Return a bucket's size without end padding, from a list over buffers of {dtypes: [elements of each bucket]}."""
+    """Return a bucket's size without end padding.
+
+    `per_buffer` is a list over buffers of {dtypes: [elements of each bucket]}.
+    """
     sizes = {str(dtypes): numels for dtypes, numels in per_buffer[key.buffer].items()}
     return whole_number(sizes[key.dtypes][key.bucket], "the size of a bucket")
 
@@ -73,7 +76,7 @@ def optimizer_children(keys: Iterable[str]) -> int:
 
 
 def _claims(name: str, keys: StoredKeys) -> set[str]:
-    """Return the keys of a format; both have the same keys, and the label alone identifies the older format."""
+    """Return the keys of a format; both formats have the same, only the label identifies the older one."""
     if (keys.label == BUCKET_SPACE) != (name == BUCKET_SPACE):
         return set()
     prefixes = {key[: match.end()] for key in keys.arrays if _KEY.match(key) and (match := _GROUP.match(key))}

@@ -65,7 +65,7 @@ def joined_masters(state: OptimizerState, weights: Source) -> OptimizerState:
 
 
 def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
-    """Return a state whose stored "masters" are remainders as numbers, as `fully_reshardable` writes them."""
+    """Return a state whose "masters" are remainders as numbers, as `fully_reshardable` writes them."""
     kinds = tuple(PARAM_REMAINDER if kind == FP32_PARAM else kind for kind in state.kinds)
 
     def stored_kind(kind: str) -> str:
@@ -107,7 +107,7 @@ def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
 
 
 def weights_as_masters(state: OptimizerState, weights: Source, trained: Collection[str] = ()) -> OptimizerState:
-    """Add masters to a state that has none for fp32 weights: these weights are the masters (`FP32Optimizer`).
+    """Add masters to a state that has none for fp32 weights: the weights themselves (`FP32Optimizer`).
 
     Args:
         state: the stored state.

@@ -14,7 +14,11 @@ _KNOWN = (FP32_PARAM, PARAM_REMAINDER, EXP_AVG, EXP_AVG_SQ, MOMENTUM)
 
 
 def described(kinds: Collection[str], groups: Iterable[Mapping[str, Any]], arguments: JobArguments) -> str:
-    """Describe the optimizers with state of these kinds, and how they store it; empty without an optimizer."""
+    """Describe the optimizers with state of these kinds, and how they store it.
+
+    Returns:
+        Empty without an optimizer.
+    """
     groups, names = list(groups), []
     if not kinds:
         return "SGD" if keeps_nothing(groups) else ""

@@ -54,10 +54,11 @@ def contradicts(buffers: Buffers, group: OptimizerGroup, packing: Packing) -> st
 def are_of_another_save(
     buffers: Buffers, recorded: Mapping[GroupKey, Mapping[str, Mapping[str, str]]], proposals: Sequence[Proposal]
 ) -> bool:
-    """Return whether recorded digests of remainders belong to another save: none matches, at any candidate position.
+    """Return whether recorded digests of remainders belong to another save.
 
-    Damage leaves some digests unchanged. Remainders that are all zero, for example of a weight that was never trained,
-    have the same digest in every save, and are ignored. Samples of every group are read.
+    They do if none matches, at any candidate position. Damage leaves some digests unchanged. Remainders that are all
+    zero, for example of a weight that was never trained, have the same digest in every save, and are ignored. Samples
+    of every group are read.
     """
     others = 0
     for (child, index), group in buffers.groups.items():

@@ -1,4 +1,4 @@
-"""The optimizer format `dp_zero_gather_scatter`: one pickled object for each group, which contains whole buffers.
+"""The optimizer format `dp_zero_gather_scatter`: one pickled object per group, with whole buffers.
 
 Source: `DistributedOptimizer.get_parameter_state_dp_zero` (megatron/core/optimizer/distrib_optimizer.py, core_v0.7.0
 to 0.19.2); the legacy `distrib_optim.pt` is the same object in a separate file. Only the pickle, which is small, is
@@ -45,7 +45,10 @@ def dp_zero_state(keys: StoredKeys) -> FlatState:
 
 
 def buffer_arrays(content: Any, place: StoredObject, where: str) -> dict[tuple[BucketKey, str], FlatArray]:
-    """Return the arrays of one object: `{buffer: {(dtype, dtype): {state: tensor, "numel_unpadded": int}}}`.
+    """Return the arrays of one object by buffer, dtypes and state.
+
+    Returns:
+        `{buffer: {(dtype, dtype): {state: tensor, "numel_unpadded": int}}}`.
 
     Raises:
         UnsupportedCheckpointError: its buckets are not coalesced (before core_v0.7.0).

@@ -1,4 +1,4 @@
-"""The state of an optimizer that was saved before its first step: only masters, because the first step creates moments.
+"""An optimizer's state saved before its first step: only masters, as the first step creates moments.
 
 fp16 training skips steps until the loss scale fits, and a checkpoint may be saved before. Apex's and Transformer
 Engine's Adam create moments, and increment the step in the parameter groups, in `step` (apex/optimizers and
@@ -31,7 +31,7 @@ _MOMENTS = {ADAM: (EXP_AVG, EXP_AVG_SQ), LION: (EXP_AVG,), BY_MOMENTUM: (MOMENTU
 
 
 def counts_no_step(schedule: Any) -> bool:
-    """Return whether the stored state of the learning rate scheduler is at step 0; False if none was stored."""
+    """Return whether the stored learning rate scheduler is at step 0; False if none was stored."""
     return isinstance(schedule, Mapping) and schedule.get("num_steps") == 0
 
 
@@ -41,7 +41,7 @@ def lack_first_moments(groups: Collection[Group]) -> bool:
 
 
 def moments_of(groups: Collection[Group]) -> tuple[str, ...]:
-    """Return the moments that every parameter has after a step; empty if there are none, or groups differ."""
+    """Return the moments that every parameter has after a step; empty if none, or if groups differ."""
     rules = {rule_of(group) for group in groups}
     return () if len(rules) != 1 or keeps_nothing(groups) else _MOMENTS[rules.pop()]
 

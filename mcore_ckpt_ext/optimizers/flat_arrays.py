@@ -36,7 +36,7 @@ class FlatPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatArray:
-    """A flat array of one kind: `numel` elements without end padding; as a source, one tensor of any name."""
+    """A flat array of one kind: `numel` elements without end padding; as a source, a tensor of any name."""
 
     numel: int
     dtype: str
@@ -140,7 +140,7 @@ class Buffers(Protocol):
         """
 
     def proposed_packings(self) -> Mapping[GroupKey, RecoveredPacking | None]:
-        """Return the first candidate for each group that fits sizes and chunk borders, without reading content."""
+        """Return each group's first candidate that fits sizes and chunk borders, without reading content."""
 
     def sidecar_problems(self) -> list[str]:
         """Return why the sidecar's packing is rejected, for each group.

@@ -61,7 +61,7 @@ class FlatBuffers(OptimizerState):
         self.groups = {key: self._group(*key) for key in sorted(self._arrays)}
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """Return the name of a tensor with the weight's shape and the state's dtype; None if it is not stored."""
+        """Return the name of a tensor with the weight's shape and the state's dtype; None if not stored."""
         weight = self.models.weights.get(name)
         if weight is None or kind not in self.kinds:
             return None
@@ -108,7 +108,7 @@ class FlatBuffers(OptimizerState):
 
     @cached_property
     def digests(self) -> Mapping[GroupKey, Mapping[str, Mapping[str, str]]]:
-        """The digests that the sidecar recorded at the save: by group, parameter and kind; empty if it is stale."""
+        """The digests that the sidecar recorded at the save, by group, parameter and kind; empty if stale."""
         return {} if self._staleness else self._recorded_digests
 
     @property
@@ -150,7 +150,7 @@ class FlatBuffers(OptimizerState):
 
     @cached_property
     def _placed(self) -> dict[str, list[tuple[OptimizerGroup, BucketKey, Placement]]]:
-        """All placements of all groups, by the names of the tensors in them, which may be parts of a parameter."""
+        """All placements of all groups, by names of tensors in them, which may be parts of a parameter."""
         placed: dict[str, list[tuple[OptimizerGroup, BucketKey, Placement]]] = {}
         for group in self.groups.values():
             for key, placements in self.packing_of(group).packing.items():
@@ -160,7 +160,7 @@ class FlatBuffers(OptimizerState):
         return placed
 
     def proposed_packings(self) -> dict[GroupKey, RecoveredPacking | None]:
-        """Return the first candidate for each group that fits sizes and chunk borders, without reading content."""
+        """Return each group's first candidate that fits sizes and chunk borders, without reading content."""
         proposals = self._proposals()
         return {key: propose(group, proposals) for key, group in self.groups.items()}
 
@@ -185,7 +185,10 @@ class FlatBuffers(OptimizerState):
 
     @cached_property
     def _lacks_weights(self) -> bool:
-        """True if some weights cannot be read here; then the packing has to be certain, and is verified on filling."""
+        """True if some weights cannot be read here.
+
+        Then the packing has to be certain, and is verified on filling.
+        """
         return any(self._weights.logical_tensor("weight", name) is None for name in self.models.weights)
 
     def _recover(self, group: OptimizerGroup) -> RecoveredPacking:
@@ -246,7 +249,7 @@ class FlatBuffers(OptimizerState):
         return read_slice(source, self.transfer, FP32_PARAM, Slice((whole,), start, start + count))
 
     def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
-        """Return `count` elements from element `start` of the flattening of a weight's regions, in the stored dtype."""
+        """Return `count` elements from element `start` of a weight's flattened regions, in the stored dtype."""
         whole = Slice.whole(regions[:1])
         if start + count <= whole.stop:
             for stored in self._weights.stored("weight", regions[0].name):
@@ -271,7 +274,7 @@ class FlatBuffers(OptimizerState):
         return max(child for child, _ in self._arrays)
 
     def _group(self, child: int, index: int) -> OptimizerGroup:
-        """Return the group of a chained optimizer and `dp_group_idx`, by the rules of `get_megatron_optimizer`.
+        """Return the group of a chained optimizer and `dp_group_idx`, by `get_megatron_optimizer`'s rules.
 
         Source: megatron/core/optimizer/__init__.py, core_v0.7.0 to 0.19.2. `dp_group_idx` is the rank in the
         model-parallel group: tensor ranks vary fastest, then, for experts, expert ranks, then pipeline ranks. Up to

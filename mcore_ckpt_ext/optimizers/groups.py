@@ -1,4 +1,7 @@
-"""The identity of an optimizer's parameter group, independent of its position: the settings that distinguish groups."""
+"""The identity of an optimizer's parameter group: the settings that distinguish groups.
+
+It is independent of the group's position.
+"""
 
 from __future__ import annotations
 
@@ -88,12 +91,15 @@ def rule_that_keeps(kinds: Collection[str]) -> str:
 
 
 def keeps_nothing(groups: Collection[Group]) -> bool:
-    """Return whether SGD without momentum updates all groups; it has no state (torch/optim/sgd.py, 2.1 to 2.13)."""
+    """Return whether SGD without momentum updates all groups; it has no state.
+
+    Source: torch/optim/sgd.py, 2.1 to 2.13.
+    """
     return bool(groups) and all(group.get("momentum") == 0 for group in groups)
 
 
 def with_defaults(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """Return the groups of one optimizer, with defaults for identifying settings that the writer left out.
+    """Return one optimizer's groups, with defaults for identifying settings that the writer left out.
 
     ms-swift 4.1 and 4.2 remove `lr_mult` before they save. The scheduler writes the product of the job's weight decay
     and `wd_mult` to every group (`OptimizerParamScheduler.step`, megatron/core/optimizer_param_scheduler.py, 0.7 to

@@ -1,11 +1,12 @@
-"""Legacy optimizer state without DistributedOptimizer: one tensor for each master and moment of each rank's parameters.
+"""Legacy optimizer state without DistributedOptimizer: one tensor for each master and moment.
 
-Source: `Float16OptimizerWithFloat16Params.state_dict`, megatron/core/optimizer/optimizer.py, core_v0.7.0 to 0.19.2:
-`fp32_from_fp16_params` lists the masters group by group, within a group in the order in which its parameters were
-registered, and `optimizer` is torch's own dict, whose ids are counted across the groups. The group of a parameter is
-not recorded: each weight is assigned the next master of the group whose next master rounds to the weight.
-`FP32Optimizer` stores torch's dict alone; its state is assigned by shape, because Megatron's groups differ in the
-number of axes (`_get_param_groups`, megatron/core/optimizer/__init__.py). If two groups match, the state is refused.
+Each rank stores those of its own parameters. Source: `Float16OptimizerWithFloat16Params.state_dict`,
+megatron/core/optimizer/optimizer.py, core_v0.7.0 to 0.19.2: `fp32_from_fp16_params` lists the masters group by group,
+within a group in the order in which its parameters were registered, and `optimizer` is torch's own dict, whose ids are
+counted across the groups. The group of a parameter is not recorded: each weight is assigned the next master of the
+group whose next master rounds to the weight. `FP32Optimizer` stores torch's dict alone; its state is assigned by shape,
+because Megatron's groups differ in the number of axes (`_get_param_groups`, megatron/core/optimizer/__init__.py). If
+two groups match, the state is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Queue:
 
 @dataclass(frozen=True)
 class RankOptimizers:
-    """The chained optimizers of one rank, and its parameters in registration order; tensors are in `place`."""
+    """A rank's chained optimizers, and its parameters in registration order; tensors are in `place`."""
 
     tensor: int
     place: StoredObject
@@ -71,7 +72,12 @@ class LegacyMasters(RankArrays, OptimizerState):
         layout: ParallelLayout,
         transfer: Transfer,
     ) -> None:
-        """Raise PackingError if masters cannot be assigned to weights; UnsupportedCheckpointError: see `_queues`."""
+        """Assign masters to weights.
+
+        Raises:
+            PackingError: masters cannot be assigned to weights.
+            UnsupportedCheckpointError: see `_queues`.
+        """
         super().__init__(arguments, layout)
         self._transfer = transfer
         for rank in ranks:

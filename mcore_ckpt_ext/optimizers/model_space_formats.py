@@ -47,7 +47,10 @@ def is_layer_wise(arguments: JobArguments) -> bool:
 
 
 def encoding_of(keys: StoredKeys) -> dict[str, str]:
-    """Return the encoding of every array in model space by key, determined for each parameter by all its keys."""
+    """Return the encoding of every array in model space by key.
+
+    It is determined for each parameter by all its keys.
+    """
     parts = {key: match for key in keys.arrays if (match := STATE_KEY.match(key))}
     gathered = {match["key"] for match in parts.values() if match["state"] == _FULLY_RESHARDABLE_MASTER}
     found = {}
@@ -96,7 +99,10 @@ def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalM
 
 
 def _holds_numbers(state: ModelSpaceState, holder: Holder) -> bool:
-    """Return whether the stored "masters" are remainders: they are all whole numbers, and some differ from weights."""
+    """Return whether the stored "masters" are remainders.
+
+    They are if all are whole numbers, and some differ from weights.
+    """
     differ = False
     for name in state.names(FP32_PARAM):
         for stored in state.stored(FP32_PARAM, name)[:1]:
@@ -115,7 +121,7 @@ def _reshardable_by_stock(placement_changed: bool, version: Version) -> bool:
 
 
 def _model_space_by_stock(placement_changed: bool, version: Version) -> bool:
-    """Return whether stock Megatron loads `fully_sharded_model_space`, which it refuses since commit 5ab481cb.
+    """Return whether stock Megatron loads `fully_sharded_model_space`, refused since commit 5ab481cb.
 
     Up to 0.13 its parameter groups are matched by position, which swaps weight decay between groups on later pipeline
     stages.

@@ -40,5 +40,8 @@ def split(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def are_numbers_of_remainders(values: torch.Tensor) -> bool:
-    """Return whether floating-point values may be remainders, which `fully_reshardable` stores as numbers."""
+    """Return whether floating-point values may be remainders.
+
+    `fully_reshardable` stores remainders as numbers.
+    """
     return bool((values == values.to(torch.int16).to(values.dtype)).all())

@@ -62,7 +62,10 @@ class OptimizerState(StoredOnce, ABC):
         return ()
 
     def slots(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """Return the slices that Megatron wrote for a tensor; those of `shifted` parameters contain other elements."""
+        """Return the slices that Megatron wrote for a tensor.
+
+        Those of `shifted` parameters contain other elements.
+        """
         return self.stored(kind, name)
 
     def lost(self, kind: str, name: str) -> list[tuple[int, int]]:

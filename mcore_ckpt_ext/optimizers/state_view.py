@@ -32,7 +32,10 @@ class OfParameter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateView(OptimizerState):
-    """An optimizer state as replaceable members, see `OptimizerState`; `dataclasses.replace` changes some of them."""
+    """An optimizer state as replaceable members, see `OptimizerState`.
+
+    `dataclasses.replace` changes some of them.
+    """
 
     kinds: tuple[str, ...]
     carried_kinds: tuple[str, ...]

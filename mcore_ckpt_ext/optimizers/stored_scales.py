@@ -11,7 +11,7 @@ from mcore_ckpt_ext.transfer import Transfer
 
 
 def proof_at_stored_scales(weights: Source, names: Iterable[str], proof: Proof, transfer: Transfer) -> Proof:
-    """Return the check for the masters of parameters, adjusted to the stored scales of their weights, if any.
+    """Return the check for masters of parameters, adjusted to their weights' stored scales, if any.
 
     Raises:
         UnreadableCheckpointError: a file is damaged.

@@ -1,4 +1,4 @@
-"""The table of encodings, and the optimizer of a checkpoint, composed of the states that each encoding recognizes.
+"""The table of encodings; composes a checkpoint's optimizer of the states that each recognizes.
 
 A new encoding is a module with its rows, and a line here.
 """
@@ -47,7 +47,11 @@ def stock_can_load(name: str | None, placement_changed: bool, version: Version) 
 
 
 def shows_names(name: str | None) -> bool:
-    """Return whether the keys of an optimizer format's arrays identify parameters; False without an optimizer."""
+    """Return whether the keys of an optimizer format's arrays identify parameters.
+
+    Returns:
+        False without an optimizer.
+    """
     return name is not None and all(encoding.shows_names for encoding in encodings_named(name))
 
 
@@ -63,7 +67,11 @@ def recognised(keys: StoredKeys) -> list[tuple[Encoding, StoredKeys]]:
 
 
 def format_name(keys: StoredKeys) -> str | None:
-    """Return the names of all encodings in a checkpoint, or its label if there are none; None without state."""
+    """Return the names of all encodings in a checkpoint, or its label if there are none.
+
+    Returns:
+        None without state.
+    """
     names = [encoding.name for encoding, _ in recognised(keys)]
     return _JOINT.join(names) or (keys.label if any(True for _ in keys) else None)
 

@@ -1,4 +1,4 @@
-"""Refuses optimizer state that cannot be compared with weights, or whose parameters cannot be located."""
+"""Refuses optimizer state that cannot be compared with weights, or whose parameters cannot be found."""
 
 from __future__ import annotations
 
@@ -86,11 +86,12 @@ def _unprovable(holder: Holder, keys: StoredKeys | None) -> str | None:
 
 
 def _transposes_experts(arguments: JobArguments) -> bool:
-    """Return whether experts were `GroupedMLP` (megatron/core/transformer/moe/experts.py, core_v0.7.0 to 0.16.1).
+    """Return whether experts were `GroupedMLP`.
 
-    It has one matrix for all experts of a rank, transposed; `sharded_state_dict` transposes its weights, but not the
-    flat optimizer state. The choice is made in megatron/core/models/gpt/moe_module_specs.py (core_v0.11.0 to 0.16.1).
-    The arguments of older versions do not record the choice; then the master check decides.
+    `GroupedMLP` (megatron/core/transformer/moe/experts.py, core_v0.7.0 to 0.16.1) has one matrix for all experts of a
+    rank, transposed; `sharded_state_dict` transposes its weights, but not the flat optimizer state. The choice is made
+    in megatron/core/models/gpt/moe_module_specs.py (core_v0.11.0 to 0.16.1). The arguments of older versions do not
+    record the choice; then the master check decides.
     """
     chosen = arguments.moe_use_legacy_grouped_gemm
     return bool(arguments.moe_grouped_gemm) and bool(
@@ -99,7 +100,7 @@ def _transposes_experts(arguments: JobArguments) -> bool:
 
 
 def has_remainders(index: DcpIndex) -> bool:
-    """Return whether masters are stored as int16 remainders, as by a precision-aware optimizer with bf16 weights."""
+    """Return whether masters are int16 remainders, as of a precision-aware optimizer with bf16 weights."""
     return any(is_master(key) and array.dtype == "int16" for key, array in index.arrays.items())
 
 

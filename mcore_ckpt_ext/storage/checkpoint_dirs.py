@@ -79,7 +79,7 @@ def iteration_name(number: int) -> str:
 
 
 def iteration_number(folder: Path) -> int | None:
-    """Return the iteration number in a folder's name; None if its name is not that of an iteration folder."""
+    """Return the iteration number in a folder's name; None if it is not that of an iteration folder."""
     match = _ITERATION.fullmatch(folder.name)
     return int(match[1]) if match else None
 

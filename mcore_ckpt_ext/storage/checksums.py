@@ -1,4 +1,4 @@
-"""Verifies checksums of records that are read in pieces, and reuses them for records that are written.
+"""Verifies checksums of records that are read in pieces, and reuses them for those that are written.
 
 So the checksum of each byte is computed only once.
 """

@@ -151,7 +151,10 @@ def _array(
 
 
 def _fits(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a chunk lies within its array. Sizes come first, so that no large number is computed."""
+    """Return whether a chunk lies within its array.
+
+    Sizes are compared first, so that no large number is computed.
+    """
     if len(shape) == 1:  # as most of them are
         return 0 <= sizes[0] <= shape[0] and 0 <= offsets[0] <= shape[0] - sizes[0]
     return not shape or (

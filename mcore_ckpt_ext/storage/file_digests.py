@@ -62,7 +62,7 @@ class DigestResult:
 
 
 def with_digests(output: Output, folder: str = "") -> Output:
-    """Add the digest file to an output, for files below `folder` whose bytes are known before the tensors."""
+    """Add a digest file to an output, for files below `folder` whose bytes are known before the tensors."""
     filled = {record.file for record in output.records}
     below = f"{folder}/" if folder else ""
     whole: dict[str, str] = {}

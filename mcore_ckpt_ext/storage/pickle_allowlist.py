@@ -195,7 +195,7 @@ class _OutputUnpickler(SafeUnpickler):
 
 
 def check_output(data: bytes) -> Any:
-    """Load a pickle that is about to be written, accepting only names on the list, and return its content.
+    """Load a pickle before it is written, accepting only names on the list, and return its content.
 
     Raises:
         TypeError: the pickle contains another name.

@@ -204,7 +204,7 @@ class _Scale:
                 self._budget.spend(self._keys, "keys that may have one hash")
 
     def _call(self, count: int) -> None:
-        """Spend the cost of a call: it copies arguments or state, and `dict`, `set` and `str` visit all parts."""
+        """Spend the cost of a call: it copies arguments or state; `dict`, `set` and `str` visit all parts."""
         self._walk(self._top(count)[1:], _CALLED)
 
     def _walk(self, cells: list[_Cell], purpose: str) -> None:

@@ -55,7 +55,7 @@ _NO_PROPERTIES = {tuple, int, float}  # types whose hash the writer of a file ca
 
 
 class TensorProperties(Record):
-    """`torch.distributed.checkpoint.metadata.TensorProperties`, whose state is a tuple that begins with the dtype.
+    """`torch.distributed.checkpoint.metadata.TensorProperties`; its state is a tuple, dtype first.
 
     Its `__getstate__` writes five properties in torch up to 2.13, and the strides as a sixth in 2.15. Strides may be a
     tuple of numbers: every tuple that reaches this class is small, or was checked to have a unique hash
@@ -141,9 +141,10 @@ class Placeholder(metaclass=PickleStub):
 
 
 class Origin:
-    """How a pickle built a placeholder: by a call, by `__new__` alone, or as attribute `member` of a class.
+    """How a pickle built a placeholder: by a call, by `__new__` alone, or as attribute of a class.
 
-    `state` is the argument of `__setstate__`, if it was called; `items` were appended, and `entries` were set.
+    `member` is the name of the attribute. `state` is the argument of `__setstate__`, if it was called; `items` were
+    appended, and `entries` were set.
     """
 
     def __init__(self) -> None:

@@ -134,7 +134,10 @@ class TreePickler(pickle._Pickler):
             self.write(pickle.BUILD)
 
     def _save_tensor(self, leaf: Leaf) -> None:
-        """Write a contiguous tensor as `torch.Tensor.__reduce_ex__` does, with its own storage (torch/_tensor.py)."""
+        """Write a contiguous tensor with its own storage, as `torch.Tensor.__reduce_ex__` does.
+
+        Source: torch/_tensor.py.
+        """
         if self._remembered(leaf):
             return
         if name_of(leaf.dtype) not in STORAGE_NAMES:

@@ -34,7 +34,7 @@ _OF_MANY, _END_OF_LAST, _TRUE_AT_LAST = b"\x94]\x94(", b"eub.", b"\x94\x88ub."
 
 @cache
 def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes], re.Pattern[bytes]]:
-    """Return three patterns: many opcodes of a plain pickle at once, sequences of any opcodes, and other tuples."""
+    """Return three patterns: many opcodes of a plain pickle at once, any opcode sequences, other tuples."""
     text = b"\x8c(?:%b)" % b"|".join(b"%b.{%d}" % (re.escape(bytes([length])), length) for length in range(256))
     whole = b"|".join(b"%b.{%d}" % (bytes([length]), length) for length in range(9))
     number = b"(?:K.|M..|J.{4})"

@@ -211,7 +211,7 @@ class Upload:
         return found if isinstance(found, list) and found else [""]
 
     def done(self) -> dict[str, int]:
-        """Return the files that an interrupted upload has finished, with their sizes, after reading each back."""
+        """Return the files that an interrupted upload finished, with their sizes, after reading each back."""
         journaled: dict[str, list[int]] = {}
         with self._answering():
             for journal in self._partial.glob(f"{_JOURNAL}*") if self._partial.exists() else ():

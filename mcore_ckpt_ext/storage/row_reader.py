@@ -103,7 +103,10 @@ class RowReader:
 
 
 def are_read_together(length: int, count: int, stride: int, size: int) -> bool:
-    """Return whether rows of `length` elements of `size` bytes, `stride` elements apart, are read in one piece."""
+    """Return whether rows of `length` elements, `stride` elements apart, are read in one piece.
+
+    An element has `size` bytes.
+    """
     return count > 1 and 0 <= (stride - length) * size <= _READ_ALONG_BYTES
 
 

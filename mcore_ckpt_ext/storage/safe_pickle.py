@@ -95,7 +95,10 @@ def _safe_getattr(owner: object, name: str) -> object:
 
 
 def _raw_bytes(kind: type) -> _Function:
-    """Return a constructor of `bytes` or `bytearray` that refuses a number, which would create that many zeros."""
+    """Return a constructor of `bytes` or `bytearray` that refuses a number.
+
+    Called with a number, these types would create that many zeros.
+    """
 
     def build(*arguments: Any) -> Any:
         if arguments and not isinstance(arguments[0], (bytes, bytearray, str, list)):

@@ -23,7 +23,7 @@ class StorageReference(Stateless):
 
 
 class TensorReference(Stateless):
-    """A pickled tensor without its data: shape and strides in elements, `offset` elements into the storage."""
+    """A pickled tensor without its data: shape, strides in elements, `offset` elements into the storage."""
 
     def __init__(
         self, storage: StorageReference, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *more: object

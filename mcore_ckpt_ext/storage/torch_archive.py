@@ -184,7 +184,7 @@ class TorchArchive:
         return ArchiveTemplate(self._length, front[:start], directory, kept, payload.dtype, payload.shape)
 
     def with_values(self, tree: Any) -> Any:
-        """Read the tensors of a small object that `load` has returned, such as the state of a gradient scaler.
+        """Read the tensors of a small object that `load` returned, such as the state of a gradient scaler.
 
         A tensor that is referenced twice is read once and remains one tensor. Checksums are compared.
 

@@ -71,7 +71,7 @@ def plain_directory(tail: bytes, length: int) -> Directory | None:
 
 
 def _end_of_entries(tail: bytes, length: int) -> tuple[int, int, int] | None:
-    """Return the start and the end of the entries in `tail`, and their number; None if they are not plain."""
+    """Return start, end and number of the entries in `tail`; None if they are not plain."""
     last = len(tail) - _END.size
     if last < 0:
         return None

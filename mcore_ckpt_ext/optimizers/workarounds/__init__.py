@@ -1,1 +1,1 @@
-"""Checkpoints altered by a bug of a framework, which are recognized by their content and read as intended."""
+"""Checkpoints altered by a framework's bug, which are recognized by content and read as intended."""

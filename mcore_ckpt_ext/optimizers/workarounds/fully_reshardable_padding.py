@@ -1,4 +1,4 @@
-"""`fully_reshardable` written by Megatron 0.15.0 to 0.19.2 with end padding in a bucket other than the last.
+"""`fully_reshardable` of Megatron 0.15.0 to 0.19.2 with end padding in a bucket other than the last.
 
 The writer joins a buffer's buckets without the padding at their ends, then extracts the parameters at positions that
 still include it (`sharded_param_state_fully_reshardable`, megatron/core/optimizer/distrib_optimizer.py; fixed by commit
@@ -44,7 +44,7 @@ class _Shifted:
 def unshifted(
     written: ModelSpaceState, models: LocalModels, shifted: Mapping[str, Sequence[_Shifted]]
 ) -> OptimizerState:
-    """Return a `fully_reshardable` state whose shifted parameters are read from the actual positions of their elements.
+    """Return a `fully_reshardable` state that reads shifted parameters from their elements' positions.
 
     Lost elements are missing from `stored`, so that planning their tensor is refused.
     """
@@ -87,7 +87,7 @@ def repaired(
     weights: Source,
     transfer: Transfer,
 ) -> OptimizerState:
-    """Return the state as written if it is correct, or else repaired by the first parameter order that passes.
+    """Return the state as written if correct, or else repaired by the first parameter order that passes.
 
     If none passes, it is returned as written; the master check then refuses wrong values.
     """
@@ -102,7 +102,10 @@ def repaired(
 
 
 def shifted_names(models: LocalModels, order: ParameterOrder) -> list[str]:
-    """Return the parameters whose slots contain other elements, if these are the ranks and the order of the writer."""
+    """Return the parameters whose slots contain other elements.
+
+    Ranks and order are assumed to be those of the writer.
+    """
     return list(_shifted(models, order))
 
 
