@@ -41,7 +41,7 @@ def with_bridge_names(checkpoint: CheckpointView) -> CheckpointView:
 
 
 def check_names(checkpoint: CheckpointView, target: Target) -> None:
-    """Refuse adapters that the target format cannot hold, or whose names its loop does not accept.
+    """Refuse adapters that the target cannot hold, or whose names its training loop does not accept.
 
     Args:
         checkpoint: the source.

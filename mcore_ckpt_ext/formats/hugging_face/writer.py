@@ -129,7 +129,7 @@ class HuggingFaceTarget:
         return bool(self._vision_tensors)
 
     def _check_ignored(self, model: ModelArguments, passed: Collection[str]) -> None:
-        """Refuse arguments that Megatron may have ignored, except in releases, which no job trained."""
+        """Refuse arguments Megatron may have ignored, except in release checkpoints, which no job trained."""
         found = {name: value for name, value in ignored(model).items() if name not in passed}
         if found and not self._checkpoint.is_release and self._checkpoint.arguments.is_set(_OF_PRETRAIN_GPT):
             default = {
