@@ -46,6 +46,7 @@ from mcore_ckpt_ext.megatron.load_request import (
     without,
 )
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
+from mcore_ckpt_ext.megatron.random_states import grids_in, with_live_random_states
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.unchecked_loads import UncheckedLoads
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
@@ -94,14 +95,17 @@ def wrap_load(original: Function) -> Function:
         is_collective = bool(requests) or call.arguments.get("validate_access_integrity", True)
         if not is_collective or part_of_ranks or PROCESS.one(ReentrancyGuard).is_busy:
             return original(*positional, **keywords)
+        if any(agreed("looking at the random states", lambda: _lacks_random_states(folder, tree))):
+            announce("random states stay as they are: the checkpoint lacks some that this job requests")
+            call.arguments["sharded_state_dict"] = with_live_random_states(tree)
         if not _all_ask(folder, list(requests.values())):
-            return original(*positional, **keywords)
+            return original(*call.args, **call.kwargs)
         planned = [(path, _planned(folder, request)) for path, request in requests.items()]
         plans = {path: plan for path, plan in planned if plan is not None}
         if not plans:
-            return original(*positional, **keywords)
+            return original(*call.args, **call.kwargs)
         agreed("looking at the checkpoint", lambda: check_lists(tree, plans.keys()))
-        call.arguments["sharded_state_dict"] = without(tree, plans.keys())
+        call.arguments["sharded_state_dict"] = without(call.arguments["sharded_state_dict"], plans.keys())
         return with_plans(original(*call.args, **call.kwargs), plans)
 
     return load
@@ -154,6 +158,19 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
             )  # fmt: skip
 
     agreed("looking at the checkpoint", inspect_here)
+    return False
+
+
+def _lacks_random_states(folder: Path, tree: Any) -> bool:
+    """Return True if random states are requested of another grid than the stored one; Megatron then fails.
+
+    Source: `ShardedObject.unique_key`, megatron/core/dist_checkpointing/mapping.py, core_v0.12.1 to 0.19.2.
+    """
+    requested = set(grids_in(tree))
+    if requested:
+        with suppress(CheckpointError):  # Megatron reports a folder that it cannot load
+            stored = open_checkpoint(folder).random_state_grid()
+            return stored is not None and requested != {stored}
     return False
 
 

@@ -1,8 +1,12 @@
-"""Compares the random states that a Megatron job requests with those of a checkpoint."""
+"""Compares the random states that a Megatron job requests with those of a checkpoint.
+
+Megatron's own loop decides from its arguments. Of another loop, only the request is known: an object of the key
+`rng_state`, with the grid of ranks as its shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -10,6 +14,7 @@ from mcore_ckpt_ext.job.releases import GRID_OF_EXPERTS_HAS_DATA_RANKS, STARTS_R
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 
 _FOR_EACH_RANK = "data_parallel_random_init"
+_KEY = "rng_state"
 
 
 def requested_grid(arguments: Any, version: tuple[int, int]) -> tuple[int, ...]:
@@ -62,3 +67,38 @@ def are_too_few(written: JobArguments, running: JobArguments) -> bool:
         ParallelLayout.from_arguments(job).data if job.raw.get(_FOR_EACH_RANK) else 1 for job in (written, running)
     )
     return wanted > stored
+
+
+def grids_in(tree: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the grids of the random states that a sharded state dict requests.
+
+    Source: `get_rng_state`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2, and Megatron-Bridge's,
+    megatron/bridge/training/checkpointing.py, 0.6.2, whose grid has a data-parallel axis with several expert ranks.
+    """
+    if isinstance(tree, (dict, list)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from grids_in(value)
+    elif _is_random_state(tree):
+        yield tuple(tree.global_shape)
+
+
+def with_live_random_states(tree: Any) -> Any:
+    """Return a copy of a sharded state dict that takes random states from the live job, not from the checkpoint.
+
+    A loop sets what it receives, so that the random states of the job stay as they are.
+
+    Source: `LocalNonpersistentObject`, megatron/core/dist_checkpointing/mapping.py, core_v0.12.1 to 0.19.2.
+    """
+    if not any(True for _ in grids_in(tree)):
+        return tree
+    if isinstance(tree, dict):
+        return {key: with_live_random_states(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [with_live_random_states(value) for value in tree]
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    return LocalNonpersistentObject(tree.data)
+
+
+def _is_random_state(node: Any) -> bool:
+    return getattr(node, "key", None) == _KEY and hasattr(node, "global_shape")

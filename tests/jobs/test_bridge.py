@@ -36,8 +36,12 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found.add("dense", script, packages, 1, 4, "none", dense)
     found.add("stock refuses", script, packages, 2, 2, dense, "none", stock=True)
     found.add("dense, loaded", script, packages, 2, 2, dense, "none")
-    found.add("experts", script, packages, 1, 2, "none", experts, "experts")
+    found.add("dense, unmoved", script, packages, 1, 4, dense, "none")
+    found.add("dense, unmoved, by stock", script, packages, 1, 4, dense, "none", stock=True)
+    found.add("experts", script, packages, 1, 2, "none", experts, "experts", "expert-parallel")
     found.add("experts, loaded", script, packages, 2, 1, experts, "none", "experts")
+    found.add("experts, undivided", script, packages, 1, 2, experts, "none", "experts")
+    found.add("experts, undivided, by stock", script, packages, 1, 2, experts, "none", "experts", stock=True)
     imports = RANK_SCRIPTS / "bridge_import.py"
     found.add("imported", imports, packages, 2, 2, _hugging_face(found.folder), "none", found.place("imported"))
     for kind, pipeline in SEEING.items():
@@ -48,6 +52,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Programs:
             found.add(f"{kind}, loaded", imports, packages, 1, 2, source, seen, "none")
     with pytest.MonkeyPatch.context() as patch:
         with_transformer_engine(patch)
+        patch.setenv("MCORE_CKPT_EXT_EXPLAIN", "1")
         found.run()
     return found
 
@@ -71,6 +76,27 @@ def test_it_resumes_under_another_layout(ran: Programs, name: str) -> None:
     assert any("optimizer resumed from TP1 x PP4" in line for line in ran.output.splitlines())
 
 
+@pytest.mark.parametrize(("name", "decision", "stock_can"), [
+    ("dense, unmoved", "stock Megatron loads the optimizer", True),
+    ("dense, loaded", "this package fills the optimizer", False),
+    ("experts, undivided", "this package fills the optimizer", False),
+])  # fmt: skip
+def test_decision_agrees_with_stock(ran: Programs, name: str, decision: str, stock_can: bool) -> None:
+    by_stock = "stock refuses" if name == "dense, loaded" else f"{name}, by stock"
+    (decided,) = ran.printed(name, "loads the optimizer", "fills the optimizer")
+    assert decision in decided
+    assert (ran.ended[by_stock] == {"done"}) == stock_can
+    for loaded in (name, *([by_stock] if stock_can else [])):
+        assert_same_optimizer(ran.dump(name.partition(",")[0]), ran.dump(loaded))
+
+
+def test_random_states_of_another_grid_are_not_requested(ran: Programs) -> None:
+    """With several expert ranks Bridge stores a state for each data-parallel rank, otherwise it requests one."""
+    assert open_checkpoint(ran.place("experts")).random_state_grid() == (2, 1, 2)
+    assert any("rng_state/shard_" in ended for ended in ran.ended["experts, undivided, by stock"])
+    assert len(ran.printed("experts, undivided", "random states stay as they are")) == 1
+
+
 def test_offline(ran: Programs, tmp_path: Path) -> None:
     """What Bridge wrote is known, sound, and goes to Megatron and back."""
     run = ran.place("dense")
@@ -82,7 +108,7 @@ def test_offline(ran: Programs, tmp_path: Path) -> None:
     convert(run, tmp_path / "megatron", TorchDist())
     convert(tmp_path / "megatron", tmp_path / "bridge", TorchDist(loop="bridge"))
     assert compare(run, tmp_path / "bridge").equal
-    assert str(open_checkpoint(ran.place("experts")).layout) == "TP1 x PP2 x DP2"
+    assert str(open_checkpoint(ran.place("experts")).layout) == "TP1 x PP2 x EP2 x DP2"
 
 
 def test_weights_that_bridge_imported(ran: Programs, tmp_path: Path) -> None:

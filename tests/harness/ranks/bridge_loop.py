@@ -1,9 +1,9 @@
 """Runs Megatron-Bridge's real `save_checkpoint` and `load_checkpoint` with a tiny GPT on CPU ranks.
 
 argv: the folder with megatron-bridge, tensor and pipeline parallel size, the run folder to load or "none", the run
-folder to save or "none", and optionally "experts", or the kind of adapters to add to the model: "lora", "dora",
-"canonical". With adapters it also saves, next to the run folder, the model without them, and the model's output with
-them; with "lora" also both in one checkpoint.
+folder to save or "none", and optionally "experts" (with "expert-parallel", on two ranks), or the kind of adapters to
+add to the model: "lora", "dora", "canonical". With adapters it also saves, next to the run folder, the model without
+them, and the model's output with them; with "lora" also both in one checkpoint.
 """
 
 import shutil
@@ -27,7 +27,7 @@ kinds = {"lora": lora.LoRA, "dora": dora.DoRA, "canonical": canonical_lora.Canon
 # For row-parallel linears, DoRA computes norms of each rank's columns only.
 chosen = {"dora": {"target_modules": ["linear_qkv", "linear_fc1"]}}
 (adapters,) = [kinds[word](dim=4, alpha=8, **chosen.get(word, {})) for word in sys.argv[6:] if word in kinds] or [None]
-layout = core_model.Layout(tensor=tensor, pipeline=pipeline)
+layout = core_model.Layout(tensor=tensor, pipeline=pipeline, expert=2 if "expert-parallel" in sys.argv else 1)
 core_model.start(layout)
 job = core_model.build(layout, "experts" in sys.argv, tied=False, adapt=adapters)
 wrapped, optimizer = job.chunks[0], job.optimizer
@@ -39,6 +39,7 @@ provider = GPTModelProvider(
     num_layers=core_model.LAYERS, hidden_size=core_model.HIDDEN, num_attention_heads=core_model.HEADS,
     ffn_hidden_size=128, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
     tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, vocab_size=core_model.VOCABULARY,
+    expert_model_parallel_size=layout.expert,
     share_embeddings_and_output_weights=False, num_moe_experts=core_model.EXPERTS if "experts" in sys.argv else None,
     **(like_llama if adapters else {}),
 )  # fmt: skip
