@@ -94,7 +94,7 @@ def highest_of_all(numbers: Sequence[int], group: Any = None) -> list[int]:
 
 @cache
 def _room(device: torch.device) -> torch.Tensor:
-    """Return preallocated device memory for messages: a rank that ran out of memory can still communicate.
+    """Return preallocated device memory for messages: a rank out of memory can still communicate.
 
     It is allocated at the first exchange between ranks, before anything large is read.
     """
@@ -102,7 +102,7 @@ def _room(device: torch.device) -> torch.Tensor:
 
 
 def _broadcast(data: bytes, first: int, group: Any) -> bytes:
-    """Return the bytes of rank `first` of a group on all its ranks; `data` has the same length on each rank."""
+    """Return the bytes of a group's rank `first` on all its ranks; `data` has one length on all ranks."""
     device, source = control_device(group), _rank_in_job(group, first)
     if device.type == "cpu":
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)

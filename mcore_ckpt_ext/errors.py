@@ -111,7 +111,7 @@ class DestinationError(CheckpointError):
 
 
 def escape(text: str, keeps: str = "") -> str:
-    """Escape control characters and characters that reverse the direction of text, except the ones in `keeps`."""
+    """Escape control characters and those that reverse the direction of text, except those in `keeps`."""
     return "".join(
         c if c.isprintable() or c in keeps else c.encode("unicode_escape", "surrogatepass").decode() for c in text
     )

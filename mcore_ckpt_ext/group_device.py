@@ -20,7 +20,7 @@ _THROUGH_THE_CPU = ("gloo", "mpi", "ucc", "fake")
 
 
 def control_device(group: Any = None) -> torch.device:
-    """Return the device for messages of a few numbers or bytes: the CPU if the group has a backend for it.
+    """Return the device for short messages (numbers, bytes): the CPU if the group has a backend for it.
 
     torch chooses likewise for its collectives of objects (`_get_object_coll_device`, distributed_c10d.py, 2.6 to 2.13).
 

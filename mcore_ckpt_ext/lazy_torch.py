@@ -1,4 +1,6 @@
-"""Stand-ins for `torch` and `numpy` that import them on first use: commands that read no tensor run without.
+"""Stand-ins for `torch` and `numpy` that import them on first use.
+
+Commands that read no tensor run without them.
 
 `import torch` takes a second and several hundred MiB (benchmarks/README.md), `import numpy` a twentieth. Modules that
 work without a live job import these names from here, and use them in functions only.

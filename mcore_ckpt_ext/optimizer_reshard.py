@@ -240,7 +240,7 @@ class Proven:
     masters: dict[LiveShard, torch.Tensor]
 
     def fill(self) -> Summary:
-        """Write masters, moments, parameter groups and the gradient scaler into the live optimizer; collective.
+        """Write masters, moments, parameter groups and gradient scaler to the live optimizer; collective.
 
         Raises:
             ResumeRefusedError: on every rank, if reading failed on some rank; training must not continue.

@@ -62,7 +62,7 @@ class Block:
 
 
 class Transfer:
-    """Copies the tensors of read plans out of one checkpoint folder; it caches where tensors lie in files."""
+    """Copies tensors of read plans out of a checkpoint folder; caches where tensors lie in files."""
 
     def __init__(self, reader: FolderReader, workers: int | None = None, checksums: Checksums | None = None) -> None:
         """Args: the folder's reader, the number of threads, the checksums to compare (`TensorLocations`)."""

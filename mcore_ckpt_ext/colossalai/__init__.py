@@ -1,1 +1,1 @@
-"""The implementation of `zero_strict_state_dict`: gathers and loads the state of ColossalAI's wrappers."""
+"""The implementation of `zero_strict_state_dict`: gathers and loads state of ColossalAI's wrappers."""

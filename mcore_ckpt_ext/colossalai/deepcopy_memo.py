@@ -1,4 +1,4 @@
-"""Replacements for objects that ``copy.deepcopy`` cannot copy: process groups, locks, computed tensors."""
+"""Replacements for what ``copy.deepcopy`` cannot copy: process groups, locks, computed tensors."""
 
 from __future__ import annotations
 

@@ -78,9 +78,10 @@ class Files:
             self._names.append(file.name)
 
     def publish(self) -> None:
-        """Rename all files to their final names. If there are several, remove the old version of the last one first.
+        """Rename all files to their final names.
 
-        So old and new files never mix, and a single file is always either the old or the new one.
+        If there are several, remove the old version of the last one first. So old and new files never mix, and a single
+        file is always either the old or the new one.
         """
         if not self.is_writer:
             return

@@ -85,7 +85,10 @@ def own_copy(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
 
 
 def in_pinned(values: Any, pinned: dict[str, Any] | None) -> Any:
-    """Copy values into the caller's pinned memory, allocated on first use, for ColossalAI's asynchronous writer."""
+    """Copy values into the caller's pinned memory, for ColossalAI's asynchronous writer.
+
+    Missing memory is allocated on first use.
+    """
     if pinned is None:
         return values
     for name, value in values.items():
@@ -121,7 +124,10 @@ def _room(
     chunk: Any, held: torch.Tensor | None, members: list[tuple[nn.Parameter, Place]], dtype: torch.dtype,
     device: torch.device,
 ) -> _Room:  # fmt: skip
-    """Allocate memory for the whole values; tensor-parallel slices go where the groups' backends can reach them."""
+    """Allocate memory for the whole values.
+
+    Tensor-parallel slices go where the groups' backends can reach them.
+    """
     reached = chunk.cuda_global_chunk.device
     given = dtype if _is_scattered(chunk) or held is None else held.dtype
     cut = [tensor_parallel.room_for(parameter, given, reached) for parameter, _ in members]
@@ -142,7 +148,7 @@ def _room(
 
 
 def _staging(chunk: Any, held: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Allocate two buffers for the pieces that this rank sends, so that nothing is allocated during a collective.
+    """Allocate two buffers for the pieces that this rank sends: none are allocated during a collective.
 
     Returns None if the chunk is sent from where it lies.
     """

@@ -1,4 +1,4 @@
-"""The entries of a HybridParallelPlugin stage: gathered from the ranks that share it, and sliced again."""
+"""The entries of a HybridParallelPlugin stage: gathered from the ranks that share it, and sliced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ State = dict[str, Any]
 
 
 def entries(module: nn.Module, share_ties: bool) -> Iterator[tuple[str, Any]]:
-    """Yield parameters under all their names, persistent buffers, extra state; all ranks of a stage iterate.
+    """Yield parameters under all their names, persistent buffers and extra state.
+
+    All ranks of a stage iterate.
 
     Args:
         module: this stage's module.
@@ -93,7 +95,7 @@ def working(optimizer: Any, stepped: torch.Tensor) -> Any:
 
 
 def local_state(checkpoint_io: Any, optimizer: Any, stepped: torch.Tensor, state: State) -> State:
-    """Return this rank's part of a parameter's state; write the master's padding rows into the weight, too."""
+    """Return this rank's part of a parameter's state; also write the master's padding rows to the weight."""
     parameter = working(optimizer, stepped)
     local: State = {}
     rows = padding.fitting(parameter, MASTER, state.get(f"{MASTER}{PADDING}"))

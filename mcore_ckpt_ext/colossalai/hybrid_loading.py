@@ -1,4 +1,4 @@
-"""Loads a whole state into a job with HybridParallelPlugin, after all ranks have checked that it fits."""
+"""Loads a whole state into a job with HybridParallelPlugin, once all ranks have checked that it fits."""
 
 from __future__ import annotations
 
@@ -115,7 +115,10 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
 
 
 def _own(value: Any) -> Any:
-    """Return a view, since ColossalAI pads in place (0.5.0, tensor/padded_tensor/api.py: ``to_padded_tensor``)."""
+    """Return a view, since ColossalAI pads in place.
+
+    Source: ``to_padded_tensor`` (0.5.0, tensor/padded_tensor/api.py).
+    """
     return value.view_as(value) if isinstance(value, torch.Tensor) else value
 
 

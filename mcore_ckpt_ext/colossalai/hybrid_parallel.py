@@ -191,7 +191,10 @@ class HybridParallelCheckpointIOMethods:
 
 
 def _is_of_experts(checkpoint_io: Any) -> bool:
-    """Return True for the checkpoint IO of MoeHybridParallelPlugin (0.5.0, checkpoint_io/moe_checkpoint.py)."""
+    """Return True for the checkpoint IO of MoeHybridParallelPlugin.
+
+    Source: 0.5.0, checkpoint_io/moe_checkpoint.py.
+    """
     return "ep_group" in vars(checkpoint_io)
 
 

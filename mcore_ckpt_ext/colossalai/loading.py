@@ -113,7 +113,11 @@ def write_padding(zero: Wrapped, parameter: nn.Parameter, rows: torch.Tensor) ->
 
 
 def _not_padding(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return a mask of the non-padding elements of this rank's flat slice; None if the slice has no padding."""
+    """Return a mask of the non-padding elements of this rank's flat slice.
+
+    Returns:
+        None if the slice has no padding.
+    """
     found = tensor_parallel.is_padding(parameter)
     return None if found is None else ~found.reshape(-1)
 
@@ -142,7 +146,10 @@ def _write_place(place: Place, local: torch.Tensor, through: torch.dtype, where:
 
 @torch.no_grad()
 def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> Any:
-    """Write the values; a rank that fails reports it to the others when they next meet, at the end at the latest."""
+    """Write the values; a rank that fails reports it to the others.
+
+    It does so when they next meet, at the end at the latest.
+    """
     zero = accepted.zero
     fate = GroupErrors(zero.ranks, "writing the model", "it is partly written: do not train on, load again")
 

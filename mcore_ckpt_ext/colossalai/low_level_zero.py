@@ -41,7 +41,10 @@ class LowLevelZeroMethods:
 
 
 class LowLevelZeroCheckpointIOMethods:
-    """Methods that replace those of LowLevelZeroCheckpointIO, whose sharded files bypass the optimizer's methods."""
+    """Replacements for methods of LowLevelZeroCheckpointIO.
+
+    Its sharded files bypass the optimizer's methods.
+    """
 
     _non_strict_save_sharded_optimizer: Any
     _non_strict_load_sharded_optimizer: Any

@@ -20,7 +20,7 @@ _BROUGHT = "_mcore_ckpt_ext_brought"
 
 @contextmanager
 def masters_in_state(optimizer: Any) -> Iterator[None]:
-    """Within this context, add each master to the optimizer's state, and the loss scale to its first group."""
+    """In this context, add each master to the optimizer's state, and the loss scale to its first group."""
     masters = list(_masters(optimizer))
     for master in masters:
         optimizer.optim.state[master][MASTER] = master.detach()
@@ -69,7 +69,10 @@ def _popped(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:
 
 
 def _masters(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the masters that are not the weights themselves (``master_weights=False``, or training in fp32)."""
+    """Yield the masters that are not the weights themselves.
+
+    They are the weights with ``master_weights=False``, or if the training is in fp32.
+    """
     working = optimizer.get_master_to_working_map()
     if working is None or not getattr(optimizer, "_master_weights", True):
         return

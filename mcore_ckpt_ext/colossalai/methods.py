@@ -114,9 +114,10 @@ class OptimizerMethods:
         self, prefix: str = "", max_shard_size: int = 1024, only_rank_0: bool = True,
         pinned_state_dicts: dict[int, dict[str, Any]] | None = None,
     ) -> Generator[tuple[OrderedDict[int, Any], int]]:  # fmt: skip
-        """Yield the state in shards of at most `max_shard_size` MiB, in the order of the chunks; sizes in bytes.
+        """Yield the state in shards of at most `max_shard_size` MiB, in the order of the chunks.
 
-        They lack padding rows; ColossalAI's asynchronous saves use this method, so that they do not save them.
+        Each comes with its size in bytes. They lack padding rows; ColossalAI's asynchronous saves use this method, so
+        that they do not save them.
         """
         yield from _state_shards(self, max_shard_size, only_rank_0, pinned_state_dicts, optimizer_state.Padding())
 
@@ -258,7 +259,7 @@ class CheckpointIOMethods:
 
 
 def namespace(methods: type, base: type, **settings: Any) -> dict[str, Any]:
-    """Return the attributes for a class: our methods, settings, and its own methods under their second names."""
+    """Return the attributes for a class: our methods, settings, and its own under their second names."""
     ours = {name: value for name, value in vars(methods).items() if not name.startswith("__")}
     kept = {f"{ORIGINAL}{name}": original(base, name) for name in ours if callable(ours[name]) and hasattr(base, name)}
     return {**ours, **kept, **settings}

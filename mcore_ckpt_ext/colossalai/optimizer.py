@@ -1,4 +1,4 @@
-"""The state of GeminiOptimizer: gathered like the parameters, in model space, and loaded under any layout.
+"""The state of GeminiOptimizer: gathered like parameters, in model space, loaded under any layout.
 
 The dict is ColossalAI's own (0.5.0, zero/gemini/gemini_optimizer.py: ``state_dict``): ``param_groups`` and ``state``,
 ids in the order of the groups, whole tensors in fp32. The first group also contains what ColossalAI does not save: the
@@ -40,7 +40,9 @@ Padding = dict[int, dict[str, torch.Tensor]]
 def iter_states(
     optimizer: Any, only_rank_0: bool, with_masters: bool, fate: GroupErrors, collected: Padding
 ) -> Iterator[tuple[int, State | None]]:
-    """Yield the whole state of every parameter that has some, in the order of the chunks; all ranks iterate.
+    """Yield the whole state of every parameter that has some, in the order of the chunks.
+
+    All ranks iterate.
 
     Args:
         optimizer: a GeminiOptimizer.
@@ -126,7 +128,7 @@ def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str,
 
 
 def _plain(value: Any) -> Any:
-    """Convert a numpy scalar, as schedulers store them, to Python's, which torch's safe unpickler accepts."""
+    """Convert a numpy scalar, as schedulers store them, to Python's, for torch's safe unpickler."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -288,7 +290,7 @@ def _fitting(
 
 
 def _same_named(zero: Wrapped, real: Mapping[int, nn.Parameter], saved: Sequence[str] | None) -> dict[int, int]:
-    """Map the dict's ids to this optimizer's, by the parameters' names (in the ids' order) if they were saved."""
+    """Map the dict's ids to this optimizer's: by the parameters' names, in the ids' order, if saved."""
     if saved is None:
         return {key: key for key in real}
     by_name = {name: key for key, parameter in real.items() for name in zero.names.get(parameter, ())}

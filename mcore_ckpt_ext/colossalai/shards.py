@@ -1,4 +1,4 @@
-"""Yields the strict state dict in shards of bounded size: at most one chunk and one shard are in memory."""
+"""Yields the strict state dict in shards of bounded size: at most a chunk and a shard are in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Shard = tuple["OrderedDict[str, Any]", int]
 
 
 class Keys(NamedTuple):
-    """The keys of the strict state dict, in its order: of parameters, of buffers, and others with their values."""
+    """The keys of the strict state dict, in order: of parameters, of buffers, others with their values."""
 
     parameters: dict[nn.Parameter, list[str]]
     buffers: dict[torch.Tensor, list[str]]
@@ -79,11 +79,11 @@ def iter_zero_strict_state_dict(
     model: Any, max_shard_bytes: int, *, prefix: str = "", dtype: Precision | None = None, only_rank_0: bool = True,
     device: torch.device | str = "cpu", ties: Ties = "share", pinned: dict[str, Any] | None = None,
 ) -> Generator[Shard]:  # fmt: skip
-    """Yield the strict state dict in shards, in the order of the chunks; all ranks must iterate to the end.
+    """Yield the strict state dict in shards, in the order of the chunks.
 
-    Every rank gets the same number of shards; ranks that receive no values get empty dicts. A rank that fails with a
-    shard (a full disk) throws its error into the generator, whose ``throw`` then raises on it, as the next step does on
-    the others.
+    All ranks must iterate to the end. Every rank gets the same number of shards; ranks that receive no values get empty
+    dicts. A rank that fails with a shard (a full disk) throws its error into the generator, whose ``throw`` then raises
+    on it, as the next step does on the others.
 
     Args:
         model: a ZeroDDP or GeminiDDP.
@@ -150,7 +150,7 @@ def _items(
 
 
 def _digest(model: Any, prefix: str) -> str:
-    """Return a digest of the keys, to detect different modules on the ranks, or the error of collecting them."""
+    """Return a digest of the keys, to detect different modules on ranks, or the error of collecting them."""
     try:
         keys = keys_of(wrapped(model), prefix)
     except Exception as error:  # noqa: BLE001 - each rank sends it to the others, and raises it again itself

@@ -35,7 +35,9 @@ def zero_strict_state_dict(
     model: Any, *, destination: Any = None, prefix: str = "", keep_vars: bool = False, dtype: Precision | None = None,
     only_rank_0: bool = True, device: torch.device | str = "cpu", ties: Ties = "share",
 ) -> Any:  # fmt: skip
-    """Return the state dict of the unwrapped module, as PyTorch would return it; all ranks must call this.
+    """Return the state dict of the unwrapped module, as PyTorch would return it.
+
+    All ranks must call this.
 
     Args:
         model: a ZeroDDP or GeminiDDP.
@@ -107,7 +109,10 @@ def _with_values(
     model: Any, work: Callable[[Wrapped, _Values], None], call: str, dtype: Precision | None, only_rank_0: bool,
     device: torch.device, **arguments: object,
 ) -> None:  # fmt: skip
-    """Gather all values, and call `work` with them on the ranks that receive them; its errors reach all ranks."""
+    """Gather all values, and call `work` with them on ranks that receive them.
+
+    Its errors reach all ranks.
+    """
     dtype = precision_of(model, dtype)
     # Each rank may name its own GPU, so only the device type has to be equal.
     zero = begun(model, call, dtype, only_rank_0, device=device.type, **arguments)
@@ -215,7 +220,10 @@ def dtype_of(zero: Wrapped, tensor: torch.Tensor, dtype: Precision) -> torch.dty
 def parameter_values(
     zero: Wrapped, dtype: Precision, *, device: torch.device, everywhere: bool, fate: GroupErrors
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:
-    """Yield every parameter with its whole value, or None on ranks that do not receive it; all ranks iterate."""
+    """Yield every parameter with its whole value, or None on ranks that do not receive it.
+
+    All ranks iterate.
+    """
     given = dtype if isinstance(dtype, torch.dtype) else {"master": torch.float32, "compute": zero.compute_dtype}[dtype]
     places = source_of(zero, dtype)
     yield from whole_values(

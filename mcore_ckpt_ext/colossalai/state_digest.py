@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same content: keys, shapes, dtypes, and digests of the tensors' bytes.
+"""Checks that all ranks have the same content: keys, shapes, dtypes and digests of the tensors.
 
 Digesting all bytes would take a fifth of the time of the load itself or more, even if a rank maps a file and needs only
 its own part. So if the content exceeds `_WHOLE_BYTES`, only samples of each larger tensor are digested, spread evenly

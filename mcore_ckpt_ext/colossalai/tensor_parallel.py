@@ -130,12 +130,15 @@ def _as_bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def padding_of(parameter: Any, room: Room | None, local: torch.Tensor) -> torch.Tensor | None:
-    """Return the padding rows of the value that `whole` has just gathered; None if the parameter has none.
+    """Return the padding rows of the value that `whole` has just gathered.
 
     Args:
         parameter: see `whole`.
         room: see `whole`.
         local: see `whole`.
+
+    Returns:
+        None if the parameter has none.
     """
     if padding_shape(parameter) is None:
         return None
@@ -214,7 +217,7 @@ def _padded_shape(parameter: Any) -> torch.Size:
 
 
 def _shape_before(parameter: Any) -> torch.Size:
-    """Find the shape that ``shard_fn`` turns into the local one, by trying shapes on tensors without data."""
+    """Find the shape that ``shard_fn`` turns into the local one: try shapes on tensors without data."""
     for size in range(1, dist.get_world_size() + 1):
         for dimension in range(parameter.dim()):
             shape = list(parameter.shape)

@@ -52,7 +52,7 @@ class Packing:
 
 
 def dealt(elements: Numbers, is_matrix: Flags, ranks: int) -> Numbers:
-    """Return the rank of each parameter; matrices precede other parameters of equal size, as Muon's groups do."""
+    """Return the rank of each parameter; of equal sizes, matrices come first, as Muon's groups do."""
     order = np.lexsort((~is_matrix, elements))
     turn = np.arange(len(order)) % (2 * ranks)
     found = np.empty_like(order)

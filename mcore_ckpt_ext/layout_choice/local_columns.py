@@ -15,7 +15,7 @@ BEFORE_LAYERS, AFTER_LAYERS = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class LocalColumns:
-    """The parameters of one rank, for all pipeline stages together; each array has one element for each parameter.
+    """The parameters of one rank, all pipeline stages together; arrays have one element for each.
 
     Attributes:
         elements: number of elements of the rank's part.

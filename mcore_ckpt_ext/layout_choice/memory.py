@@ -1,4 +1,7 @@
-"""Computes the memory of a GPU under a layout: weights, gradients and optimizer exactly, activations as an estimate."""
+"""Computes a GPU's memory under a layout: activations as an estimate, everything else exactly.
+
+Weights, gradients and optimizer states are exact.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,11 @@ def activation_bytes(choice: Choice, recomputation: Recomputation) -> int:
 
 
 def _batches_in_flight(choice: Choice) -> float:
-    """Return how many micro batches of activations the first stage keeps; a fraction if only some layers keep one."""
+    """Return how many micro batches of activations the first stage keeps.
+
+    Returns:
+        A fraction if only some layers keep one.
+    """
     layout = choice.layout
     if layout.virtual_pipeline > 1:
         return layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual_pipeline))
@@ -120,7 +127,7 @@ def _batches_in_flight(choice: Choice) -> float:
 
 
 def bubble_fraction(choice: Choice) -> float:
-    """Return the idle fraction of a pipeline's time, `(PP - 1) / (VPP x micro batches)` relative to the busy time.
+    """Return a pipeline's idle time relative to its busy time: `(PP - 1) / (VPP x micro batches)`.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
     (arXiv:2104.04473), section 2.2.

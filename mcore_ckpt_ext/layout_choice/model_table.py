@@ -73,7 +73,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class StageHolding:
-    """The totals on a rank of one pipeline stage: of `dense` parameters, and of `experts` with expert parallelism.
+    """The totals on a rank of a pipeline stage: `dense` parameters, `experts` with expert parallelism.
 
     Without expert parallelism, experts are in the same buffers as all other parameters and count as dense
     (`is_expert_parallel`, megatron/core/distributed/distributed_data_parallel.py, core_v0.7.0 to 0.19.2).
@@ -158,7 +158,7 @@ class ModelTable:
     """All parameters of a model, with cached totals for the stages of layouts."""
 
     def __init__(self, parameters: Sequence[Parameter], layers: int, *, copies: int, padded_rows: PaddedRows) -> None:
-        """`copies`: copies of the word embedding on the last stage if it is not the first (`embedding_copies`)."""
+        """`copies`: copies of the word embedding on a last stage other than the first (`embedding_copies`)."""
         self.parameters = tuple(parameters)
         self.layers = layers
         self._padded_rows = padded_rows

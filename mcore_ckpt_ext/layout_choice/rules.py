@@ -1,4 +1,4 @@
-"""The rules by which Megatron accepts or refuses a parallel layout for a model; each names its source.
+"""The rules by which Megatron accepts or refuses a parallel layout for a model, with their sources.
 
 A rule is a function of a `Choice` that returns why Megatron refuses it, or None. The list `RULES` is the only place for
 such a rule; candidates, refusals and the documentation are made from it. Unless a rule names other versions, it was
@@ -95,7 +95,10 @@ def _expert_world_size(choice: Choice) -> str | None:
 
 
 def _rank_order(choice: Choice) -> str | None:
-    """`initialize_model_parallel`: `--use-tp-pp-dp-mapping` needs equal data parallel sizes for experts and others."""
+    """`initialize_model_parallel`: `--use-tp-pp-dp-mapping` needs equal data parallel sizes.
+
+    The sizes are those for experts and for other parameters.
+    """
     layout = choice.layout
     if not choice.job.use_tp_pp_dp_mapping or layout.pipeline == 1:
         return None
@@ -113,7 +116,10 @@ def _heads(choice: Choice) -> str | None:
 
 
 def _query_groups(choice: Choice) -> str | None:
-    """`TransformerConfig.__post_init__`: query groups are divided, too; since 0.16 several ranks may share one."""
+    """`TransformerConfig.__post_init__`: query groups are divided, too.
+
+    Since 0.16 several ranks may share one.
+    """
     job, tensor = choice.job, choice.layout.tensor
     groups = job.num_query_groups if job.group_query_attention else None
     may_share = SHARES_QUERY_GROUPS.is_of(choice.version)
@@ -123,7 +129,10 @@ def _query_groups(choice: Choice) -> str | None:
 
 
 def _linear_attention(choice: Choice) -> str | None:
-    """`TransformerConfig.__post_init__`: heads of a gated delta net are a multiple of TP x CP (core_v0.16.0 on)."""
+    """`TransformerConfig.__post_init__`: heads of a gated delta net are a multiple of TP x CP.
+
+    It applies from core_v0.16.0 on.
+    """
     job, ranks = choice.job, choice.layout.tensor * choice.layout.context
     if not job.experimental_attention_variant or not job.linear_num_key_heads:
         return None
@@ -134,10 +143,10 @@ def _linear_attention(choice: Choice) -> str | None:
 
 
 def _mamba(choice: Choice) -> str | None:
-    """`MambaMixer.__init__` and `MambaContextParallel.__init__` (megatron/core/ssm): heads are a multiple of TP x CP.
+    """`MambaMixer.__init__` and `MambaContextParallel.__init__`: heads are a multiple of TP x CP.
 
     The number of groups is a multiple of TP. Context-parallel ranks divide the groups of a tensor-parallel rank evenly,
-    or several share one.
+    or several share one. Source: megatron/core/ssm.
     """
     job, tensor, context = choice.job, choice.layout.tensor, choice.layout.context
     if not is_hybrid(job) or "M" not in str(job.hybrid_layer_pattern or job.raw.get("hybrid_override_pattern")):
@@ -168,8 +177,10 @@ def _experts(choice: Choice) -> str | None:
 
 
 def _sequence(choice: Choice) -> str | None:
-    """`validate_args`: with context parallelism the sequence length is a multiple of 2 x CP. If activations are divided
-    along the sequence, each part is a multiple of TP (`_split_along_first_dim`, tensor_parallel/mappings.py).
+    """`validate_args`: with context parallelism the sequence length is a multiple of 2 x CP.
+
+    If activations are divided along the sequence, each part is a multiple of TP (`_split_along_first_dim`,
+    tensor_parallel/mappings.py).
     """
     length, layout = choice.job.seq_length, choice.layout
     if not length:
@@ -182,7 +193,10 @@ def _sequence(choice: Choice) -> str | None:
 
 
 def _attention_of_context(choice: Choice) -> str | None:
-    """`DotProductAttention.__init__` (dot_product_attention.py): the local layer spec has no context parallelism."""
+    """`DotProductAttention.__init__`: the local layer spec has no context parallelism.
+
+    Source: dot_product_attention.py.
+    """
     if choice.layout.context > 1 and choice.job.transformer_impl == "local":
         return "--transformer-impl local has no context parallelism"
     return None
@@ -198,8 +212,10 @@ def _layers(choice: Choice) -> str | None:
 
 
 def _shared_indexers(choice: Choice) -> str | None:
-    """`_validate_dsa_index_share_pipeline_split` (experimental_attention_variant_module_specs.py, core_v0.19.0 on): a
-    layer that reuses the tokens chosen by an earlier layer is on the same stage as that layer.
+    """A layer that reuses the tokens chosen by an earlier layer is on the same stage as that layer.
+
+    Source: `_validate_dsa_index_share_pipeline_split` (experimental_attention_variant_module_specs.py), from
+    core_v0.19.0 on.
     """
     frequency, offset = choice.job.dsa_indexer_topk_freq or 1, max(choice.job.dsa_indexer_skip_topk_offset or 0, 1)
     stages = () if choice.split is None else chain.from_iterable(choice.split.ranges())
@@ -210,10 +226,11 @@ def _shared_indexers(choice: Choice) -> str | None:
 
 
 def _hybrid_stages(choice: Choice) -> str | None:
-    """`validate_args` (core_v0.17.0 on): virtual stages of a hybrid model are the segments of its pattern.
+    """`validate_args`: virtual stages of a hybrid model are the segments of its pattern.
 
-    Their number is a multiple of PP. A pattern without `|` has no virtual stages, and neither has any hybrid model of
-    earlier versions (`MambaStack`, mamba_block.py). The stages of such models ignore the embedding and the loss.
+    It applies from core_v0.17.0 on. The number of segments is a multiple of PP. A pattern without `|` has no virtual
+    stages, and neither has any hybrid model of earlier versions (`MambaStack`, mamba_block.py). The stages of such
+    models ignore the embedding and the loss.
     """
     job, layout = choice.job, choice.layout
     if not is_hybrid(job):
@@ -231,7 +248,10 @@ def _hybrid_stages(choice: Choice) -> str | None:
 
 
 def _interleaving(choice: Choice) -> str | None:
-    """`validate_args`: virtual stages need several pipeline ranks, and more than two without overlapped transfers."""
+    """`validate_args`: virtual stages need several pipeline ranks.
+
+    Without overlapped transfers they need more than two.
+    """
     layout = choice.layout
     if layout.virtual_pipeline == 1:
         return None
@@ -242,9 +262,10 @@ def _interleaving(choice: Choice) -> str | None:
 
 
 def _micro_batches(choice: Choice) -> str | None:
-    """`_build_num_microbatches_calculator` (num_microbatches_calculator.py): the global batch is a multiple of the
-    micro batch x DP. `forward_backward_pipelining_with_interleaving` (schedules.py): with virtual stages, the number
-    of micro batches is a multiple of PP.
+    """The global batch is a multiple of the micro batch x DP.
+
+    Source: `_build_num_microbatches_calculator` (num_microbatches_calculator.py). With virtual stages, the number of
+    micro batches is a multiple of PP (`forward_backward_pipelining_with_interleaving`, schedules.py).
     """
     layout = choice.layout
     share = choice.micro_batch * layout.data

@@ -181,7 +181,7 @@ def _fits(memory: Memory, request: SearchRequest) -> bool | None:
 
 
 def _rank(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tuple[object, ...]:
-    """Return a sort key: fits, keeps the batch, idles least, keeps TP within a node, is similar to the old layout."""
+    """Return a sort key: fits, keeps the batch, idles least, TP within a node, similar to the old layout."""
     layout = one.choice.layout
     crosses = layout.tensor > request.gpus_per_node
     return (

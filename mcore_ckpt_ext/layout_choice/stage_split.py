@@ -49,7 +49,7 @@ class StageSplit:
 def stage_splits(
     job: JobArguments, pipeline: int, virtual: int, version: Version, extra_layers: int = 0
 ) -> Iterator[StageSplit]:
-    """Yield ways to divide the layers among `pipeline` ranks with `virtual` stages each, the simplest one first.
+    """Yield divisions of the layers among `pipeline` ranks of `virtual` stages each, the simplest first.
 
     The flags of the job are kept if they divide the layers. An even split needs no flag. Otherwise the last stage, or
     the first and the last one, may have fewer layers (`--decoder-last-pipeline-num-layers`,
@@ -100,7 +100,10 @@ def _candidates(
 
 
 def _balanced(total: int, stages: int) -> list[int]:
-    """Return the most even numbers of layers; the stages with the embedding and the loss are the first to get fewer."""
+    """Return the most even numbers of layers.
+
+    The stages with the embedding and the loss are the first to get fewer.
+    """
     least, more = divmod(total, stages)
     counts = [least] * stages
     middle_first = [*range(1, stages - 1), 0, stages - 1]
@@ -110,7 +113,7 @@ def _balanced(total: int, stages: int) -> list[int]:
 
 
 def layout_string(counts: list[int], extra_layers: int = 0) -> str:
-    """Return the value of `--pipeline-model-parallel-layout` for stages with these numbers of decoder layers.
+    """Return the `--pipeline-model-parallel-layout` for stages with these numbers of decoder layers.
 
     `E` is the embedding, `t` a decoder layer, `m` a layer for multi-token prediction, `L` the loss; `|` separates
     stages, and `(tt|)*3` repeats (`PipelineParallelLayerLayout.parse_str_to_list`,

@@ -22,7 +22,7 @@ _NONE = "no sidecar is written"
 
 
 def load_optimizer(path: str | os.PathLike[str], model: object, optimizer: object) -> dict[str, object] | None:
-    """Fill a live Megatron Core optimizer of any layout from a checkpoint of any other layout. Collective.
+    """Fill a live Megatron Core optimizer from a checkpoint of any other layout. Collective.
 
     Load the checkpoint's weights into the model first: every master is compared with its weight before anything is
     written.

@@ -1,4 +1,6 @@
-"""Exports `hf/iter_...`, a Hugging Face folder, every EVERY iterations (`--ckpt-ext-export-hf EVERY`).
+"""Exports a Hugging Face folder, `hf/iter_...`, at intervals (`--ckpt-ext-export-hf EVERY`).
+
+EVERY is a number of iterations.
 
 A separate process makes it from the finished checkpoint, as `mcore-ckpt convert` does, while training continues. It
 shares only the disk with the job, so that no error in it affects the save or the training.

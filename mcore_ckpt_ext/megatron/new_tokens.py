@@ -55,7 +55,11 @@ def stored_vocabulary_rows(folder: Path, arguments: Any) -> int | None:
 
 
 def new_tokens(rows: int | None, arguments: Any) -> range:
-    """Return the tokens without a row in a checkpoint with a number of rows; empty if a number is unknown."""
+    """Return the tokens without a row in a checkpoint with a number of rows.
+
+    Returns:
+        The tokens; empty if a number is unknown.
+    """
     count = token_count(arguments)
     return range(0) if rows is None or count is None or count <= rows else range(rows, count)
 

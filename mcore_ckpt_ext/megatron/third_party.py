@@ -1,4 +1,4 @@
-"""Bypasses checks of other training loops that refuse a changed layout before they call Megatron Core.
+"""Bypasses other training loops' checks that refuse a changed layout before Megatron Core is called.
 
 `core_load` then lets Megatron Core load what it supports, plans and verifies the rest, and refuses on all ranks if an
 optimizer cannot be filled. So a check is bypassed only for optimizers that `core_load` supports.

@@ -37,7 +37,7 @@ def block_of(key: str) -> str | None:
 
 
 def language_prefix(name: str) -> str:
-    """Return the prefix of a name of the language model: `language_model.` in a larger model, empty in a plain one."""
+    """Return the prefix of a language model's names: `language_model.` in a larger model, else empty."""
     match = _LANGUAGE_PREFIX.match(name) if LANGUAGE_MODEL in name else None
     return match[1] if match else ""
 
@@ -54,7 +54,7 @@ def is_language_block(block: str) -> bool:
 
 
 def pipelined_block(names: Iterable[str]) -> str | None:
-    """Return the block that a pipeline divides: the language model's decoder, or its encoder without one (BERT).
+    """Return the block that a pipeline divides: the language model's decoder, else its encoder (BERT).
 
     Returns:
         None if there is no block, or if there are several (T5).
@@ -93,7 +93,7 @@ def is_output_layer(name: str) -> bool:
 
 
 def precedes_layers(name: str, prefix: str) -> bool:
-    """Return whether a parameter outside the layers is on the first pipeline stage, before the first layer.
+    """Return whether a parameter outside the layers is before the first one, on the first pipeline stage.
 
     The language model begins with its embedding. Towers and projectors are not part of it, and are on the first stage
     (`model_provider` of pretrain_vlm.py, core_v0.13.0 to 0.19.2).
@@ -106,7 +106,10 @@ def precedes_layers(name: str, prefix: str) -> bool:
 
 
 def is_of_prediction(name: str) -> bool:
-    """Return whether a parameter belongs to layers for multi-token prediction: `mtp.layers.0.eh_proj.weight`."""
+    """Return whether a parameter belongs to layers for multi-token prediction.
+
+    Example: `mtp.layers.0.eh_proj.weight`.
+    """
     return name.removeprefix(language_prefix(name)).startswith("mtp.")
 
 
@@ -116,14 +119,19 @@ def in_vocabulary(name: str) -> bool:
 
 
 def second_names(names: Container[str]) -> dict[str, str]:
-    """Return the first name of each parameter with two names, mapped to the second, which the optimizer uses."""
+    """Return the first name of each parameter with two names, mapped to the second.
+
+    The optimizer uses the second.
+    """
     leaves = ("weight", "bias")
     pairs = ((first + leaf, last + leaf) for first, last in _TWICE for leaf in leaves)
     return {first: last for first, last in pairs if first in names and last in names}
 
 
 def leaves_out_state(key: str, names: Iterable[str]) -> bool:
-    """Return whether the sharded state dict omits an output layer's extra state, as in GPT but not in BERT.
+    """Return whether the sharded state dict omits an output layer's extra state, as GPT's does.
+
+    BERT's does not omit it.
 
     Source: `GPTModel.sharded_state_dict` (gpt_model.py, core_v0.7.0 to 0.19.2).
 

@@ -17,7 +17,7 @@ _FINAL_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
 
 
 def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict[str, str | None]:
-    """Return the GPT's name of each parameter of a hybrid model; None for parameters that it does not have.
+    """Return the GPT's name of each parameter of a hybrid model; None for those that it does not have.
 
     Args:
         pattern: the pattern of the hybrid model's layers, `--hybrid-layer-pattern`.

@@ -125,7 +125,10 @@ class ParameterName:
         return self._in_layer(f"{self.experts}.experts.{self.expert}.{self.rest}" if self.experts else self.rest)
 
     def own(self, grouped_experts: bool) -> str:
-        """Return the name in a rank's `state_dict`; a grouped linear has one extra state for all of its experts."""
+        """Return the name in a rank's `state_dict`.
+
+        A grouped linear has one extra state for all of its experts.
+        """
         if self.experts is None:
             return str(self)
         if not grouped_experts:
@@ -133,7 +136,7 @@ class ParameterName:
         return self._in_layer(f"{self.experts}.{self.rest}{'' if is_extra_state(self.rest) else self.expert}")
 
     def sharded_key(self, stack_layers: bool) -> ShardedKey:
-        """Return its array, with experts stacked and layers stacked if `stack_layers`; the inverse of `name_at`."""
+        """Return its array, with experts stacked, and layers if `stack_layers`; the inverse of `name_at`."""
         in_layer = self.rest if self.experts is None else f"{self.experts}.experts.{self.rest}"
         index = () if self.expert is None else (self.expert,)
         if self.layer is None and (merger := _MERGER.match(in_layer)):
@@ -143,7 +146,10 @@ class ParameterName:
         return f"{self.block}.layers.{in_layer}", (self.layer, *index)
 
     def counted_from(self, layer: int, expert: int) -> ParameterName:
-        """Add the numbers of a rank's first layer and expert; the layers of towers are not divided, so keep theirs."""
+        """Add the numbers of a rank's first layer and expert.
+
+        The layers of towers are not divided, so they keep their numbers.
+        """
         is_divided = self.block is not None and is_language_block(self.block)
         return replace(
             self,
@@ -169,9 +175,10 @@ def parse_own(name: str, spec: LayerSpec) -> ParameterName:
 
 
 def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool, version: tuple[int, int]) -> str:
-    """Compose the name in a rank's `state_dict`, the inverse of `parse_own`; `name` already has the rank's numbers.
+    """Compose the name in a rank's `state_dict`, the inverse of `parse_own`.
 
-    A parameter that model space splits into parts is a single one on the rank. `version`: Megatron's version.
+    `name` already has the rank's numbers. A parameter that model space splits into parts is a single one on the rank.
+    `version`: Megatron's version.
     """
     separate = {key: own for own, key in _OWN_TO_KEY[spec].items()}
     if FILTERS_ARE_FIRST.is_of(version):
@@ -280,7 +287,10 @@ def is_extra_state(name: str) -> bool:
 
 
 def is_module_buffer(name: str) -> bool:
-    """Return whether a name denotes a tensor of the model that is not a parameter (moe/router.py, since 0.10.0)."""
+    """Return whether a name denotes a tensor of the model that is not a parameter.
+
+    Source: moe/router.py, since 0.10.0.
+    """
     return bool(_MODULE_BUFFER.search(name))
 
 
@@ -307,13 +317,13 @@ def is_part(name: str) -> bool:
 
 
 def part_names(name: str) -> list[str]:
-    """Return the names of the parts into which model space splits a rank's parameter, or else its own name."""
+    """Return the names of the parts into which model space splits a rank's parameter, or its own name."""
     match = _JOINED.search(name)
     return [f"{name}.{part}" for part in _PARTS_STORED[match[1], match[2]]] if match else [name]
 
 
 def split_parameters(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the parts of parameters that are stored in parts: `in_proj` and `conv1d` of a mixer or a delta net.
+    """Group parts of parameters that are stored in parts: `in_proj`, `conv1d` of mixers or delta nets.
 
     Sources: `MambaMixer.sharded_state_dict` (megatron/core/ssm/mamba_mixer.py, core_v0.9.0 to 0.19.2), which splits a
     rank's rows into z, x, B, C, dt (`in_proj.weight`) or x, B, C (`conv1d`), and that of a gated delta net

@@ -20,7 +20,7 @@ KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """A global array of model space: its name, its shape in elements, its torch dtype by name (`bfloat16`)."""
+    """A global array of model space: its name, shape in elements, and torch dtype by name (`bfloat16`)."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Fills the blocks of a conversion's output: reads their content, verifies masters, rounds and quantizes."""
+"""Fills the blocks of a conversion's output: reads content, verifies masters, rounds and quantizes."""
 
 from __future__ import annotations
 

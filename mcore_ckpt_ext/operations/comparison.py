@@ -168,7 +168,7 @@ def _differing_copies(side: _Side, kinds: Sequence[str], team: Team) -> tuple[st
 
 
 def _unread(side: _Side, kinds: Sequence[str] | None, sides: tuple[_Side, _Side]) -> tuple[UnreadState, ...]:
-    """Return the keys of one checkpoint that nothing reads, but should: of the chosen kinds, not only weights."""
+    """Return keys of one checkpoint that nothing reads, but should: of chosen kinds, not only weights."""
     if any(one.checkpoint.format_reader.is_model_folder for one in sides):
         return ()
     return tuple(one for one in side.checkpoint.unread() if not one.why and (kinds is None or one.kind in kinds))
@@ -180,7 +180,10 @@ def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:
 
 
 def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Where | None) -> tuple[_Side, _Side]:
-    """Open both checkpoints, a Hugging Face folder with the other's vocabulary, B with names of A's layer spec."""
+    """Open both checkpoints, a Hugging Face folder with the other's vocabulary.
+
+    B has the names of A's layer spec.
+    """
     of_family = family_named(family) if family else None
     opened = open_both((a, b), of_family, facts, weights)
     rows: list[int | None] = [None, None]

@@ -210,7 +210,7 @@ def convert(
 
 
 def _edited(folder: Path) -> list[str]:
-    """Return a note for each small file of a source that was edited or damaged since this package wrote it."""
+    """Return a note for each small file of a source edited or damaged since this package wrote it."""
     found = compare_digests(folder)
     return (
         [f"{folder / file.name} has changed since it was written: {file.what}" for file in found.changed]

@@ -54,7 +54,7 @@ def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Fi
 
 
 def _is_grid(tensor: LogicalTensor, parts: Copies) -> bool:
-    """Return True if there is one copy whose parts are the cells of a grid, each once, as for most tensors."""
+    """Return True if the only copy's parts are the cells of a grid, each once, as for most tensors."""
     match parts:
         case [[[only]]] if only.slice == Slice.whole((Region.whole(tensor.name, tensor.shape),)):
             return True
@@ -123,7 +123,7 @@ def check_state(checkpoint: CheckpointView) -> Iterator[Finding]:
 
 
 def check_kinds(checkpoint: CheckpointView) -> Iterator[Finding]:
-    """Check that each parameter with optimizer state belongs to the model and has all kinds of its update rule.
+    """Check that parameters with optimizer state are the model's, with all kinds of their update rule.
 
     The other parameters and the parameter groups show which kinds belong together.
     """

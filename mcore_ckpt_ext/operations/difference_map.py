@@ -14,7 +14,7 @@ MOST_ROWS, MOST_COLUMNS = 16, 64
 
 @dataclass(frozen=True, slots=True)
 class DifferenceMap:
-    """The differences of two tensors, counted in the cells of a grid; cells without differences are absent.
+    """The differences of two tensors, counted in the cells of a grid; cells without any are absent.
 
     The grid's rows divide the tensor's first axis, its columns all other axes.
 
@@ -83,7 +83,7 @@ class Tally:
     first: tuple[int, str, str] | None = None
 
     def count(self, a: torch.Tensor, b: torch.Tensor, start: int) -> None:
-        """Count the differences of two 1-D blocks of equal length that begin at element `start` of the tensor."""
+        """Count differences of two 1-D blocks of equal length that begin at element `start` of the tensor."""
         if a.dtype != b.dtype:
             a, b = a.double(), b.double()
         bits_of_a, bits_of_b = bits_of(a), bits_of(b)

@@ -32,11 +32,11 @@ class ContentProvider(Protocol):
         """Record that an earlier run has written a record."""
 
     def finish(self, workers: int) -> None:
-        """Check the data when this process has written all records; raises CheckpointError to prevent publishing."""
+        """Check the data when this process has written all records; CheckpointError prevents publishing."""
 
 
 class LocalOutput:
-    """A temporary folder in the destination's parent, filled record by record, and renamed when it is complete."""
+    """A temporary folder in the destination's parent, filled record by record, renamed when complete."""
 
     def __init__(self, destination: Destination, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
         self._publication = Publication(destination.path, fingerprint, team.rank, destination.check_replaceable)
@@ -67,7 +67,10 @@ class LocalOutput:
             publication.close()
 
     def _fill(self, output: Output, filler: ContentProvider, progress: Progress) -> None:
-        """Write this process's share of the records; records that an interrupted run finished are only checked."""
+        """Write this process's share of the records.
+
+        Records that an interrupted run finished are only checked.
+        """
         writer = RecordWriter(self._publication.content, filler.fill, self._workers, self._block_bytes)
         done = self._publication.done()
         mine = list(enumerate(output.records))[self._team.rank :: self._team.size]
@@ -86,7 +89,7 @@ class LocalOutput:
 
 
 class RemoteOutput:
-    """Files made one at a time on the local disk and uploaded; the file that marks them as complete is last."""
+    """Files made one at a time on the local disk and uploaded; the one that marks completion is last."""
 
     def __init__(self, destination: Destination, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
         self._upload = Upload(destination.path, fingerprint, team.rank)

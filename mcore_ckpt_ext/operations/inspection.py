@@ -1,4 +1,4 @@
-"""Describes a checkpoint from its metadata: layout, writer, model, sizes, files, and what can resume it."""
+"""Describes a checkpoint by its metadata: layout, writer, model, sizes, files, what can resume it."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def _files(checkpoint: CheckpointView, grid: RankGrid | None, on_disk: Mapping[s
 
 
 def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid | None, size: int | None) -> StoredFile:
-    """Return a file with its place in the layout; `grid`: the places of the ranks that wrote files, if known."""
+    """Return a file with its place in the layout; `grid`: places of the ranks that wrote files, if known."""
     if size is None:  # missing, or not below the folder
         with suppress(OSError):
             size = (checkpoint.folder / name).stat().st_size
@@ -225,7 +225,10 @@ def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid | None, siz
 
 
 def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
-    """Return the model in numbers; it lacks unknown arguments, and those of a job if no job saved the checkpoint."""
+    """Return the model in numbers, without unknown arguments.
+
+    The arguments of a job are left out, too, if no job saved the checkpoint.
+    """
     names = {
         "layers": "num_layers", "hidden size": "hidden_size", "feed-forward size": "ffn_hidden_size",
         "attention heads": "num_attention_heads", "query groups": "num_query_groups", "experts": "num_experts",

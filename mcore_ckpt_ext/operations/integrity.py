@@ -1,4 +1,4 @@
-"""Checks that the bytes are those that were written: by torch's own checksums, and Megatron's manifest."""
+"""Checks that the bytes are those that were written: by torch's checksums and Megatron's manifest."""
 
 from __future__ import annotations
 

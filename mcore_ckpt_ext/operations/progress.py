@@ -9,7 +9,7 @@ Progress = Callable[[int, int], None]
 
 
 class ByteCounter:
-    """Adds up the work of threads and reports it: bytes so far, and bytes in all (`total` may be an estimate)."""
+    """Adds up the work of threads and reports bytes so far, and in all (`total` may be an estimate)."""
 
     def __init__(self, total: int, progress: Progress, done: int = 0) -> None:
         self._done, self._total, self._progress = done, total, progress

@@ -29,7 +29,7 @@ def cached(source: Source) -> SourceView:
 
 
 def without_shifts(source: Source) -> SourceView:
-    """Return a source whose numbers are read as stored, without the shift that model space applies to them."""
+    """Return a source whose numbers are read as stored, without the shift that model space applies."""
     return replace(
         SourceView.of(source),
         stored=lambda kind, name: _without_shifts(source.stored(kind, name)),
@@ -58,7 +58,10 @@ class Rooms:
         self._memory = threading.local()
 
     def of(self, use: str) -> Callable[[int, torch.dtype], torch.Tensor]:
-        """Return an allocator for one use; it overwrites what it returned before for that use in the same thread."""
+        """Return an allocator for one use.
+
+        It overwrites what it returned before for that use in the same thread.
+        """
         return partial(self._allocate, use)
 
     def _allocate(self, use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -71,7 +74,10 @@ class Rooms:
 
 @contextmanager
 def threads(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of threads in which torch uses one thread each: more would spin while they wait for each other."""
+    """Yield a pool of threads in which torch uses one thread each.
+
+    More would spin while they wait for each other.
+    """
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(max(1, workers), "mcore_ckpt_ext", torch.set_num_threads, (1,)) as pool:

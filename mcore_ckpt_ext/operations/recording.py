@@ -1,4 +1,4 @@
-"""Records the SHA-256 of every file and tensor of a checkpoint, and compares a checkpoint with a record.
+"""Records the SHA-256 of every file and tensor of a checkpoint, and compares it with a record.
 
 Tensors are recorded in model space: a conversion to another format or layout changes all files and no tensor.
 """
@@ -157,7 +157,7 @@ def compare_tensors(
 
 
 def file_digests(folder: Path, manifest: Path, workers: int, team: Team) -> dict[str, str]:
-    """Return the SHA-256 of each file of a folder, by its path in the folder, without the manifest itself.
+    """Return the SHA-256 of a folder's files, by path in the folder, without the manifest itself.
 
     Raises:
         UnreadableCheckpointError: a file cannot be read, or is a link out of the folder; on every process.
@@ -186,7 +186,9 @@ def file_digests(folder: Path, manifest: Path, workers: int, team: Team) -> dict
 
 
 def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: int, team: Team) -> list[TensorDigest]:
-    """Return the SHA-256 of each tensor, in model space for a checkpoint; read those that are not in `digests`.
+    """Return the SHA-256 of each tensor, in model space for a checkpoint.
+
+    Tensors that are not in `digests` are read.
 
     Raises:
         UnreadableCheckpointError: a tensor cannot be read; on every process.

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.transfer import Transfer
 
 @dataclass(frozen=True)
 class ComparedCopy:
-    """A copy and its comparison with the first: number, elements, elements that differ in bits, and both files."""
+    """A copy compared with the first: number, elements, elements that differ in bits, and both files."""
 
     number: int
     elements: int
@@ -67,7 +67,10 @@ def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tu
 
 
 def shifted_names(checkpoint: CheckpointView, kind: str) -> frozenset[str]:
-    """Return the parameters whose arrays of a kind are stored shifted (`workarounds/fully_reshardable_padding.py`)."""
+    """Return the parameters whose arrays of a kind are stored shifted.
+
+    The shift is described in `workarounds/fully_reshardable_padding.py`.
+    """
     return frozenset(checkpoint.optimizer.shifted if kind != WEIGHT else ())
 
 

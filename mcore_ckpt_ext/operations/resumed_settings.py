@@ -28,7 +28,7 @@ _ABSENT = "none"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting that a resume restores: its name, its values in A and B as text, and True if they are equal."""
+    """A setting that a resume restores: its name, its values in A and B as text, and whether they match."""
 
     name: str
     a: str

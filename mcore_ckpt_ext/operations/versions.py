@@ -31,7 +31,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Writer:
-    """The writer of a checkpoint: a version or a range, the evidence, and the earliest release that it allows.
+    """The writer of a checkpoint: a version or range, the evidence, and the earliest release possible.
 
     `converted`: a conversion of this package wrote it, so that no rank of a job wrote any of its files.
     """
@@ -81,9 +81,9 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
 
 
 def has_job(checkpoint: CheckpointView, writer: Writer) -> bool:
-    """Return True if a job saved the checkpoint, or the one that it was converted from; else it has no layout.
+    """Return True if a job saved the checkpoint, or the one that it was converted from.
 
-    Legacy files are stored by rank, so that they always have a layout.
+    Otherwise it has no layout. Legacy files are stored by rank, so that they always have a layout.
     """
     reader = checkpoint.format_reader
     return reader.is_of_job and (not (writer.converted and checkpoint.is_release) or reader.loading.by_rank)
@@ -117,9 +117,9 @@ def _bounds(checkpoint: CheckpointView) -> Iterator[Bound]:
 
 
 def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
-    """List the programs that resume the checkpoint with its optimizer: stock Megatron, and with this package.
+    """List the programs that resume the checkpoint with its optimizer.
 
-    Releases older than the writer are left out.
+    These are stock Megatron, and Megatron with this package. Releases older than the writer are left out.
     """
     loading = checkpoint.format_reader.loading
     if not loading.in_megatron:
@@ -169,7 +169,10 @@ def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
 
 
 def _of_another_loop(checkpoint: CheckpointView) -> Iterator[Resumption]:
-    """Yield resumptions of a checkpoint without Megatron's arguments, which stock `load_checkpoint` needs."""
+    """Yield resumptions of a checkpoint without Megatron's arguments.
+
+    Stock `load_checkpoint` needs them.
+    """
     described = _is_of_bridge(checkpoint)
     other = stock_can_load(checkpoint.optimizer_format, True, NEWEST)
     own = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"

@@ -1,4 +1,4 @@
-"""Calls a function after a module has been imported, without importing it and without a visible trace.
+"""Calls a function after a module is imported, without importing it and without a visible trace.
 
 The finder handles only the watched names. It takes the spec of the other finders and wraps its loader for one
 execution; afterwards the module's ``__spec__``, ``__loader__`` and ``__file__`` are as if this finder did not exist, so

@@ -17,7 +17,7 @@ PREFIX = f"[{NAME}] "
 
 
 class LoggedLines(set[str]):
-    """The lines logged in this process: Megatron parses its arguments repeatedly, but each line is logged once."""
+    """The lines logged in this process: each once, though Megatron parses its arguments repeatedly."""
 
 
 class OwnHandler(logging.Handler):

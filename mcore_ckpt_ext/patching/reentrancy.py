@@ -1,4 +1,7 @@
-"""Tracks whether a patched training loop is inside a load or save, which then handles its optimizer itself."""
+"""Tracks whether a patched training loop is inside a load or save.
+
+The loop then handles its optimizer itself.
+"""
 
 from __future__ import annotations
 

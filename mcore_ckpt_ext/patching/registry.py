@@ -108,7 +108,10 @@ class _Patch:
         self._rebind(module, self.original, self.dispatch)
 
     def undo(self, module: ModuleType) -> None:
-        """Restore the original wherever the wrapper is found; other references to the wrapper call the original."""
+        """Restore the original wherever the wrapper is found.
+
+        Other references to the wrapper call the original.
+        """
         self.active = False
         self._rebind(module, self.dispatch, self.original)
 
@@ -173,7 +176,10 @@ class HookRegistry:
         self._patch([(patch_point, module) for patch_point in self._patch_points if patch_point.module == name])
 
     def _patch(self, found: Iterable[tuple[PatchPoint, ModuleType]]) -> None:
-        """Wrap patch points; record failures, and log one line for each reason. The framework stays unchanged then."""
+        """Wrap patch points; record failures, and log one line for each reason.
+
+        A function that cannot be wrapped stays unchanged.
+        """
         failed: dict[str, list[str]] = {}
         for patch_point, module in found:
             reason = self._patch_one(patch_point, module)

@@ -38,7 +38,10 @@ class ArchivedRecord(NamedTuple):
 
 
 class RawArray(NamedTuple):
-    """An array stored as its elements alone, from byte `offset` on; `crc`: the CRC-32 of the bytes, if known."""
+    """An array stored as its elements alone, from byte `offset` on.
+
+    `crc`: the CRC-32 of the bytes, if known.
+    """
 
     file: str
     offset: int

@@ -28,7 +28,10 @@ Run = tuple[int, int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements `[start, stop)` of a region's row-major flattening; element `start` is element `base` of its owner."""
+    """Elements `[start, stop)` of a flattened region; element `start` is element `base` of its owner.
+
+    Flattening is row-major.
+    """
 
     region: Region
     start: int
@@ -38,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Strided copies, one per entry, in elements: `count` times `length` elements, `stride` apart on each side."""
+    """Strided copies, one per entry, in elements: `count` times `length`, `stride` apart on each side."""
 
     source: Integers
     target: Integers
@@ -73,7 +76,7 @@ class Runs:
         return fold(first[kept], (target + first - source)[kept], (last - first)[kept])
 
     def rows(self) -> list[Run]:
-        """Return the entries as plain integers: (source, target, length, count, source stride, target stride)."""
+        """Return the entries as integers: (source, target, length, count, source stride, target stride)."""
         columns = (self.source, self.target, self.length, self.count, self.source_stride, self.target_stride)
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
@@ -121,7 +124,10 @@ def contiguous_runs(
 
 
 def _innermost_cut_axis(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """Return the innermost axis that the region does not cover entirely; the axes after it are contiguous."""
+    """Return the innermost axis that the region does not cover entirely.
+
+    The axes after it are contiguous.
+    """
     axis = len(shape) - 1
     while axis > 0 and sizes[axis] == shape[axis]:
         axis -= 1

@@ -1,4 +1,4 @@
-"""The plan of a transfer as data: the bytes to read from each file, and the destination of each element.
+"""The plan of a transfer as data: the bytes to read from files, and each element's destination.
 
 A plan can be printed, counted, split between workers, passed to the master check, or executed. Making it reads nothing.
 """
@@ -122,14 +122,14 @@ class DerivedSource(Protocol):
 
 @runtime_checkable
 class IndexedSource(Protocol):
-    """A source that selects the slices for a region itself, because an array may have thousands of slices."""
+    """A source that selects the slices for a region itself: an array may have thousands of slices."""
 
     def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
         """Return at least the slices that contain elements of the region, in the order of `stored`."""
 
 
 class StoredOnce(ABC):
-    """Base of sources without replicas: each element is stored once, or its copies cannot be distinguished."""
+    """Base of sources without replicas: elements are stored once, or copies cannot be distinguished."""
 
     @abstractmethod
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:

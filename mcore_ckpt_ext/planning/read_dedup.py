@@ -1,4 +1,4 @@
-"""Deduplicates reads of several ranks: which bytes are shared, which rank reads them, and the order of messages.
+"""Deduplicates reads of several ranks: shared bytes, the rank that reads them, the messages' order.
 
 Every rank computes the same result independently, from the requests of all ranks. Bytes requested by the same ranks
 are sent together, in messages that those ranks take turns to read. All messages have one order, by file and byte.
@@ -49,9 +49,10 @@ class Message:
         return _aligned(last.at + last.stop - last.start)
 
     def route(self, rank: int) -> tuple[int | None, list[int]]:
-        """Return the rank that sends the message to this one (None for the reader), and the ranks to send it on to.
+        """Return the rank that sends the message to this one, and the ranks to send it on to.
 
-        Receivers forward the message, so even among thousands of ranks each sends it to at most a dozen others.
+        The reader gets None. Receivers forward the message, so even among thousands of ranks each sends it to at most
+        a dozen others.
         """
         number, first = len(self.ranks), self.ranks.index(self.reader)
         place = (self.ranks.index(rank) - first) % number
@@ -62,7 +63,10 @@ class Message:
 
 
 def united(starts: Integers, stops: Integers) -> Integers:
-    """Merge overlapping intervals into ascending, disjoint ones, `[n, 2]`; adjacent intervals are not merged."""
+    """Merge overlapping intervals into ascending, disjoint ones, `[n, 2]`.
+
+    Adjacent intervals are not merged.
+    """
     order = numpy.argsort(starts, kind="stable")
     starts, reach = starts[order], numpy.maximum.accumulate(stops[order])
     heads = numpy.flatnonzero(numpy.concatenate([[True], starts[1:] >= reach[:-1]]))
@@ -94,7 +98,10 @@ def messages_of(wants: Sequence[Spans], rank: int) -> list[Message]:
 
 
 def _shared(file: str, wants: Sequence[Spans], rank: int) -> Iterator[tuple[int, int, Ranks]]:
-    """Yield intervals of a file that this and other ranks request: first byte, one past the last, their ranks."""
+    """Yield intervals of a file that this and other ranks request: first byte, end byte, their ranks.
+
+    The end byte is one past the last.
+    """
     alike: dict[int, list[int]] = {}
     for number, spans in enumerate(wants):
         if file in spans:

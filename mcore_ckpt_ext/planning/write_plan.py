@@ -1,4 +1,4 @@
-"""The output of a conversion as data: files of known size, bytes that are already known, and records to fill.
+"""The output of a conversion as data: files of known size, bytes known already, records to fill.
 
 Like a plan for reading, it can be counted, printed, split between workers and continued after an interruption. Making
 it reads no tensor.
@@ -123,7 +123,9 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An array of an output file: `numel` elements of `dtype` from byte `offset` on; elements without content are zero.
+    """An array of an output file: `numel` elements of `dtype` from byte `offset` on.
+
+    Elements without content are zero.
 
     Attributes:
         file: the name of the file.

@@ -27,12 +27,15 @@ class DataParallelRanks:
 
     @cached_property
     def are_known(self) -> bool:
-        """True if the division of the job's buffers is known; otherwise every rank is assumed to have whole parts."""
+        """True if the division of the job's buffers is known.
+
+        Otherwise every rank is assumed to have whole parts.
+        """
         is_known = CLOSES_BUCKETS_AT_ALIGNED_ENDS.is_of(self._version) and self._order is not None
         return is_known and bool(self._job.arguments.use_distributed_optimizer)
 
     def places(self, rank: int) -> list[tuple[ModelRank, int]]:
-        """Return the places of a rank in the model, dense parameters first, each with its number in their group."""
+        """Return a rank's places in the model, dense parameters first, each with its number in their group."""
         layout = self._job.layout
         grid = RankGrid(layout, bool(self._job.arguments.use_tp_pp_dp_mapping))
         tensor, context, data, pipeline = grid.coordinates(rank)

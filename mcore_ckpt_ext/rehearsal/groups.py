@@ -1,4 +1,4 @@
-"""The parameter groups of a job's optimizers, if the job has the options of the job that wrote the checkpoint."""
+"""The parameter groups of a job's optimizers, given the options of the job that wrote the checkpoint."""
 
 from __future__ import annotations
 

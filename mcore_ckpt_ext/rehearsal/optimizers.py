@@ -18,7 +18,7 @@ _FUSED_ADAM = frozenset({"bias_correction"})
 
 @dataclass(frozen=True)
 class SimulatedAdam:
-    """The inner optimizer on GPUs: FusedAdam of Transformer Engine or Apex, as far as `load_facts` reads it.
+    """The inner optimizer on GPUs: FusedAdam of Transformer Engine or Apex, as `load_facts` reads it.
 
     Attributes:
         param_groups: its parameter groups.

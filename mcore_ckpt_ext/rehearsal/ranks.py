@@ -1,4 +1,4 @@
-"""The ranks of a simulated job: the parts of each in the optimizers, derived from the job's arguments."""
+"""The ranks of a simulated job: their parts in the optimizers, derived from the job's arguments."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class SimulatedJob:
         return self._held[pipeline]
 
     def weights(self, pipeline: int) -> list[tuple[TargetSlice, int]]:
-        """Return the weights and buffers that the ranks of one pipeline stage load, each once with the number of ranks.
+        """Return the weights and buffers that a pipeline stage loads, each once with the number of ranks.
 
         A second name of a tied tensor denotes the same tensor.
         """

@@ -114,7 +114,7 @@ def rehearse(
 
 
 class _Rehearsing:
-    """The steps after the first look at a checkpoint, as `megatron/load.py` and `optimizer_reshard` do them."""
+    """The steps after the first look at a checkpoint, as in `megatron/load.py` and `optimizer_reshard`."""
 
     def __init__(
         self, folder: Path, written: JobArguments, job: TargetJob, version: Version, plain: Rehearsal, team: Team
@@ -247,7 +247,7 @@ def _is_adam(running: JobArguments) -> bool:
 
 
 def _extra_parameter_orders(checkpoint: CheckpointView) -> tuple[str, ...]:
-    """Return the sources of the parameter order; the order of the live model is here that of its layer spec."""
+    """Return the sources of the parameter order; the live model's order is that of its layer spec."""
     own = {LIVE_MODEL: "the order of the layer spec"}
     return tuple(own.get(label, label) for label in checkpoint.optimizer.order_sources())
 

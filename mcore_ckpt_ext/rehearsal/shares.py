@@ -157,7 +157,7 @@ class Shares:
         return numbers[self._team.rank :: self._team.size]
 
     def _by_copies(self, held: Sequence[Held]) -> Iterator[tuple[int, list[int]]]:
-        """Yield (reads, parts): how often the job reads each of the parts; ranks that share state read it once."""
+        """Yield (reads, parts): how often the job reads each part; ranks that share state read it once."""
         state, found = self._checkpoint.optimizer, dict[int, list[int]]()
         for number, one in enumerate(held):
             ranks = 1 if state.is_distributed(one.shard.name) else self._job.copies(one.places[0])
@@ -191,7 +191,7 @@ class Shares:
     def _refuse_any(
         self, phase: str, wrong: Sequence[_Place], work: Callable[[Sequence[SimulatedShard]], object]
     ) -> None:
-        """Refuse with the message of the ranks that have an element of a part for which a process found an error.
+        """Refuse if a process found an error for a part, with the message of the ranks that have elements.
 
         Raises:
             RefusedError: there is such a part.

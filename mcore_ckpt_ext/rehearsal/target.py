@@ -128,7 +128,7 @@ def target_job(
 
 
 def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArguments:
-    """Return the arguments of the job that wrote the checkpoint, with the resuming job's pattern of hybrid layers.
+    """Return the writing job's arguments, with the resuming job's pattern of hybrid layers.
 
     Raises:
         UsageError: the pattern belongs to another model.

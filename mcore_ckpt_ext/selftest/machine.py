@@ -74,7 +74,11 @@ def _version(distribution: str) -> str | None:
 
 
 def _engine() -> tuple[str, str, str]:
-    """Return why Transformer Engine's layers, fp8, and blockwise fp8 are unavailable; empty if they are available."""
+    """Return why Transformer Engine's layers, fp8, and blockwise fp8 are unavailable.
+
+    Returns:
+        The reasons; empty if they are available.
+    """
     if find_spec("transformer_engine") is None:
         why = "fp8 needs Transformer Engine, which is not installed"
         return "Transformer Engine is not installed", why, why

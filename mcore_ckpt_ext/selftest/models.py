@@ -47,7 +47,10 @@ MODELS = {
 
 
 def arguments(machine: Machine, model: str, layout: ParallelLayout) -> tuple[str, ...]:
-    """Return Megatron's command line for a model under a layout; the padded vocabulary is the same under each."""
+    """Return Megatron's command line for a model under a layout.
+
+    The padded vocabulary is the same under each.
+    """
     sizes = MODELS[model]
     words = [word for name, value in _named(machine, sizes, layout).items() for word in (f"--{name}", str(value))]
     # Kernels compiled by torch take longer than the self-test; Apex, which has others, may not be installed.

@@ -29,7 +29,7 @@ def plan(machine: Machine) -> tuple[Job, ...]:
 
 
 def layouts(ranks: int, layers: int) -> list[ParallelLayout]:
-    """Return the layouts for this number of ranks that the models allow, the least tensor parallelism first."""
+    """Return the layouts for this number of ranks that models allow, the least tensor parallelism first."""
     sizes = [1, 2, 4, 8]
     return [
         layout_of(ranks, tensor, pipeline)
@@ -45,7 +45,7 @@ def _interleaved(machine: Machine) -> ParallelLayout | None:
 
 
 def _source(found: Sequence[ParallelLayout]) -> ParallelLayout:
-    """Return the layout that saves: sharded in every dimension if there are enough ranks, else into stages."""
+    """Return the layout that saves: sharded in every dimension if ranks suffice, else into stages."""
     return max(found, key=lambda one: (one.tensor <= 2 and one.pipeline <= 2, one.pipeline, one.tensor))
 
 
@@ -113,7 +113,7 @@ def _experts(machine: Machine) -> Iterator[Job]:
 
 
 def _engine(machine: Machine) -> Iterator[Job]:
-    """Yield the jobs in fp8, by Transformer Engine: with a scale for each tensor, and with one for each block."""
+    """Yield the jobs in fp8 by Transformer Engine: with a scale for each tensor, and for each block."""
     found = layouts(machine.ranks, machine.layers)
     yield from _in_fp8(machine, "gpt in fp8", "delayed", found, machine.no_fp8)
     # Tensor parallelism would divide blocks.

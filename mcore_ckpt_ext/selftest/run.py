@@ -1,4 +1,4 @@
-"""Runs the jobs of the self-test: starts ranks, restarts them after a failed job, and makes the report."""
+"""Runs the jobs of the self-test: starts ranks, restarts them after a failure, makes the report."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _rows(jobs: Sequence[Job], folder: Path, failures: dict[str, str]) -> Iterat
 
 
 def _reason(order: Order, job: Job, ended: Ended) -> str:
-    """Return why a job failed: a rank's report, or how the ranks ended and the last log lines of the first one."""
+    """Return why a job failed: a rank's report, or how ranks ended and the first one's last log lines."""
     for path in sorted(order.failure(job.name, 0).parent.glob(f"{job.name}.*.txt")):
         return path.read_text(encoding="utf-8")
     log = log_of(order.folder, 0)

@@ -1,4 +1,4 @@
-"""The live state of a job's ranks as pieces of whole tensors, and the bitwise comparison of two such states."""
+"""The live state of a job's ranks as pieces of whole tensors, and the bitwise comparison of two."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def merged(state: State) -> State:
 
 
 def differences(saved: State, loaded: State) -> list[str]:
-    """Describe differences of a state from that at the save: some tensors by name, and the number of others.
+    """Describe how a state differs from the one at the save: some tensors by name, the number of others.
 
     Replicas of a tensor may differ at the save, because kernels may sum in any order. Each loaded piece has to equal
     one of them, and all elements have to be loaded.

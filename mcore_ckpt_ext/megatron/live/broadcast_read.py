@@ -1,4 +1,4 @@
-"""Executes the plans of several ranks together: one rank reads data that several need, and sends them.
+"""Executes the plans of several ranks together: data that several need is read once, and sent.
 
 It is meant for file systems that are slower than the network between the ranks (`--ckpt-ext-read-once`). The needs of
 all ranks determine who reads what (`planning.read_dedup`), so that no rank has to request anything from another.
@@ -168,7 +168,7 @@ class ReadOnce:
         return [message for message in self._messages if message.reader == self._rank]
 
     def _room(self) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Allocate memory to read messages into, and memory for the current message, before the first is sent.
+        """Allocate memory to read messages into, and for the current message, before the first is sent.
 
         A rank that failed to allocate later would leave the others waiting.
         """
@@ -180,7 +180,7 @@ class ReadOnce:
     def _read_ahead(
         self, pool: ThreadPoolExecutor, room: Sequence[torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, Future[None]]]:
-        """Yield the messages that this rank reads, with their futures; each call releases the previous buffer."""
+        """Yield the messages that this rank reads, with futures; each call releases the previous buffer."""
         own, count = self._own_messages, len(room)
         begun: deque[tuple[torch.Tensor, Future[None]]] = deque()
         for number, message in enumerate(own):
@@ -204,7 +204,7 @@ def _some(copy: Copy, low: int, high: int) -> Iterator[Copy]:
 
 
 def _pass_on(data: torch.Tensor, message: Message, rank: int) -> None:
-    """Receive a message, unless this rank reads it, and send it on to the ranks that get it from this one."""
+    """Receive a message, unless this rank reads it, and send it on to the ranks that get it from here."""
     giver, others = message.route(rank)
     if giver is not None:
         _wait_for([dist.P2POp(dist.irecv, data, giver)])

@@ -56,7 +56,11 @@ class Digester:
         self._newest: Digests | None = None  # keeps the exchange alive beyond this rank's save
 
     def _reserve(self) -> bool:
-        """Allocate once what a rank without memory sends in a save; False if a rank has no memory now. Collective."""
+        """Allocate once what a rank without memory sends in a save. Collective.
+
+        Returns:
+            False if a rank has no memory now.
+        """
         if self._failed is not None:
             return True
         own: list[torch.Tensor] = []
@@ -71,7 +75,9 @@ class Digester:
         return torch.zeros(len(self.places) + 1, dtype=torch.int64, device=payload_device())
 
     def begin(self, optimizer: Any, in_background: bool) -> Digests:
-        """Begin the digests of this save's remainders, which must not change until they are shared. Collective.
+        """Begin the digests of this save's remainders. Collective.
+
+        The remainders must not change until the digests are shared.
 
         Args:
             optimizer: the optimizer that is saved.

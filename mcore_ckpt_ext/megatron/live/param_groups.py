@@ -161,7 +161,7 @@ def _identity(group: Group, keys: Sequence[str] = IDENTITY) -> tuple[Any, ...]:
 
 
 def _has_sibling(group: Group, live: Sequence[Group], kinds_are_known: bool) -> bool:
-    """Return True if another group that trains something differs only in its bounds, as by --decoupled-lr.
+    """Return True if another group that trains something differs in bounds only, as by --decoupled-lr.
 
     Args:
         group: a live group.

@@ -1,4 +1,4 @@
-"""Plans and performs the request of Megatron's `torch_dist` loader, reading directly into the tensors.
+"""Plans and performs the request of Megatron's `torch_dist` loader, reading into the tensors.
 
 Each tensor itself describes which part of which array it holds (`ShardedTensor`,
 megatron/core/dist_checkpointing/mapping.py, core_v0.7.0 to 0.19.2). The module imports nothing of Megatron: the caller
@@ -59,7 +59,7 @@ def _name_of_object(unique_key: str) -> str:
 
 
 def check_objects(requested: Sequence[Any], checkpoint: TorchDistCheckpoint) -> None:
-    """Find the damaged one of ShardedObjects that Megatron could not load; torch's error does not name it.
+    """Find the damaged ShardedObject that Megatron could not load; torch's error does not name it.
 
     Raises:
         UnreadableCheckpointError: an object is damaged; the error names it.

@@ -52,7 +52,7 @@ class PackingRecorder:
     def text(
         self, chunks: Callable[[], Sequence[Any]], optimizer: Any, arguments: Mapping[str, Any], iteration: int
     ) -> str:
-        """Return the text of a sidecar without the duration of the save; arguments as for `begun`. Collective."""
+        """Return the text of a sidecar without the save's duration; arguments as for `begun`. Collective."""
         begun = self.begun(chunks, optimizer, arguments, iteration)
         begun.share()
         return begun.text(None)

@@ -85,7 +85,10 @@ def _wait(descriptor: int) -> None:
 
 
 def _end() -> None:
-    """End this process and its forked children, which wait for each other; no process is left to report to."""
+    """End this process and its forked children, which wait for each other.
+
+    No process is left to report to.
+    """
     own = os.getpid()
     with contextlib.suppress(OSError, ValueError):
         for child in Path(f"/proc/{own}/task/{own}/children").read_text().split():

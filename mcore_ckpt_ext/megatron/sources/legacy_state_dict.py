@@ -195,9 +195,9 @@ def _rank_state(
 def _model_state(
     checkpoint: Checkpoint, chunk: Any, described: Mapping[int, LiveParameter], states: Mapping[str, Any]
 ) -> tuple[dict[str, Any], FoundStates]:
-    """Return a `state_dict` for one model chunk; entries that the checkpoint lacks keep their live values.
+    """Return a `state_dict` for one model chunk.
 
-    `states`: the checkpoint's extra states.
+    Entries that the checkpoint lacks keep their live values. `states`: the checkpoint's extra states.
     """
     state: dict[str, Any] = dict(chunk.state_dict(keep_vars=True))
     local = [name for name, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(name)]

@@ -32,7 +32,7 @@ def is_of_fsdp(arguments: Any) -> bool:
 
 
 def load_into_fsdp(scope: MutableMapping[str, Any], directory: str | None, stock: Callable[[], Any]) -> Any:
-    """Load into a job of Megatron-FSDP: by stock, or from another format through a `VirtualStorageReader`.
+    """Load into a job of Megatron-FSDP: by stock, or other formats through a `VirtualStorageReader`.
 
     Args:
         scope: the globals of Megatron's checkpointing module.

@@ -47,7 +47,10 @@ class DistributedAdapter(PlainAdapter):
                 yield shard
 
     def share_weights(self) -> None:
-        """Gather the parameters as after a step (`DistributedDataParallel.start_param_sync`, core_v0.8.0 to 0.19.2)."""
+        """Gather the parameters as after a step.
+
+        Source: `DistributedDataParallel.start_param_sync` (core_v0.8.0 to 0.19.2).
+        """
         for chunk in self._optimizer.model_chunks:
             chunk.start_param_sync(force_sync=True)
 

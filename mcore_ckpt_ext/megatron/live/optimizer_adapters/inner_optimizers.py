@@ -12,7 +12,7 @@ from mcore_ckpt_ext.optimizers.groups import keeps_nothing
 
 
 def kept_by(optimizer: Any) -> tuple[str, ...] | None:
-    """Return the kinds of state that a plain optimizer keeps for each parameter, all with the parameter's shape.
+    """Return the kinds of state that a plain optimizer keeps for a parameter, all in its shape.
 
     Sources: `TensorParallelMuon` (megatron/core/optimizer/muon.py, core_v0.16.0, 0.16.1; emerging_optimizers.py since
     0.17) and `Lion` (emerging_optimizers, 0.3.0). Others of that package may have Adam's settings but other state

@@ -1,4 +1,6 @@
-"""DistributedOptimizer over HybridDeviceOptimizer: the CPU steps shards (``--optimizer-cpu-offload``).
+"""DistributedOptimizer over HybridDeviceOptimizer, which steps shards on the CPU.
+
+The flag is ``--optimizer-cpu-offload``.
 
 Attributes used, present from core_v0.12.1 to 0.19.2 and in the development head of August 2026, in
 megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py: `sub_optimizers`, `param_to_inner_param`, `param_groups`,
