@@ -162,7 +162,9 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
 
 
 def _lacks_random_states(folder: Path, tree: Any) -> bool:
-    """Return True if random states are requested of another grid than the stored one; Megatron then fails.
+    """Return True if random states are requested of another grid than the stored one.
+
+    Megatron then fails.
 
     Source: `ShardedObject.unique_key`, megatron/core/dist_checkpointing/mapping.py, core_v0.12.1 to 0.19.2.
     """

@@ -83,7 +83,7 @@ def grids_in(tree: Any) -> Iterator[tuple[int, ...]]:
 
 
 def with_live_random_states(tree: Any) -> Any:
-    """Return a copy of a sharded state dict that takes random states from the live job, not from the checkpoint.
+    """Return a copy of a sharded state dict with random states of the live job, not of the checkpoint.
 
     A loop sets what it receives, so that the random states of the job stay as they are.
 
