@@ -9,7 +9,8 @@ uses this package: for the optimizer, and for the sidecar). With `frozen`, the e
 not trained, so that a stage may have nothing to train. With `stub`, such a rank has an empty optimizer, as
 `get_megatron_optimizer` made it up to 0.13, and is skipped as in training loops. With `buckets`, a buffer has several
 buckets, and `fully_reshardable` is saved. With `decoupled`, embeddings have a decoupled learning rate. With `lr_mult`,
-groups lose that setting before they are saved.
+groups lose that setting before they are saved. With `random`, random states are saved and loaded; their grid has a
+data-parallel axis if they are saved, as Megatron 0.16.1 stores those of jobs with several expert ranks.
 """
 
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -58,10 +60,18 @@ metadata = {
     "distrib_optim_sharding_type": form, "singleton_local_shards": False, "chained_optim_avoid_prefix": True
 }  # fmt: skip
 whole = {"model": model.sharded_state_dict(metadata=metadata)}
+random: dict[str, Any] = {}
+if "random" in sys.argv:
+    grid = [pipeline, tensor, parallel_state.get_data_parallel_world_size()]
+    ranks = [parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()]
+    ranks += [parallel_state.get_data_parallel_rank()]
+    axes, replica = (3, 0) if target != "none" else (2, ranks[2])
+    states = [torch.get_rng_state()]
+    random["rng_state"] = ShardedObject("rng_state", states, tuple(grid[:axes]), tuple(ranks[:axes]), replica)
 
 
 def load(folder: Path, *parts: str) -> dict[str, Any]:
-    asked: dict[str, Any] = {"model": whole["model"]} if "model" in parts else {}
+    asked: dict[str, Any] = {"model": whole["model"], **random} if "model" in parts else {}
     if "optimizer" in parts and not optimizer.is_stub_optimizer:
         asked["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=True, metadata=metadata)
     if way == "root" and "optimizer" in parts:
@@ -91,12 +101,14 @@ if source != "none":
         optimizer.load_state_dict(load(places[0], "optimizer")["optimizer"])
         loaded = load(places[1], "model")
     model.load_state_dict(loaded["model"])
+    if random:
+        torch.set_rng_state(loaded["rng_state"][0])
     if way == "called":
         mcore_ckpt_ext.load_optimizer(ran, model, optimizer)
     elif way not in ("optimizer-first", "verl-first") and not optimizer.is_stub_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
 if target != "none":
-    state = dict(whole)
+    state = {**whole, **random}
     if not optimizer.is_stub_optimizer:
         train(wrapped, optimizer)  # noqa: F821 - defined by the program that runs this one: a step, or a simulated one
         for group in optimizer.param_groups if "lr_mult" in sys.argv else ():
