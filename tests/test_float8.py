@@ -97,7 +97,7 @@ def test_numbers_are_multiplied_by_their_scale(
         ({"dtype": torch.float32}, "of torch.float32; expected: shape .* of bfloat16"),
     ],
 )
-def test_what_is_no_such_tensor_is_refused(
+def test_invalid_float8_tensors_are_refused(
     engine: types.SimpleNamespace, change: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     parts = {

@@ -44,14 +44,14 @@ REPOSITORY = Path(__file__).parents[1]
         (EXPORT_HF, "-1", 0, False),
     ],
 )
-def test_what_is_not_understood_is_as_if_not_set(
+def test_invalid_values_count_as_not_set(
     setting: Setting[Any], text: str, value: object, is_valid: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(setting.name, text)
     assert (setting.value, setting.is_valid) == (value, is_valid)
 
 
-def test_what_is_not_understood_ends_a_job_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_values_end_a_megatron_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asked for checksums, or for training to go on, must not get the opposite."""
     check_settings()
     monkeypatch.setenv("MCORE_CKPT_EXT_VERIFY", "1")

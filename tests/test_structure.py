@@ -42,7 +42,7 @@ def test_tests_share_the_harness_and_nothing_else() -> None:
         ("harness/one.py", "from tests.jobs import conftest"),
     ],
 )
-def test_what_it_finds(path: str, source: str) -> None:
+def test_misplaced_imports_are_found(path: str, source: str) -> None:
     assert mistakes(TESTS / path, source)
 
 
@@ -55,7 +55,7 @@ def test_what_it_finds(path: str, source: str) -> None:
         ("test_one.py", "import pytest"),
     ],
 )
-def test_what_it_allows(path: str, source: str) -> None:
+def test_allowed_imports_pass(path: str, source: str) -> None:
     assert not mistakes(TESTS / path, source)
 
 
@@ -134,7 +134,7 @@ def test_releases_are_distinguished_in_one_table() -> None:
         "version == (0, 16)",
     ],
 )
-def test_what_compares_versions(source: str) -> None:
+def test_version_comparisons_are_found(source: str) -> None:
     assert compares_versions(source)
 
 
@@ -142,14 +142,14 @@ def test_what_compares_versions(source: str) -> None:
     ("source", "named"),
     [("x = (0, 19)", True), ("f(first, Version(0, 8))", True), ("share = (0, 1)", False), ("Version(*found)", False)],
 )
-def test_what_names_a_release(source: str, named: bool) -> None:
+def test_names_of_releases_are_found(source: str, named: bool) -> None:
     assert bool(names_a_release(source)) == named
 
 
 @pytest.mark.parametrize(
     "source", ["rows >= (first, last)", "version == other", "a < b", "lacks(name)", "chunk == (0, 0)"]
 )
-def test_what_does_not(source: str) -> None:
+def test_other_comparisons_pass(source: str) -> None:
     assert not compares_versions(source)
 
 
@@ -263,7 +263,7 @@ def test_one_module_names_accelerators() -> None:
         "from torch.cuda import Event",
     ],
 )
-def test_what_names_a_device(source: str) -> None:
+def test_names_of_devices_are_found(source: str) -> None:
     assert names_a_device(source)
 
 
@@ -271,7 +271,7 @@ def test_what_names_a_device(source: str) -> None:
     "source",
     ["tensor.device.type == 'cpu'", "chunk.cuda_global_chunk", "'cuda is not here'", "import torch.distributed"],
 )
-def test_what_names_none(source: str) -> None:
+def test_code_without_devices_passes(source: str) -> None:
     assert not names_a_device(source)
 
 
@@ -320,5 +320,5 @@ def test_which_modules_lead_to_cycles() -> None:
         ("import torch", set()),
     ],
 )
-def test_what_is_imported_at_run_time(source: str, found: set[str]) -> None:
+def test_imports_at_run_time_are_found(source: str, found: set[str]) -> None:
     assert imports_at_run_time(source) == found

@@ -100,9 +100,7 @@ def test_remote_files_and_those_of_a_second_folder_are_read_in_the_same_ways(nam
         (2048, 2048, True), (2049, 2049, False), (5000, 2048, True), (300, 0, True),
     ],
 )  # fmt: skip
-def test_what_lies_between_rows_is_read_where_it_is_little(
-    length: int, gap: int, is_read: bool, reader: FolderReader
-) -> None:
+def test_small_gaps_between_rows_are_read(length: int, gap: int, is_read: bool, reader: FolderReader) -> None:
     run = (0, 0, length, 10, length + gap, length)
     memory = torch.full((150_000,), -1.0)
     Transfer(reader).execute(plan_of(run), [memory])
@@ -111,9 +109,7 @@ def test_what_lies_between_rows_is_read_where_it_is_little(
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_is_looked_at_is_there_and_is_looked_at_once(
-    name: str, reader: FolderReader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_element_is_shown_once(name: str, reader: FolderReader, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts of a bounded size; all of it, where it comes to lie in one piece."""
     monkeypatch.setattr(row_reader, "_SHOWN_BYTES", 4000)
     memory, whole = torch.full((150_000,), -1.0), expected(RUNS[name])

@@ -62,7 +62,7 @@ def loaded_beside_chunks(zero: Wrapped) -> int:
 
 
 @pytest.mark.parametrize("placement", ["static", "optimizer offload", "keep gathered"])
-def test_what_is_gathered_and_loaded_is_that_of_the_cpu(placement: str) -> None:
+def test_gathering_and_loading_agree_with_the_cpu(placement: str) -> None:
     """Bit for bit, and what is stored crosses once; training continues alike with what was loaded."""
 
     def job() -> None:

@@ -119,7 +119,7 @@ def _failing_after(left: list[int], original: Any) -> Any:
     return function
 
 
-def test_what_older_torch_and_schedulers_leave_in_files(tmp_path: Path) -> None:
+def test_numpy_scalars_and_legacy_archives_are_read(tmp_path: Path) -> None:
     def job() -> None:
         booster, model, optimizer = boost()
         train(booster, model, optimizer, range(1))

@@ -217,7 +217,7 @@ def _indexed(index: Path) -> dict[str, Any]:
     return {key: files[file][key] if key in files[file] else files[file][int(key)] for key, file in places.items()}
 
 
-def test_what_does_not_fit_is_refused_by_all_and_nothing_is_written(tmp_path: Path) -> None:
+def test_a_mismatched_state_is_refused_by_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
     def job() -> None:
         strict.install(plugins=PLUGIN)
         booster, model, optimizer = _boost(1, 2, 0)

@@ -46,7 +46,7 @@ def test_install_and_uninstall_as_often_as_one_likes() -> None:
     assert [patch_point.state for patch_point in strict.status()] == ["not patched"] * 8
 
 
-def test_what_someone_put_on_top_stays() -> None:
+def test_uninstall_keeps_later_patches() -> None:
     before = vars(GeminiDDP)["state_dict"]
     strict.install()
 

@@ -37,7 +37,7 @@ def test_a_plain_dict_is_taken_unrounded(build: Callable[[], nn.Module]) -> None
         ranks.run(world_size, job)
 
 
-def test_what_forward_uses_follows_the_masters() -> None:
+def test_forward_uses_loaded_masters() -> None:
     def job() -> None:
         model, optimizer = wrap()
         train(model, optimizer, range(1))

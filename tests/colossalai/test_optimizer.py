@@ -34,7 +34,7 @@ def test_the_state_is_what_colossalai_would_give() -> None:
         ranks.run(world_size, job)
 
 
-def test_what_state_dict_gave_each_rank_can_be_given_back() -> None:
+def test_each_rank_can_load_its_own_state_dict() -> None:
     def job() -> None:
         strict.install()
         model, optimizer = wrap()

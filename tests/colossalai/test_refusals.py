@@ -152,7 +152,7 @@ def test_ranks_that_call_different_methods() -> None:
         assert "load_state_dict" in text
 
 
-def test_what_is_no_wrapper() -> None:
+def test_a_plain_module_is_refused() -> None:
     def job() -> str:
         return refusal(lambda: strict.zero_strict_state_dict(TinyGPT()))
 

@@ -103,7 +103,7 @@ def _adapter(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_what_a_page_says_happens(
+def test_commands_of_a_page_print_their_output(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fences = [fence for fence in fences_of(page) if fence.is_run or fence.is_script]
@@ -117,7 +117,7 @@ def test_what_a_page_says_happens(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_what_is_not_run_says_so(page: Path) -> None:
+def test_every_command_is_run_or_exempt(page: Path) -> None:
     """A command outside of a `console` fence would not be run by anybody."""
     for fence in fences_of(page):
         assert fence.language in (*NOT_COMMANDS, "console", "python", "bash"), (

@@ -29,7 +29,7 @@ def test_iterations_are_read_from_megatrons_lines() -> None:
     assert far.text == "iteration 12 of 20"
 
 
-def test_what_pip_is_at(tmp_path: Path) -> None:
+def test_progress_of_pip(tmp_path: Path) -> None:
     log = tmp_path / "pip.log"
     assert how_far._last_of_pip(log) == "making the environment"
     log.write_text("Collecting torch==2.13.0\n  Downloading torch-2.13.0.whl (800 MB)\n     ---- 3 MB\n")

@@ -143,7 +143,7 @@ def test_long_histories_of_many_experts(stream: bool) -> None:
     assert torch.equal(scaling_of(state)["amax_history_fwd"], whole["amax_history_fwd"])
 
 
-def test_what_is_written_is_the_same_each_time(recipe: Any) -> None:
+def test_writing_is_deterministic(recipe: Any) -> None:
     state = pickled(content(recipe))
     assert content_of(carried_state(state)) == content_of(carried_state(state.clone()))
 
@@ -157,7 +157,7 @@ def test_without_fp8_each_expert_has_the_state_of_all() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"scale_fwd": torch.zeros(4)}, {"extra_fp8_variables": {"num_gemms": 2}}])
-def test_what_is_not_of_so_many_experts(changes: dict[str, Any], recipe: Any) -> None:
+def test_another_number_of_experts_is_refused(changes: dict[str, Any], recipe: Any) -> None:
     with pytest.raises(UnknownStateError, match="3 experts"):
         split_state(pickled(content(recipe, **changes)), EXPERTS)
 
@@ -254,7 +254,7 @@ def saved(found: Any, **how: Any) -> bytes:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_more_than_data_is_not_written(name: str, recipe: Any) -> None:
+def test_pickled_code_is_not_written(name: str, recipe: Any) -> None:
     state = as_bytes(pickle.dumps({"scale_fwd": HOSTILE[name](recipe)}))
     with pytest.raises(UnknownStateError):
         read_state(content_of(state) or b"")

@@ -54,7 +54,7 @@ def test_they_are_resumed_with_their_optimizer(ran: Programs, kind: str) -> None
     assert differing(adapters(ran.dump(kind)), adapters(ran.dump(f"{kind}, resumed"))) == []
 
 
-def test_what_bridge_would_hand_out_wrongly_is_refused(ran: Programs) -> None:
+def test_adapters_that_bridge_reads_wrongly_are_refused(ran: Programs) -> None:
     (ended,) = ran.ended["canonical, TP1"]
     assert "Megatron-Bridge reads the rows of these adapters wrongly under another tensor parallel size" in ended
 
@@ -134,7 +134,7 @@ def test_megatron_s_own_base_is_merged_into_too(ran: Programs, exported: Path, k
         assert_same_tensors(tmp_path / "one", tmp_path / "beside")
 
 
-def test_what_does_not_belong_together_is_refused(ran: Programs, exported: Path, tmp_path: Path) -> None:
+def test_mismatched_adapters_and_models_are_refused(ran: Programs, exported: Path, tmp_path: Path) -> None:
     run, base = ran.place("lora") / "run", exported / "lora" / "base"
     whole, plain = ran.place("lora") / "whole", ran.place("lora") / "base"
     cases: list[tuple[Path, Path, Any, str]] = [
@@ -177,14 +177,14 @@ def test_there_and_back_the_folder_is_the_same(ran: Programs, exported: Path, ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_converted_is_equal_and_says_where_it_may_go(ran: Programs, kind: str, tmp_path: Path) -> None:
+def test_converted_adapters_are_equal_and_note_their_layouts(ran: Programs, kind: str, tmp_path: Path) -> None:
     report = convert(ran.place(kind) / "run", tmp_path / "run", TorchDist(loop="bridge"))
     assert compare(ran.place(kind) / "run", tmp_path / "run").equal
     told = any("resume under TP2 only: Megatron-Bridge reads the rows" in note for note in report.notes)
     assert told == (kind != "lora")
 
 
-def test_what_is_not_written_is_refused_by_name(ran: Programs, tmp_path: Path) -> None:
+def test_unsupported_targets_are_refused_by_name(ran: Programs, tmp_path: Path) -> None:
     run = ran.place("lora") / "run"
     with pytest.raises(CheckpointError, match="adapters are not written as legacy"):
         convert(run, tmp_path / "legacy", Legacy(tensor_model_parallel_size=2))

@@ -82,7 +82,7 @@ def test_the_state_on_the_device_is_that_of_the_job_that_wrote(
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_what_is_stored_crosses_once(name: str, loaded: dict[str, dict[str, Any]]) -> None:
+def test_stored_tensors_are_copied_to_the_device_once(name: str, loaded: dict[str, dict[str, Any]]) -> None:
     """Masters and moments go to the device; of weights, what masters on the CPU are compared with comes back."""
     phases, held = loaded[name]["crossed"], loaded[name]["held"]
     assert phases[WHOLE]["waits"] <= WAITS * phases[WHOLE]["copies"]
@@ -147,7 +147,7 @@ def test_ranks_share_what_they_read_over_the_device(name: str, dump: str, shared
     assert_is_the_truth("p10", folder / dump)
 
 
-def test_what_another_rank_has_read_crosses_in_one_process(shared: Outcomes) -> None:
+def test_each_element_is_copied_to_the_device_by_one_rank(shared: Outcomes) -> None:
     first, second = (rank["crossed"][WHOLE]["to_device"] for rank in shared["both backends"])
     elements = sum(rank["held"]["cuda"] for rank in shared["both backends"])
     assert first + second == (BF16_BYTES + 3 * FP32_BYTES) * elements

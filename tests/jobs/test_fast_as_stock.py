@@ -161,7 +161,7 @@ def test_model_optimizer_and_loss_are_those_of_stock(name: str, results: Results
 
 
 @pytest.mark.parametrize("name", ONCE)
-def test_what_is_read_once_is_the_same_on_every_rank(name: str, results: Results) -> None:
+def test_reading_once_gives_every_rank_the_same_state(name: str, results: Results) -> None:
     if name not in known(results.of_checkout):
         pytest.skip("written by a later Megatron than the one that runs")
     fast, once = (results.job(f"{name} {way}") for way in ("fast", "once"))

@@ -151,7 +151,7 @@ def test_the_argument_counts_more_than_the_variable(outcomes: Outcomes) -> None:
     assert all(rank["error"] is None and rank["fast"] > 0 for rank in outcomes["asked by argument"])
 
 
-def test_what_is_not_known_is_left_to_megatron_on_every_rank(outcomes: Outcomes) -> None:
+def test_unsupported_requests_are_left_to_megatron_on_every_rank(outcomes: Outcomes) -> None:
     """A smaller model: Megatron refuses, in its own words, after one line of ours."""
     for rank in outcomes["another shape"]:
         assert rank["fast"] == 0
@@ -218,7 +218,7 @@ def test_tied_copies_are_read_by_one_rank_and_sent(outcomes: Outcomes) -> None:
         ("nothing to read", "rank 3: OSError"),
     ],
 )
-def test_what_goes_wrong_while_it_is_read_stops_every_rank(name: str, reason: str, outcomes: Outcomes) -> None:
+def test_a_read_error_stops_every_rank(name: str, reason: str, outcomes: Outcomes) -> None:
     for rank in outcomes[name]:
         assert "refused while reading the model; it is partly written: do not train on, start again" in rank["error"]
         assert reason in rank["error"]

@@ -105,7 +105,7 @@ def test_experts_go_there_and_back(in_turn: Results) -> None:
     assert differing(fixture_named("p09").truth, assemble(back.at_load)) == []
 
 
-def test_what_does_not_fit_is_refused_on_all_ranks(resumed: Job) -> None:
+def test_a_mismatched_model_is_refused_on_all_ranks(resumed: Job) -> None:
     error = reported(resumed.folder, "p12")["error"]
     assert "ResumeRefusedError" in error
     assert "rank 0 to 3: ModelMismatchError: the job has state that the checkpoint lacks" in error

@@ -56,7 +56,7 @@ def test_it_is_resumed(saved: Job, layout: Layout, megatron: dict[str, Any], tmp
     assert resumed.losses[SAVED + 1] == pytest.approx(saved.losses[SAVED + 1], rel=1e-4)
 
 
-def test_what_convert_writes_has_whole_groups(saved: Job, megatron: dict[str, Any], tmp_path: Path) -> None:
+def test_converted_groups_are_complete(saved: Job, megatron: dict[str, Any], tmp_path: Path) -> None:
     version = full_version() if megatron else None
     convert(saved.iteration, tmp_path / "out", TorchDist(megatron_version=version) if version else TorchDist())
     resumed = resume(tmp_path / "stock", LAYOUT, tmp_path / "out", environment=OFF, **megatron)

@@ -122,7 +122,7 @@ def test_command_lines_are_found() -> None:
     assert {"convert SRC DST --to torch_dist", "verify PATH --record FILE", "inspect PATH"} <= {*command_lines()}
 
 
-def test_what_else_is_named_exists() -> None:
+def test_targets_pages_and_extras_in_hints_exist() -> None:
     """Targets of `--to`, pages of the documentation, and extras of this package."""
     extras = re.findall(r"^(\w+) = \[", (REPOSITORY / "pyproject.toml").read_text(), re.MULTILINE)
     everything = " ".join(text for _, text in texts())

@@ -289,7 +289,7 @@ def models(
     return found
 
 
-def test_what_megatron_accepts(
+def test_valid_layouts_are_those_that_megatron_builds(
     release: tuple[Version, str | None], models: dict[str, tuple[JobArguments, ModelTable]], tmp_path: Path
 ) -> None:
     """Of more than 500 random pairs of a model and a layout, exactly those are valid that genuine Megatron builds."""
@@ -308,7 +308,7 @@ def test_what_megatron_accepts(
     assert len(cases) == PAIRS * len(models) and accepted > 100
 
 
-def test_what_is_listed(
+def test_megatron_builds_every_listed_layout(
     release: tuple[Version, str | None], models: dict[str, tuple[JobArguments, ModelTable]], tmp_path: Path
 ) -> None:
     """Genuine Megatron builds every layout that is listed, and its stages hold what the plan says."""

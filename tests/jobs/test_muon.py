@@ -107,7 +107,7 @@ def test_under_another_layout_and_as_another_kind(saved: str, resumed: str, stor
     assert_resumed(results.job(saved), results.job(resumed), KINDS[saved])
 
 
-def test_what_stock_reshards_is_left_to_it(results: Results) -> None:
+def test_stock_loads_what_it_can_reshard(results: Results) -> None:
     """A script that builds the model by a function has Adam's part elsewhere, so that it is no longer stock's."""
     resumed = results.job("stock's")
     assert (resumed.said == []) != results.of_checkout
@@ -181,7 +181,7 @@ def test_another_kind_of_optimizer_is_refused_on_all_ranks(
         ("adaptive Muon steps", "'TensorParallelAdaptiveMuon' object has no attribute 'scale_mode'"),
     ],
 )
-def test_what_stock_cannot_do_by_itself(name: str, reason: str, results: Results) -> None:
+def test_unsupported_optimizers_fail_in_stock(name: str, reason: str, results: Results) -> None:
     """There are no such checkpoints to serve. Once this fails, there are: the documentation's table says so."""
     if results.of_checkout:
         pytest.skip("told of the installed Megatron, and of emerging-optimizers 0.3.0")

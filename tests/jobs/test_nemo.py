@@ -35,7 +35,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     return found
 
 
-def test_what_is_known_of_the_job(ran: Programs) -> None:
+def test_description_of_the_job(ran: Programs) -> None:
     """By `model.yaml` and `io.json`; the index shows the rest, and what nothing shows is not known."""
     found = inspect(ran.place("run"))
     assert found.layout_text == "TP2 x PP2 (DP not known)"

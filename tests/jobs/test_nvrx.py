@@ -110,7 +110,7 @@ def test_each_failure_is_reported_with_its_cause(iteration: int, cause: str, tro
     assert_told(troubled.output, iteration, cause)
 
 
-def test_what_failed_is_gone_and_what_was_saved_is_whole(troubled: RunResult, base: Path) -> None:
+def test_failed_saves_are_removed_and_others_are_complete(troubled: RunResult, base: Path) -> None:
     assert troubled.returncode == 0, troubled.output[-6000:]
     run = base / "troubled" / "checkpoints"
     assert iterations_in(run) == [14, 18]

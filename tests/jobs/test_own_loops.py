@@ -99,7 +99,7 @@ def test_a_program_that_does_not_import_the_package(turns: Programs, way: str) -
     assert_same_optimizer(turns.dump("pp4"), turns.dump(way))
 
 
-def test_what_megatron_core_can_load_is_left_to_it(turns: Programs) -> None:
+def test_megatron_core_loads_an_unchanged_layout(turns: Programs) -> None:
     """Under its own layout, of which the sidecar says more than the live job does."""
     assert "optimizer resumed from TP1 x PP4 x DP1 as TP1 x PP4 x DP1" not in turns.output
 
@@ -178,7 +178,7 @@ def test_their_folder_offline(turns: Programs, tmp_path: Path) -> None:
     assert compare(step, tmp_path / "lent", kinds=["weight", "fp32_param", "exp_avg", "exp_avg_sq"]).equal
 
 
-def test_what_megatron_core_wrote_shifted(turns: Programs) -> None:
+def test_shifted_masters_are_refused(turns: Programs) -> None:
     """It would load the state of other parameters, and nothing would show it: no proof follows its load here.
 
     Without the sizes of buckets among what is known of the job, it is not repaired.

@@ -157,7 +157,7 @@ def ends_in_that_state(results: Results, row: Row, name: str) -> bool:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_what_is_left_to_stock_stock_can_do(results: Results, row: Row) -> None:
+def test_stock_succeeds_where_the_policy_chooses_it(results: Results, row: Row) -> None:
     output = results[f"{row} by policy"].output
     assert results[f"{row} by policy"].returncode == 0, output[-3000:]
     decided = [line for line in output.splitlines() if STOCK in line or PLUGIN in line]
@@ -168,7 +168,7 @@ def test_what_is_left_to_stock_stock_can_do(results: Results, row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", SHIFTED, ids=str)
-def test_what_was_written_shifted_is_refused_or_repaired(results: Results, row: Row) -> None:
+def test_shifted_masters_are_refused(results: Results, row: Row) -> None:
     """It shows once stock has loaded it; here elements are lost, so that only a refusal is right."""
     by_policy = results[f"{row} by policy"]
     assert by_policy.returncode != 0
@@ -216,7 +216,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
 
 
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), LOADS)
-def test_what_is_left_to_stock_by_other_loops(programs: Programs, name: str, tensor: int, pipeline: int) -> None:
+def test_stock_succeeds_where_the_policy_chooses_it_in_other_loops(
+    programs: Programs, name: str, tensor: int, pipeline: int
+) -> None:
     key = f"{name} {tensor} {pipeline}"
     expected = assemble(programs.dump(name))
     assert differing(expected, assemble(programs.dump(f"{key} False"))) == []

@@ -49,7 +49,7 @@ def ends_as_saved(folder: Path, kind: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "name"), ROWS)
-def test_what_is_left_to_stock_stock_can_do(kind: str, name: str, outputs: dict[str, tuple[Path, str]]) -> None:
+def test_stock_succeeds_where_the_policy_chooses_it(kind: str, name: str, outputs: dict[str, tuple[Path, str]]) -> None:
     folder, output = outputs[kind]
     assert ends_as_saved(folder, kind, name), output[-3000:]
     decided = [line for line in output.splitlines() if f"{name}_" in line and (STOCK in line or PLUGIN in line)]

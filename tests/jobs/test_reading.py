@@ -80,7 +80,7 @@ def test_a_rank_holds_its_own_shards_and_at_most_256_mib_more(outcomes: Outcomes
         assert grown["prove"] + grown["fill"] < 2 * moment + 256 * MEBIBYTE
 
 
-def test_what_several_ranks_want_is_asked_of_the_file_system_once(replicas: Outcomes) -> None:
+def test_replicated_data_is_read_once(replicas: Outcomes) -> None:
     by_all, once = (sorted(tuple(read) for rank in replicas[name] for read in rank["reads"]) for name in replicas)
     assert bytes_of(once) == distinct(once) == distinct(by_all)
     weights = sum(rank["fast"] for rank in replicas["once"]) // 4

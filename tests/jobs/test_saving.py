@@ -162,7 +162,7 @@ def test_each_failure_is_reported_with_its_cause(iteration: int, cause: str, tro
     assert_told(troubled.output, iteration, cause)
 
 
-def test_what_failed_is_gone_and_what_was_saved_is_whole(troubled: RunResult, base: Path) -> None:
+def test_failed_saves_are_removed_and_others_are_complete(troubled: RunResult, base: Path) -> None:
     run = base / "troubled" / "checkpoints"
     assert [number for number in iterations_in(run) if number != 14] == [2, 22, 28, 30]
     assert_whole(troubled.output, run, [2, 22, 28, 30])

@@ -81,7 +81,7 @@ def test_every_job_of_the_plan_passes(report: dict[str, Any]) -> None:
         assert row["losses"][-1] < row["losses"][0]
 
 
-def test_what_cannot_be_tested_is_skipped_with_a_reason(report: dict[str, Any]) -> None:
+def test_unsupported_jobs_are_skipped_with_a_reason(report: dict[str, Any]) -> None:
     skipped = [row for row in report["rows"] if row["outcome"] == "skipped"]
     expected = {(model, MACHINE.no_engine) for model in ("gpt in fp8", "gpt in blockwise fp8")}
     assert {(row["model"], row["details"][0]) for row in skipped} == expected

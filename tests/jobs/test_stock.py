@@ -95,7 +95,7 @@ def test_under_the_same_layout_stock_resumes_the_optimizer(folder: Path, outcome
     assert differing(assemble(folder / "saved" / "dump" / "after_save_0000004"), assemble(folder / "loaded")) == []
 
 
-def test_what_stock_returns_is_returned(outcomes: Outcomes) -> None:
+def test_results_of_stock_are_returned(outcomes: Outcomes) -> None:
     for name, iteration in (("--no-load-optim", 4), ("--finetune", 0)):
         assert [rank["iteration"] for rank in outcomes[name]] == [iteration, iteration]
 

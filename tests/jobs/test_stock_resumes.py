@@ -94,7 +94,7 @@ def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("fixture", FAST)
-def test_what_stock_resumes_is_the_same_read_by_this_package(fixture: str, resumed: Results) -> None:
+def test_fast_load_agrees_with_stock(fixture: str, resumed: Results) -> None:
     fast, stock = resumed.job(f"{fixture} fast"), resumed.job(fixture)
     (line,) = fast.said
     assert "MB of tensors read in" in line

@@ -96,7 +96,7 @@ def test_resumed_and_gone_on_exactly(name: str, results: Results) -> None:
         assert differing(everything_in(open_checkpoint(saved.iteration)), assemble(resumed.at_load)) == []
 
 
-def test_what_is_read_is_what_is_alive(results: Results) -> None:
+def test_stored_state_equals_live_state(results: Results) -> None:
     """A job without shards tells what it holds itself."""
     saved = results.job("whole")
     assert differing(assemble(saved.at_save), everything_in(open_checkpoint(saved.iteration))) == []

@@ -155,7 +155,7 @@ class TestOfACheckpoint:
             mcore_ckpt_ext.convert(recorded.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
         assert not (tmp_path / "out").exists()
 
-    def test_what_recovery_did_not_sample_is_refused_before_anything_is_written(
+    def test_damage_outside_the_samples_is_refused_before_anything_is_written(
         self, recorded: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(digests, "_ENOUGH", 64)

@@ -148,7 +148,7 @@ def test_weights_that_were_quantized_again_at_another_scale() -> None:
         assert twice.first_mismatch(master.roll(1).view(-1)[:64], parts.view(-1)[:64]) is not None
 
 
-def test_what_it_does_not_show() -> None:
+def test_errors_below_half_an_fp8_step_pass() -> None:
     """A bit that moves a master by less than half a step; the same bit is seen beside bf16 weights."""
     master = masters()
     flipped = master.clone()
@@ -226,7 +226,7 @@ def test_the_proof_of_a_job(arguments: dict[str, object], proof: Proof) -> None:
     assert weaker_of(proof, None) is proof
 
 
-def test_what_is_quantised() -> None:
+def test_quantised_parameters() -> None:
     arguments = JobArguments.of({"fp8_param_gather": True, "num_layers": 4})
     quantised = ["mlp.experts.experts.5.linear_fc1.weight", "self_attention.linear_qkv.weight", "mixer.in_proj.weight"]
     plain = ["self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.bias", "mlp.router.weight"]
@@ -329,7 +329,7 @@ def test_samples_of_a_packing_are_compared_many_at_once(wrong: int | None, asked
     assert found is None if wrong is None else f"p{wrong} would be master 1.0, weight 0.0" in str(found)
 
 
-def test_what_cannot_be_looked_at_hides_no_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_comparison_hides_no_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = torch.nn.ParameterDict({"first": torch.ones(4), "second": torch.ones(4)})
     monkeypatch.setattr(live_check, "live_parameters", lambda chunks: {})
 

@@ -55,7 +55,7 @@ def test_one_state_in_four_formats_and_three_versions_is_one() -> None:
         assert all(torch.equal(truth[key], truths[0][key]) for key in truth)
 
 
-def test_what_megatron_wrote_shifted_is_repaired_and_the_rest_named(corrupted_fixture: Fixture) -> None:
+def test_shifted_masters_are_repaired_and_lost_ones_named(corrupted_fixture: Fixture) -> None:
     """Exactly the corrupted tensors are named; every element that is anywhere on disk is found; the rest is refused."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(corrupted_fixture.run)
     state = checkpoint.optimizer

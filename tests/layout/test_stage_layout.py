@@ -92,7 +92,7 @@ def test_every_chunk_holds_what_megatron_builds(genuine: list[list[list[list[str
         "(" * 1000 + "t*9999999",
     ],
 )
-def test_what_is_no_layout_is_not_known(stated: object) -> None:
+def test_invalid_layouts_are_unknown(stated: object) -> None:
     """Arguments are data from strangers: none makes more of itself than a pipeline has layers."""
     assert StageLayout.parse(stated) is None
 

@@ -104,7 +104,7 @@ def test_a_stale_sidecar_is_reported_and_ignored(way: str, remainders: Fixture, 
     assert any(f"{FILE_NAME} is ignored: " in notice and why in notice for notice in checkpoint.notices())
 
 
-def test_what_nothing_shows_is_no_damage(remainders: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_order_is_no_damage(remainders: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules of the user's own may lie in any order: without their sidecar no one knows it, and nothing is wrong."""
     edit(remainders, STALE["another index"][0])
     monkeypatch.setattr(JobArguments, "of", with_own_modules(JobArguments.of))
@@ -122,7 +122,7 @@ def with_own_modules(original: Callable[..., JobArguments]) -> Callable[..., Job
     return lambda stated, **others: original({**stated, "spec": ["my.spec", "layers"]}, **others)
 
 
-def test_what_is_damaged_is_not_taken_for_stale(remainders: Fixture) -> None:
+def test_damage_is_not_mistaken_for_a_stale_sidecar(remainders: Fixture) -> None:
     """Where the index is that of the save, digests that differ show damage, however many they are."""
     edit(remainders, lambda content: of_another_save({"index": "", **content}))
     assert not verify(remainders.run).sound

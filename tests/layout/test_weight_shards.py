@@ -93,7 +93,7 @@ def test_gates_are_confused_where_shards_change(written: JobArguments, running: 
             check_gates(written, running, "here")
 
 
-def test_what_would_be_converted() -> None:
+def test_sharded_gates_are_refused() -> None:
     check_no_sharded_gates(job(2, 1), "here")
     check_no_sharded_gates(job(1, 2, swiglu=False), "here")
     with pytest.raises(UnsupportedCheckpointError, match="found: gated linears, and 2 weight shards"):

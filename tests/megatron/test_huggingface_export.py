@@ -96,7 +96,7 @@ def test_a_failure_is_a_loud_message_and_nothing_else(
     assert told in line
 
 
-def test_what_follows_a_save_cannot_fail_it(tmp_path: Path) -> None:
+def test_a_callback_cannot_fail_its_save(tmp_path: Path) -> None:
     said: list[str] = []
     warned: list[str] = []
 

@@ -61,7 +61,7 @@ VERSIONS = st.sampled_from([(0, 18), (0, 19)])
 
 
 @given(NAMES)
-def test_what_is_parsed_is_formatted_again(name: ParameterName) -> None:
+def test_parsing_and_formatting_round_trip(name: ParameterName) -> None:
     assert parse(str(name)) == name
     layer, suffix = split_layer(str(name))
     assert layer == (None if name.layer is None else (name.block, name.layer))
@@ -196,7 +196,7 @@ def test_the_rows_of_a_vocabulary() -> None:
     assert [language_prefix(name) for name in LLAVA] == ["language_model.", ""]
 
 
-def test_what_t5_registers_twice() -> None:
+def test_parameters_that_t5_registers_twice() -> None:
     names = ["lm_head.output_layer.bias", "output_layer.bias", "embedding.position_embeddings.weight"]
     assert second_names(names) == {"lm_head.output_layer.bias": "output_layer.bias"}
 

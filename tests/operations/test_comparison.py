@@ -179,7 +179,7 @@ def test_kinds_choose(damaged: Fixture) -> None:
         compare(damaged.run, fixture_named("p04").run, kinds=["momentum_buffer"])
 
 
-def test_what_a_checkpoint_lost_is_not_called_equal() -> None:
+def test_lost_elements_are_not_equal() -> None:
     run = fixture_named("p23").run
     found = compare(run, run)
     assert not found.equal

@@ -283,7 +283,7 @@ class TestRefusals:
             (mcore_ckpt_ext.Legacy(pipeline_model_parallel_size=3), "pipeline"),
         ],
     )
-    def test_what_cannot_be_written(self, target: Target, message: str, tmp_path: Path) -> None:
+    def test_unsupported_targets_are_refused(self, target: Target, message: str, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             mcore_ckpt_ext.convert(fixture_named("p01").run, tmp_path / "out", target)
         assert not list(tmp_path.iterdir())

@@ -164,7 +164,7 @@ def renaming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("renaming")
 @pytest.mark.parametrize("force", [False, True])
-def test_what_appears_during_the_conversion_stays(force: bool, tmp_path: Path) -> None:
+def test_a_destination_that_appears_during_the_conversion_is_kept(force: bool, tmp_path: Path) -> None:
     """Another conversion's finished output, for example; and what was written is kept for --resume."""
     run, out = fixture_named("p02").run, tmp_path / "out"
 
@@ -187,7 +187,7 @@ def test_what_appears_during_the_conversion_stays(force: bool, tmp_path: Path) -
 
 @pytest.mark.usefixtures("renaming")
 @pytest.mark.parametrize("what", ["a file in it", "another in its place"])
-def test_what_is_replaced_is_what_was_looked_at(what: str, tmp_path: Path) -> None:
+def test_a_destination_that_changed_is_not_replaced(what: str, tmp_path: Path) -> None:
     run, out = fixture_named("p02").run, tmp_path / "out"
     mcore_ckpt_ext.convert(run, out, mcore_ckpt_ext.Canonical())
 

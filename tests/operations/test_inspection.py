@@ -177,7 +177,7 @@ def test_a_sidecar_records_the_exact_version(damaged: Fixture) -> None:
      mcore_ckpt_ext.Legacy(megatron_version="0.16.1")],
     ids=str,
 )  # fmt: skip
-def test_what_this_package_converted_says_so(target: mcore_ckpt_ext.targets.Target, tmp_path: Path) -> None:
+def test_converted_checkpoints_name_their_writer(target: mcore_ckpt_ext.targets.Target, tmp_path: Path) -> None:
     """Its arguments are those of the job that wrote the source, and prove nothing about who wrote the files."""
     mcore_ckpt_ext.convert(fixture_named("p01").run, tmp_path / "out", target)
     version = target.megatron_version.removesuffix(".1").removesuffix(".2")

@@ -108,7 +108,7 @@ def test_there_and_back(fixture: str, spec: Any, target: Any, tmp_path: Path) ->
     assert found.keys() >= {name for name in source.truth if "remainder" not in name}
 
 
-def test_what_it_reports(tmp_path: Path) -> None:
+def test_notes_on_a_change_of_layer_spec(tmp_path: Path) -> None:
     engine = convert(fixture_named("p09").run, tmp_path / "engine", TorchDist(transformer_impl="transformer_engine"))
     assert any("norms have other names" in note for note in engine.notes)
     assert any(note.endswith("start empty, as in a fresh model") for note in engine.notes)

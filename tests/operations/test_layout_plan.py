@@ -212,7 +212,7 @@ def test_random_state_and_stock() -> None:
     assert not other.keeps_random_state and not other.stock_resumes
 
 
-def test_what_excludes_the_nearest() -> None:
+def test_rules_that_exclude_the_nearest_layouts() -> None:
     """Where nothing is accepted, the rules that exclude the nearest layouts are named."""
     found = plan(fixture_named("p01").run, 8, pins={"tp": 3})
     assert not found.layouts and not found.fits and set(found.excluded) == {"world size"}

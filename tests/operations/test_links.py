@@ -118,7 +118,7 @@ def folder(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [pipe, device, folder], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", [*LINKED, "mcore_ckpt_ext.json", "integrity.json"])
-def test_what_is_no_file_is_never_waited_for(make: Callable[[Path], None], name: str, damaged: Fixture) -> None:
+def test_special_files_do_not_block(make: Callable[[Path], None], name: str, damaged: Fixture) -> None:
     """A FIFO would hold its reader for ever."""
     (damaged.iteration / name).unlink(missing_ok=True)
     make(damaged.iteration / name)

@@ -24,7 +24,7 @@ NO_INTEGERS: list[object] = [0.0, True, "0", None, -1, 1 << 80]
 
 
 @pytest.mark.parametrize("value", NO_INTEGERS)
-def test_what_is_no_whole_number(value: object) -> None:
+def test_invalid_whole_numbers_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match="an offset that is"):
         whole_number(value, "an offset")
 

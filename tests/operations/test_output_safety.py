@@ -176,7 +176,7 @@ def test_a_name_with_a_line_break_never_becomes_another(tmp_path: Path) -> None:
         dumps({"rng_state": placeholder_class(*name)("true")})
 
 
-def test_what_torch_loads_of_a_written_pickle(tmp_path: Path) -> None:
+def test_torch_loads_written_pickles_safely(tmp_path: Path) -> None:
     """Everything that the writer writes, torch's own safe reader knows but for Megatron's index and numpy's arrays."""
     tree = {"state": [1, 2.5, "text", True, None], "dtype": torch.bfloat16, "size": torch.Size([2])}
     if TORCH_LOADS_PLUGINS.is_of(parse_version(torch.__version__) or (0, 0)):  # 2.5 reads its own bytes safely, too

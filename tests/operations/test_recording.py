@@ -135,7 +135,7 @@ def test_every_kind_of_checkpoint_can_be_recorded(name: str, tmp_path: Path) -> 
     assert (found.sound, differences(found)) == (True, [])
 
 
-def test_what_is_verified_is_not_read_again_to_be_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_recording_reads_verified_tensors_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def read(*arguments: object) -> None:
         raise AssertionError(arguments)
 
@@ -165,7 +165,7 @@ def test_a_manifest_in_the_checkpoint_is_no_file_of_it(copy: Path) -> None:
     assert differences(mcore_ckpt_ext.verify(copy, against=manifest)) == []
 
 
-def test_what_is_not_sound_is_not_recorded(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_not_recorded(tmp_path: Path) -> None:
     found = mcore_ckpt_ext.verify(fixture_named(CORRUPTED[0]).run, record=tmp_path / "manifest")
     assert (found.recorded, (tmp_path / "manifest").exists()) == (None, False)
 

@@ -95,7 +95,7 @@ def test_an_interrupted_upload_is_no_checkpoint_and_can_be_continued(store: Any)
     assert_truth(mcore_ckpt_ext.open_checkpoint(remote), fixture_named("p02"))
 
 
-def test_what_is_refused_in_the_end_does_not_pass_for_whole(tmp_path: Path) -> None:
+def test_output_of_a_changed_source_is_incomplete(tmp_path: Path) -> None:
     """The source changed: all but the files that say so may lie there, and it can be begun anew."""
     source = fixture_named("p01").copy_to(tmp_path / "source").run
     target, changed = f"memory://{uuid.uuid4()}/out", list[int]()

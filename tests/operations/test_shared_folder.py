@@ -51,7 +51,7 @@ def test_the_unfinished_folder_belongs_to_one_user(shared: Path) -> None:
 
 
 @pytest.mark.parametrize(("umask", "folder", "file"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (0, 0o777, 0o666)])
-def test_what_is_published_has_the_rights_of_every_other_file(umask: int, folder: int, file: int, shared: Path) -> None:
+def test_published_folders_have_ordinary_permissions(umask: int, folder: int, file: int, shared: Path) -> None:
     """The unfinished folder is shut whatever the umask says, and leaves no trace of that."""
     before = os.umask(umask)
     try:
@@ -83,7 +83,7 @@ def open_to_all(place: Path, victim: Path) -> None:
 
 @pytest.mark.parametrize("plant", [planted_link, planted_file, open_to_all], ids=lambda plant: plant.__name__)
 @pytest.mark.parametrize("resume", [False, True])
-def test_what_others_planted_is_not_adopted(
+def test_planted_folders_are_refused(
     plant: Callable[[Path, Path], None], resume: bool, shared: Path, victim: Path
 ) -> None:
     plant(unfinished(shared), victim)

@@ -145,7 +145,7 @@ class TestDropping:
             assert compare(fixture_named("p02").run, tmp_path / target, kinds=["weight"]).equal or target == "hf"
 
     @pytest.mark.parametrize("kind", ["exp_avg", "momentum_buffer"])
-    def test_what_could_be_carried_or_is_not_there(self, kind: str, tmp_path: Path) -> None:
+    def test_drop_refuses_convertible_and_absent_state(self, kind: str, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=f"accepts only state that cannot be converted; found: --drop {kind}; exp"):
             mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "o", mcore_ckpt_ext.TorchDist(), drop=[kind])
 

@@ -77,7 +77,7 @@ def test_intact_checkpoints_are_sound(checkpoint_fixture: Fixture) -> None:
     assert verify(checkpoint_fixture.run, quick=True).sound
 
 
-def test_what_megatron_wrote_corrupted_is_named_tensor_by_tensor(corrupted_fixture: Fixture) -> None:
+def test_shifted_masters_are_named_tensor_by_tensor(corrupted_fixture: Fixture) -> None:
     result = verify(corrupted_fixture.run)
     assert not result.sound
     assert {finding.where for finding in result.findings} == wrong_masters(corrupted_fixture)
@@ -196,7 +196,7 @@ def scribbled(name: str) -> Callable[[Fixture], None]:
         (scribbled("common.pt"), "not a torch archive"),
     ],
 )
-def test_what_an_interrupted_save_or_copy_leaves(
+def test_incomplete_checkpoints(
     damaged: Fixture, damage: Callable[[Fixture], None], expected: str, quick: bool
 ) -> None:
     damage(damaged)
@@ -285,7 +285,7 @@ def test_an_empty_iteration_folder(damaged: Fixture) -> None:
     assert not result.sound
 
 
-def test_what_is_no_checkpoint_is_unreadable_and_not_unsound(tmp_path: Path) -> None:
+def test_other_folders_are_unreadable(tmp_path: Path) -> None:
     with pytest.raises(UnreadableCheckpointError, match="no such folder"):
         verify(tmp_path / "nothing")
     (tmp_path / "notes.txt").write_text("hello")
@@ -484,7 +484,7 @@ def almost_grids(draw: st.DrawFn) -> list[tuple[tuple[int, ...], tuple[int, ...]
 
 
 @given(almost_grids())
-def test_what_holds_every_element_once_and_nothing_else_passes(
+def test_slices_must_hold_every_element_once(
     cells: list[tuple[tuple[int, ...], tuple[int, ...]]],
 ) -> None:
     times = numpy.zeros((12, 16), int)

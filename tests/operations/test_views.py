@@ -91,7 +91,7 @@ def replaced_in(view: CheckpointView, source: CheckpointView) -> set[str]:
     ids=["as it is", "other names", "transformer engine", "local", "no optimizer", "adapters", "steps were made"],
 )
 @pytest.mark.parametrize("name", NAMED)
-def test_what_is_not_replaced_is_the_same(
+def test_views_replace_only_their_parts(
     name: str, way: Callable[[CheckpointView], CheckpointView], replaced: set[str]
 ) -> None:
     source = open_checkpoint(fixture_named(name).run)

@@ -150,7 +150,7 @@ def test_rows_that_a_job_pads_with(alone: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["p42", "p47"])
-def test_what_nothing_would_prove(name: str, tmp_path: Path) -> None:
+def test_optimizers_that_weights_cannot_verify_are_refused(name: str, tmp_path: Path) -> None:
     """Weights that are the masters, and remainders, which go with any weights."""
     folder = optimizer_alone(name, tmp_path / "alone")
     with pytest.raises(UnsupportedCheckpointError, match="cannot be verified against this optimizer"):

@@ -187,7 +187,7 @@ def step_of(checkpoint: Checkpoint) -> int:
     return int(step)
 
 
-def test_what_is_written_is_the_kind_of_optimizer_that_it_was(tmp_path: Path) -> None:
+def test_written_optimizers_keep_their_kind(tmp_path: Path) -> None:
     """Without a distributed optimizer none is written, and each of a chain keeps its own groups."""
     convert(fixture_named("p44").run, tmp_path / "muon", TorchDist(megatron_version="0.19"))
     muon = open_checkpoint(tmp_path / "muon")

@@ -59,7 +59,7 @@ def test_even_an_exit_in_a_hook_does_not_end_the_program(python):
     assert "SystemExit: 9" in finished.stderr
 
 
-def test_what_the_autoload_imports(python):
+def test_imports_of_the_autoload(python):
     finished = python("import sys, mcore_ckpt_ext_autoload; mcore_ckpt_ext_autoload.register(); print(*sys.modules)")
     loaded = set(finished.stdout.split())
     ours = {name for name in loaded if name.startswith("mcore_ckpt_ext")}

@@ -404,7 +404,7 @@ def test_modules_that_import_things_when_touched_are_not_touched(registry, frame
     assert framework.loaded("training").train() == OURS
 
 
-def test_what_only_calls_itself_a_module_is_left_alone(registry, framework):
+def test_objects_that_imitate_modules_are_ignored(registry, framework):
     """A library of cffi (`_cffi_backend.Lib`) does, and has no namespace."""
 
     class Library:

@@ -73,7 +73,7 @@ def test_one_registry_and_nothing_else() -> None:
         "found = (1, [])",
     ],
 )
-def test_what_it_finds(source: str) -> None:
+def test_changes_are_found(source: str) -> None:
     assert list(changing(source))
 
 

@@ -37,7 +37,7 @@ def test_every_python_of_the_metadata_has_a_cell() -> None:
     assert any(cell.torch.startswith(oldest[1]) for cell in CELLS if cell.torch)
 
 
-def test_what_a_cell_runs() -> None:
+def test_tests_of_a_cell() -> None:
     cell, others = parse_cell(["--megatron", "0.18.2", "-x", "tests/jobs/test_resume.py"])
     assert (cell, others) == (Cell(megatron="0.18.2"), ["-x", "tests/jobs/test_resume.py"])
     assert (cell.has_loop, cell.tests) == (True, matrix_cell.LOOP_TESTS)

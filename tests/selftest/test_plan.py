@@ -53,7 +53,7 @@ def test_experts_change_every_size(ranks: int) -> None:
         assert len(set(sizes)) > 1
 
 
-def test_what_is_missing_is_skipped_with_its_reason() -> None:
+def test_unsupported_jobs_are_skipped_with_a_reason() -> None:
     jobs = plan(Machine(2, no_engine="no engine here", no_fp8="no fp8 here"))
     assert {job.skipped for job in jobs if job.model == "gpt in fp8"} == {"no engine here"}
     (save, *_) = jobs

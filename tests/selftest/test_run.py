@@ -47,7 +47,7 @@ def test_all_pass_and_nothing_is_left(tmp_path: Path) -> None:
     assert (passed(rows), folder, list(tmp_path.iterdir())) == (True, None, [])
 
 
-def test_what_is_left_runs_after_a_job_that_failed(tmp_path: Path) -> None:
+def test_other_jobs_run_after_a_failure(tmp_path: Path) -> None:
     starts = []
 
     def job_by_job(order: Order, job: Job) -> str:
@@ -85,7 +85,7 @@ def test_without_a_save_nothing_is_resumed(tmp_path: Path) -> None:
     assert rows[2].details == ("its checkpoint was not saved",)
 
 
-def test_what_is_not_as_it_was_fails(tmp_path: Path) -> None:
+def test_differing_states_and_losses_fail(tmp_path: Path) -> None:
     def job_by_job(order: Order, job: Job) -> str:
         changes: dict[str, dict[str, object]] = {
             "one": {"differences": ["exp_avg.layer.weight differs"]},

@@ -215,7 +215,7 @@ def ends_as_saved(results: Results, row: Row, name: str) -> bool:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_what_is_left_to_stock_stock_can_do(row: Row, outcomes: dict[Row, Outcome]) -> None:
+def test_stock_succeeds_where_the_policy_chooses_it(row: Row, outcomes: dict[Row, Outcome]) -> None:
     assert outcomes[row].is_right, outcomes[row]
 
 

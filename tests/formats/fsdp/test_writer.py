@@ -64,7 +64,7 @@ def test_everything_equals_the_truth() -> None:
     assert {item.key: item.carried for item in checkpoint.unread()} == {"rng_state": False}
 
 
-def test_what_is_shown() -> None:
+def test_inspection_of_fsdp_dtensor() -> None:
     found = inspect(fixture_named("p50").run)
     assert (found.format, found.writer.version) == ("fsdp_dtensor", "0.19")
     assert [(who.who, who.layouts) for who in found.resumptions] == [
@@ -155,7 +155,7 @@ def test_possible_rounding_is_reported(tmp_path: Path) -> None:
     assert compare(fixture_named("p47").run, tmp_path / "out", kinds=["fp32_param", "exp_avg"]).equal
 
 
-def test_what_such_a_job_does_not_have(tmp_path: Path) -> None:
+def test_unsupported_optimizers_and_releases_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpointError, match=r"fsdp_dtensor.*lost|trains with Adam.*momentum_buffer"):
         convert(fixture_named("p43").run, tmp_path / "out", FsdpDtensor())
     with pytest.raises(UnsupportedCheckpointError, match=r"does not have this format.*0\.13.*0\.14 or later"):

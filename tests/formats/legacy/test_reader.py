@@ -270,7 +270,7 @@ def bands(name: str, shape: tuple[int, ...], **arguments: Any) -> tuple[tuple[in
         ("mlp.shared_experts.gate_weight", (1, 4), (1, 4), [((0, 0), (1, 4))]),
     ],
 )
-def test_what_a_tensor_parallel_rank_holds(
+def test_rows_of_a_tensor_parallel_rank(
     suffix: str, shape: tuple[int, ...], whole: tuple[int, ...], held: list[Any]
 ) -> None:
     for swiglu in (False, True):

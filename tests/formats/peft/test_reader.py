@@ -84,7 +84,7 @@ def test_dora_of_parts_of_a_gated_mlp_is_merged(
         {**QV, "use_rslora": None, "task_type": "CAUSAL_LM"},
     ],
 )  # fmt: skip
-def test_what_peft_takes_for_the_same_adapters_is_read(
+def test_equivalent_peft_configurations_are_read(
     models: dict[str, Path], tmp_path: Path, config: dict[str, Any]
 ) -> None:
     there = peft_folder(tmp_path / "peft", of_queries_and_values(), **config)
@@ -169,7 +169,7 @@ def of_integers(content: Tensors) -> Tensors:
         ({}, with_nan, "llama", "not finite; where: .*layers.0.self_attention.linear_qkv.adapter.adapter_q"),
     ],
 )  # fmt: skip
-def test_what_is_not_merged_is_refused_by_name(
+def test_unsupported_merges_are_refused_by_name(
     models: dict[str, Path], tmp_path: Path, config: dict[str, Any], changed: Any, model: str, said: str
 ) -> None:
     there = peft_folder(tmp_path / "peft", changed(of_queries_and_values()), **config)

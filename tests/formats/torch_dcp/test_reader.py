@@ -49,7 +49,7 @@ def test_everything_equals_the_truth() -> None:
     assert {item.key: item.carried for item in checkpoint.unread()} == {"rng_state": False}
 
 
-def test_what_is_shown() -> None:
+def test_inspection_of_torch_dcp() -> None:
     run = fixture_named("p51").run
     found = inspect(run)
     assert (found.format, found.optimizer_format) == ("torch_dcp", "no_distributed_optimizer")

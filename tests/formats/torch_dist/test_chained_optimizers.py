@@ -28,7 +28,7 @@ from tests.harness.jobs import differing
         ("p43", "0.20.0", False),
     ],
 )
-def test_what_muon_does_not_step_is_written_as_the_release_keeps_it(
+def test_the_optimizer_beside_muon_is_written_in_the_form_of_the_release(
     fixture: str, release: str, distributed: bool, tmp_path: Path
 ) -> None:
     source = fixture_named(fixture)

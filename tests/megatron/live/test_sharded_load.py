@@ -120,7 +120,7 @@ class Quantized(torch.Tensor):
         (replace(rows(0, 128), data=torch.empty(128, 32)), "says otherwise"),
     ],
 )
-def test_what_is_not_known_is_named(asked: RequestedTensors, reason: str, checkpoint: TorchDistCheckpoint) -> None:
+def test_unsupported_requests_are_named(asked: RequestedTensors, reason: str, checkpoint: TorchDistCheckpoint) -> None:
     found = unsupported_reason([rows(0, 128), asked], checkpoint)
     assert found is not None
     assert re.search(reason, found)
@@ -205,7 +205,7 @@ def test_directories_are_as_the_standard_library_reads_them(name: str) -> None:
         assert found.members == archive._by_zipfile()
 
 
-def test_what_is_not_plain_is_left_to_the_standard_library(tmp_path: Any) -> None:
+def test_unusual_archives_are_left_to_the_standard_library(tmp_path: Any) -> None:
     def directory(**options: Any) -> Any:
         path = tmp_path / "archive.zip"
         comment, name = options.pop("comment", b""), options.pop("name", "a/b")

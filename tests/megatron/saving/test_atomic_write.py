@@ -111,7 +111,7 @@ def test_saving_over_the_release_that_the_tracker_names_withdraws_it(tmp_path: P
     assert list((run / "release").iterdir()) == []
 
 
-def test_what_an_interrupted_save_left_of_the_old_one_is_withdrawn_too(tmp_path: Path) -> None:
+def test_leftovers_of_an_interrupted_save_are_removed(tmp_path: Path) -> None:
     """Its sidecar tells of buffers that are no longer there."""
     run = run_of(tmp_path / "run", 2, latest=2)
     (run / "iter_0000004").mkdir()
@@ -154,7 +154,7 @@ def test_a_new_folder_changes_nothing_else(tmp_path: Path) -> None:
     assert list((run / "iter_0000004").iterdir()) == []
 
 
-def test_what_is_discarded_is_gone_and_the_rest_stays(tmp_path: Path) -> None:
+def test_discard_removes_only_its_folders(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 2, 4, latest=2)
     disk.discard([run / "iter_0000004"])
     assert finished_iterations(run) == [2]
@@ -170,7 +170,7 @@ def test_publishing_that_fails_leaves_the_tracker_and_nothing_else(tmp_path: Pat
     assert sorted(path.name for path in run.rglob("*") if path.is_file()) == [TRACKER, "metadata.json"]
 
 
-def test_what_lacks_the_file_that_megatron_writes_last_does_not_settle(tmp_path: Path) -> None:
+def test_settle_requires_the_index(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 2, latest=2)
     disk.settle(run / "iter_0000002")
     (run / "iter_0000004").mkdir()

@@ -88,7 +88,7 @@ def assert_kept(job: Job) -> None:
     assert {path.name for path in job.run.iterdir() if not path.name.startswith("iter_")} <= {TRACKER}
 
 
-def test_what_goes_well(tmp_path: Path) -> None:
+def test_successful_saves(tmp_path: Path) -> None:
     orders = [Order(2, writing=(0, 3, 1), publishing=2, steps=5), Order(4, asynchronous=False), Order(6)]
     job = Job(tmp_path, orders).train()
     assert_sound(job)
@@ -177,7 +177,7 @@ def test_the_cause_is_reported_on_every_rank(fault: str, rank: int, said: str, t
             raise member.raised or AssertionError
 
 
-def test_what_another_job_saved_under_the_same_number_is_withdrawn_first(tmp_path: Path) -> None:
+def test_an_older_save_of_the_same_iteration_is_withdrawn_first(tmp_path: Path) -> None:
     Job(tmp_path, [Order(2), Order(4)]).train()
     job = Job(tmp_path, [Order(4, faults=frozenset({("writer", 1)}))]).train()
     assert_sound(job)

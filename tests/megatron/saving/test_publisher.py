@@ -51,7 +51,7 @@ def test_the_next_one_waits_for_it_and_learns_that_it_failed(tmp_path: Path, run
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_next_waits_for_it_and_does_what_is_the_scripts_own(run: Run) -> None:
+def test_waiting_for_the_end_runs_the_callbacks_of_the_script(run: Run) -> None:
     Timer(0.2, run.outcome.set_result, [None]).start()
     run.publisher.end(wait=True)
     assert (run.save.problem, run.said, run.own) == (None, ["iteration 2 is complete"], ["deleted"])

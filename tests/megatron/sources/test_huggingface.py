@@ -57,7 +57,7 @@ def refusal(given: Namespace) -> str:
 
 
 @pytest.mark.parametrize("config", [LLAMA, EXPERTS], ids=["llama", "qwen3_moe"])
-def test_what_says_the_same_is_no_contradiction(config: dict[str, Any], tmp_path: Path) -> None:
+def test_equivalent_settings_are_accepted(config: dict[str, Any], tmp_path: Path) -> None:
     """Nor are dropout, the losses of routers, or how far positions go: those are the job's own."""
     folder = described(tmp_path / "model", config)
     own = {"attention_dropout": 0.2, "init_method_std": 0.5, "max_position_embeddings": 64, "moe_aux_loss_coeff": 0.1}
@@ -95,7 +95,7 @@ def test_a_contradiction_is_named_with_what_would_be_right(name: str, value: Any
     assert "--rotary-base" not in message.partition("hint")[2]  # 10000 is Megatron's own
 
 
-def test_what_no_flag_says_is_refused(tmp_path: Path) -> None:
+def test_settings_without_a_flag_are_refused(tmp_path: Path) -> None:
     folder = described(tmp_path / "model", {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
     assert "rotary_seq_len_interpolation_factor should be 2" in refusal(arguments(folder))
     check_arguments(arguments(folder, ckpt_load_validate_sharding_integrity=True))  # passed on since 0.19
@@ -109,7 +109,7 @@ def test_what_no_flag_says_is_refused(tmp_path: Path) -> None:
         ("non_persistent_ckpt_type", "local", "--non-persistent-ckpt-type"),
     ],
 )
-def test_what_loads_otherwise_is_refused(option: str, value: Any, flag: str, model: Path) -> None:
+def test_unsupported_options_are_refused(option: str, value: Any, flag: str, model: Path) -> None:
     message = refusal(arguments(model, **{option: value}))
     assert f"found: {flag}" in message
     assert "mcore-ckpt convert" in message
