@@ -15,7 +15,7 @@ from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
-from tests.harness.jobs import RANK_SCRIPTS
+from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
 from tests.harness.packages import installed_beside
 from tests.harness.programs import Programs
 
@@ -27,12 +27,25 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     packages = [installed_beside(name, version, "--only-binary=:all:") for name, version in PACKAGES.items()]
     found = Programs(tmp_path_factory.mktemp("nemo"))
     run = found.place("run")
-    found.add("saved", RANK_SCRIPTS / "nemo_loop.py", 2, 2, run, *packages)
+    nemo = RANK_SCRIPTS / "nemo_loop.py"
+    found.add("saved", nemo, 2, 2, run, "save", *packages)
+    found.add("loaded", nemo, 1, 4, run, "load", *packages)
+    found.add("loaded by stock", nemo, 1, 4, run, "load", *packages, stock=True)
     sixty = RANK_SCRIPTS / "sixty_lines.py"
     found.add("plain", sixty, 2, 2, "none", found.place("plain"), "together")
-    found.run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MCORE_CKPT_EXT_EXPLAIN", "1")
+        found.run()
     found.dump("saved")
     return found
+
+
+def test_decision_agrees_with_stock(ran: Programs) -> None:
+    """Megatron Core reshards NeMo's optimizer format itself, here from TP2 x PP2 to TP1 x PP4."""
+    (decided,) = ran.printed("loaded", "loads the optimizer", "fills the optimizer")
+    assert "stock Megatron loads the optimizer" in decided
+    for name in ("loaded", "loaded by stock"):
+        assert_same_optimizer(ran.dump("saved"), ran.dump(name))
 
 
 def test_description_of_the_job(ran: Programs) -> None:

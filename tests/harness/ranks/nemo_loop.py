@@ -1,8 +1,8 @@
-"""Writes a checkpoint like NeMo 2.3.2, by the same calls of Megatron Core and Fiddle in the same order.
+"""Writes or loads a checkpoint like NeMo 2.3.2, by the same calls of Megatron Core and Fiddle in the same order.
 
-It replaces `MegatronStrategy.save_checkpoint`, `MegatronParallel.sharded_state_dict` and `TrainerContext.io_dump`,
-whose package cannot be installed here. argv: tensor and pipeline parallel size, the checkpoint's folder, folders of
-packages to import.
+It replaces `MegatronStrategy.save_checkpoint` and `load_checkpoint`, `MegatronParallel.sharded_state_dict` and
+`TrainerContext.io_dump`, whose package cannot be installed here. argv: tensor and pipeline parallel size, the
+checkpoint's folder, "save" or "load", folders of packages to import.
 """
 
 import json
@@ -21,8 +21,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-tensor, pipeline, target = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-sys.path += [folder for folder in sys.argv[4:] if folder not in sys.path]
+tensor, pipeline, target, action = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+sys.path += [folder for folder in sys.argv[5:] if folder not in sys.path]
 
 import fiddle  # noqa: E402
 from fiddle._src.experimental import serialization  # noqa: E402
@@ -73,7 +73,8 @@ def written(value: Any) -> Any:
 core_model.start(core_model.Layout(tensor=tensor, pipeline=pipeline))
 job = core_model.build(core_model.Layout(tensor=tensor, pipeline=pipeline), False, tied=False)
 wrapped, optimizer = job.chunks[0], job.optimizer
-train(wrapped, optimizer)  # type: ignore[name-defined]  # noqa: F821 - defined by the program that runs this one
+if action == "save":
+    train(wrapped, optimizer)  # type: ignore[name-defined]  # noqa: F821 - defined by the program that runs this one
 model = job.models[0].sharded_state_dict(prefix="module.")
 checkpoint: dict[str, Any] = {
     "epoch": 0, "global_step": 4, "pytorch-lightning_version": "2.5.0", "loops": {"fit_loop": {"state_dict": {}}},
@@ -82,10 +83,20 @@ checkpoint: dict[str, Any] = {
 trained = {key: value for key, value in model.items() if not key.endswith("_extra_state")}
 # NeMo requests `fully_sharded_model_space`, which Core since 0.16 no longer writes; the names are the same.
 kind = {"distrib_optim_sharding_type": "fully_reshardable"}
-checkpoint["optimizer"] = [optimizer.sharded_state_dict(trained, metadata=kind)]
-(target / "weights").mkdir(parents=True, exist_ok=True)
-dist_checkpointing.save(checkpoint, str(target / "weights"))
-if torch.distributed.get_rank() == 0:
+if action == "load":
+    request = {
+        "sharded_state_dict": model,
+        "optimizer": [optimizer.sharded_state_dict(trained, is_loading=True, metadata=kind)],
+    }
+    loaded = dist_checkpointing.load(request, str(target / "weights"))
+    weights = {key.removeprefix("module."): value for key, value in loaded["sharded_state_dict"].items()}
+    job.models[0].load_state_dict(weights)
+    optimizer.load_state_dict(loaded["optimizer"][0])
+else:
+    checkpoint["optimizer"] = [optimizer.sharded_state_dict(trained, metadata=kind)]
+    (target / "weights").mkdir(parents=True, exist_ok=True)
+    dist_checkpointing.save(checkpoint, str(target / "weights"))
+if action == "save" and torch.distributed.get_rank() == 0:
     for dtype in ("bfloat16", "float32"):
         serialization.register_constant("torch", dtype, compare_by_identity=True)  # io/fdl_torch.py
     own = job.models[0].config
