@@ -140,7 +140,7 @@ def test_every_rank_learns_whether_all_writers_are_done(
 def test_all_writers_may_be_lost_at_once(is_alive: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a file system of 256 ranks goes away: 32 bits hold no sum of any mark that is more than all ranks."""
 
-    def all_reduce(tensor: torch.Tensor, op: object = dist.ReduceOp.SUM) -> None:
+    def all_reduce(tensor: torch.Tensor, op: object = dist.ReduceOp.SUM, group: object = None) -> None:
         if op == dist.ReduceOp.SUM:
             tensor *= 1 << 8
 
