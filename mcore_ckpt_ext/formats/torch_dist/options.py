@@ -13,7 +13,7 @@ Loop: TypeAlias = Literal["megatron", "bridge"]
 
 @dataclass(frozen=True, kw_only=True)
 class TorchDist(Target):
-    """Write Megatron's `torch_dist`, in an optimizer format that stock Megatron resumes in any layout.
+    """Write Megatron's `torch_dist`, in an optimizer format that stock Megatron resumes under any layout.
 
     Attributes:
         megatron_version: the version that will read it; by default the installed one, or else the newest known one.
