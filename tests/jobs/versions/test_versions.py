@@ -4,7 +4,7 @@ One program for each release (`ranks/core_job.py`) saves every format that the r
 then builds target layouts of the same release and fills them from the checkpoints. The matrix in
 docs/reference/versions.md is made from a full run, with UPDATE_MATRIX=1 and TEST_RELEASES=all (twenty minutes);
 otherwise each checkpoint fills one of the layouts in turn, and the matrix must list at least the equal ones. Without
-TEST_RELEASES=all three of the releases run.
+TEST_RELEASES two of the releases run.
 """
 
 from __future__ import annotations
