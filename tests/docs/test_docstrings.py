@@ -24,11 +24,17 @@ WORDS = re.compile(
 )
 
 
-def first_lines(source: str) -> Iterator[tuple[int, str]]:
-    """The first line of each docstring of a module, with the line of what it documents."""
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Each docstring of a module, without indentation, with the line of what it documents."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
-            yield getattr(node, "lineno", 1), text.partition("\n")[0]
+            yield getattr(node, "lineno", 1), text
+
+
+def first_lines(source: str) -> Iterator[tuple[int, str]]:
+    """The first line of each docstring of a module, with the line of what it documents."""
+    for number, text in docstrings(source):
+        yield number, text.partition("\n")[0]
 
 
 def prose(source: str) -> Iterator[tuple[int, str]]:
@@ -75,13 +81,6 @@ def unfinished(text: str) -> str:
         if is_prose and not END.search(lines[-1]) and not lines[-1].startswith(("from ", "import ")):
             return lines[-1]
     return ""
-
-
-def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Each docstring of a module, without indentation, with the line of what it documents."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
-            yield getattr(node, "lineno", 1), text
 
 
 def test_paragraphs_end_as_sentences_do() -> None:
