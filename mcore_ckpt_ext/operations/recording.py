@@ -6,7 +6,8 @@ Tensors are recorded in model space: a conversion to another format or layout ch
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from mcore_ckpt_ext.operations.integrity import digest_of_file
 from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, blocks, cached, threads
 from mcore_ckpt_ext.operations.workers import Team, map_shares
 from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
+from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.manifest import Manifest, TensorDigest, differing, is_manifest, manifest_text
 from mcore_ckpt_ext.storage.paths import file_sizes
 from mcore_ckpt_ext.transfer import Transfer, read_slice
@@ -66,16 +68,52 @@ class TensorHash:
         return TensorDigest(*self._of, self._sha256.hexdigest())
 
 
-def record(
-    path: Path, folder: Path, content: Content, digests: Sequence[TensorDigest], workers: int, team: Team
-) -> None:
+class FileHash:
+    """The SHA-256 of a file whose tensors are read anyway, in the order of their offsets."""
+
+    def __init__(self, reader: FolderReader, file: str) -> None:
+        self._reader, self._file = reader, file
+        self._sha256, self._position, self._is_readable = hashlib.sha256(), 0, True
+
+    def read_until(self, offset: int) -> None:
+        """Read and add the bytes before `offset` that have not been added."""
+        try:
+            while self._is_readable and (count := min(offset - self._position, BLOCK_ELEMENTS)) > 0:
+                self._add(memoryview(self._reader.read(self._file, self._position, count)))
+        except UnreadableCheckpointError:
+            self._is_readable = False
+
+    def add(self, values: torch.Tensor) -> None:
+        """Add the next elements of the file."""
+        if self._is_readable:
+            self._add(memoryview(values.view(torch.uint8).numpy()))
+
+    def finish(self) -> str | None:
+        """Read what follows the last tensor, and return the digest; None if a part of the file cannot be read."""
+        self.read_until(self._reader.size(self._file))
+        return self._sha256.hexdigest() if self._is_readable else None
+
+    def _add(self, data: memoryview) -> None:
+        self._sha256.update(data)
+        self._position += len(data)
+
+
+@dataclass
+class Digests:
+    """SHA-256 that other checks have computed on the way: of tensors, and of files by their path in the folder."""
+
+    tensors: list[TensorDigest] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def record(path: Path, folder: Path, content: Content, digests: Digests, workers: int, team: Team) -> None:
     """Write the manifest of a checkpoint, atomically.
 
     Args:
         path: the manifest; if it lies in the checkpoint's folder, it does not list itself.
         folder: the checkpoint's folder.
         content: its tensors.
-        digests: digests of tensors that have been read already.
+        digests: digests of files and tensors that have been read already.
         workers: the number of threads.
         team: the processes that share the reading; the first one writes.
 
@@ -83,8 +121,8 @@ def record(
         CheckpointError: a tensor or a file cannot be read.
         DestinationError: the manifest cannot be written.
     """
-    files = file_digests(folder, path, workers, team)
-    manifest = Manifest(files, tuple(tensor_digests(content, digests, workers, team)))
+    files = file_digests(folder, path, digests.files, workers, team)
+    manifest = Manifest(files, tuple(tensor_digests(content, digests.tensors, workers, team)))
     team.first(lambda: write_report(path, manifest_text(manifest), what=_MANIFEST))
 
 
@@ -93,6 +131,7 @@ def compare(
     path: Path,
     folder: Path,
     content: Content | None,
+    digests: Digests,
     workers: int,
     results: Results,
     team: Team,
@@ -106,6 +145,7 @@ def compare(
         path: the manifest's path; if it lies in the folder, it is no file of the checkpoint.
         folder: the checkpoint's folder.
         content: its tensors; None if it cannot be opened.
+        digests: digests of files and tensors that have been read already.
         workers: the number of threads.
         results: receives findings and checks.
         team: the processes that share the reading; each has all results.
@@ -113,7 +153,7 @@ def compare(
     """
     before = len(results.findings)
     try:
-        found = file_digests(folder, path, workers, team)
+        found = file_digests(folder, path, digests.files, workers, team)
     except UnreadableCheckpointError as problem:
         results.findings.append(error(RECORDED_FILES, str(folder), str(problem)))
         return
@@ -127,7 +167,7 @@ def compare(
         results.findings.append(error(RECORDED_FILES, str(folder / name), "it is not recorded", name))
     results.checks.append(Check(RECORDED_FILES, f"SHA-256 of {len(manifest.files):,} files"))
     if len(results.findings) > before or not files_suffice:
-        compare_tensors(manifest, content, (), workers, results, team)
+        compare_tensors(manifest, content, digests, workers, results, team)
     elif manifest.has_tensors:
         what = f"{len(manifest.tensors):,} tensors, in files that are as recorded"
         results.checks.append(Check(RECORDED_TENSORS, what))
@@ -136,7 +176,7 @@ def compare(
 def compare_tensors(
     manifest: Manifest,
     content: Content | None,
-    digests: Sequence[TensorDigest],
+    digests: Digests,
     workers: int,
     results: Results,
     team: Team,
@@ -147,7 +187,7 @@ def compare_tensors(
         results.checks.append(Check(RECORDED_TENSORS, what, done=False))
         return
     try:
-        found = tensor_digests(content, digests, workers, team)
+        found = tensor_digests(content, digests.tensors, workers, team)
     except UnreadableCheckpointError as problem:
         results.findings.append(error(RECORDED_TENSORS, str(content.folder), str(problem)))
         return
@@ -156,8 +196,10 @@ def compare_tensors(
     results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {len(manifest.tensors):,} tensors"))
 
 
-def file_digests(folder: Path, manifest: Path, workers: int, team: Team) -> dict[str, str]:
+def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers: int, team: Team) -> dict[str, str]:
     """Return the SHA-256 of a folder's files, by path in the folder, without the manifest itself.
+
+    Files that are not in `known` are read.
 
     Raises:
         UnreadableCheckpointError: a file cannot be read, or is a link out of the folder; on every process.
@@ -172,10 +214,11 @@ def file_digests(folder: Path, manifest: Path, workers: int, team: Team) -> dict
         except OSError as problem:
             return problem
 
-    digests: dict[str, str] = {}
+    unread = [name for name in sizes if name not in known]
+    digests = {name: known[name] for name in sizes if name in known}
     with threads(workers) as pool:
-        results = map_shares(team, lambda share: pool.map(digest, share), list(sizes), sizes.__getitem__)
-    for name, result in zip(sizes, results, strict=True):
+        results = map_shares(team, lambda share: pool.map(digest, share), unread, sizes.__getitem__)
+    for name, result in zip(unread, results, strict=True):
         if isinstance(result, OSError):
             raise UnreadableCheckpointError(
                 "a file of the checkpoint cannot be read", found=result.strerror, where=str(folder / name),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from math import prod
 
@@ -23,12 +24,13 @@ from mcore_ckpt_ext.operations.findings import (
     warning,
 )
 from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, threads
-from mcore_ckpt_ext.operations.recording import STORED, TensorHash
+from mcore_ckpt_ext.operations.recording import STORED, Digests, FileHash, TensorHash
 from mcore_ckpt_ext.operations.workers import Team, map_shares
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.manifest import TensorDigest
+from mcore_ckpt_ext.storage.safetensors import SUFFIX
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.transfer import Transfer
 
@@ -63,7 +65,8 @@ def check_stored_tensors(
     team: Team,
     *,
     digest_tensors: bool = False,
-) -> list[TensorDigest]:
+    digest_files: bool = False,
+) -> Digests:
     """Check every element of a folder of weights, and its checksums.
 
     Args:
@@ -73,15 +76,26 @@ def check_stored_tensors(
         results: receives findings and checks.
         team: the processes that share archives and tensors.
         digest_tensors: also compute the SHA-256 of each tensor.
+        digest_files: also compute that of safetensors files, each of which is then read by one thread.
 
     Returns:
-        The SHA-256 of each tensor, if requested.
+        The SHA-256 that are requested.
     """
     check = _ElementCheck(listing, advance, digest_tensors=digest_tensors)
+    files, single = _by_file(listing) if digest_files else ({}, list(listing))
     with threads(workers) as pool:
-        findings = map_shares(team, lambda share: pool.map(check.archive, share), listing.archives, listing.reader.size)
-        checked = map_shares(team, lambda share: pool.map(check.tensor, share), list(listing), _bytes_of)
-    findings += [of_one for of_one, _ in checked]
+        of_archives = map_shares(
+            team, lambda share: pool.map(check.archive, share), listing.archives, listing.reader.size
+        )
+        of_files = map_shares(team, lambda share: pool.map(check.file, share), list(files.items()), _bytes_of_file)
+        checked = map_shares(team, lambda share: pool.map(check.tensor, share), single, _bytes_of)
+    digests = Digests()
+    for file, (of_tensors, digest) in zip(files, of_files, strict=True):
+        checked += of_tensors
+        if digest is not None:
+            digests.files[file] = digest
+    digests.tensors += [digest for _, digest in checked if digest is not None]
+    findings = [*of_archives, *(of_one for of_one, _ in checked)]
     results.findings.extend(finding for of_one in findings for finding in of_one)
     results.checks.append(Check(VALUES, f"{sum(prod(tensor.shape) for tensor in listing):,} elements"))
     with_checksum = sum(_bytes_of(tensor) for tensor in listing if _checksum_of(tensor) is not None)
@@ -90,7 +104,22 @@ def check_stored_tensors(
     else:
         what = "no checksums stored: record some with --record FILE, and compare with --against FILE"
         results.checks.append(Check(CHECKSUMS, what, done=False))
-    return [digest for _, digest in checked if digest is not None]
+    return digests
+
+
+def _by_file(listing: Listing) -> tuple[dict[str, list[ListedTensor]], list[ListedTensor]]:
+    """Return the tensors of each safetensors file in the order of their offsets, and all other tensors."""
+    files: defaultdict[str, list[ListedTensor]] = defaultdict(list)
+    others: list[ListedTensor] = []
+    for tensor in listing:
+        (files[tensor.extent.file] if tensor.extent.file.endswith(SUFFIX) else others).append(tensor)
+    for tensors in files.values():
+        tensors.sort(key=lambda tensor: (tensor.extent.offset, tensor.extent.length))
+    return files, others
+
+
+def _bytes_of_file(item: tuple[str, list[ListedTensor]]) -> int:
+    return sum(map(_bytes_of, item[1]))
 
 
 def _bytes_of(tensor: ListedTensor) -> int:
@@ -99,6 +128,10 @@ def _bytes_of(tensor: ListedTensor) -> int:
 
 def _checksum_of(tensor: ListedTensor) -> int | None:
     return tensor.extent.crc if isinstance(tensor.extent, RawArray) else None
+
+
+_Checked = tuple[list[Finding], TensorDigest | None]
+"""The findings about a tensor, and its digest if requested."""
 
 
 class _ElementCheck:
@@ -119,20 +152,37 @@ class _ElementCheck:
             self._advance(self._reader.size(file))
         return []
 
-    def tensor(self, tensor: ListedTensor) -> tuple[list[Finding], TensorDigest | None]:
-        """Check the elements of a tensor; return the findings, and its digest if requested."""
+    def file(self, item: tuple[str, list[ListedTensor]]) -> tuple[list[_Checked], str | None]:
+        """Check the tensors of a safetensors file; return the results, and the file's digest if all of it can be read.
+
+        The tensors do not overlap (`read_header`, storage/safetensors.py).
+        """
+        file, tensors = item
+        whole = FileHash(self._reader, file)
+        checked = [self.tensor(tensor, whole) for tensor in tensors]
+        return checked, whole.finish()
+
+    def tensor(self, tensor: ListedTensor, whole: FileHash | None = None) -> _Checked:
+        """Check the elements of a tensor; return the findings, and its digest if requested.
+
+        Args:
+            tensor: the tensor.
+            whole: receives the bytes of its file up to its end.
+        """
         hashed = TensorHash(STORED, tensor.name, tensor.extent.dtype, tensor.shape) if self._digest_tensors else None
         try:
-            findings = self._check(tensor, hashed)
+            findings = self._check(tensor, hashed, whole)
         except CheckpointError as problem:
             return [error(COMPLETE, tensor.name, str(problem), tensor.extent.file, tensor.extent.offset)], None
         return findings, None if hashed is None else hashed.digest
 
-    def _check(self, tensor: ListedTensor, hashed: TensorHash | None) -> list[Finding]:
+    def _check(self, tensor: ListedTensor, hashed: TensorHash | None, whole: FileHash | None) -> list[Finding]:
         payload = self._transfer.locate(tensor.extent)
         size, numel, crc = payload.dtype.itemsize, prod(tensor.shape), 0
         begin, tally, wrong_scales = payload.offset + tensor.first * size, Tally(), 0
         expected = _checksum_of(tensor)
+        if whole is not None:
+            whole.read_until(begin)
         for start in range(0, numel, BLOCK_ELEMENTS):
             block = self._rooms.of("tensor")(min(BLOCK_ELEMENTS, numel - start), payload.dtype.torch)
             data = memoryview(block.view(torch.uint8).numpy())
@@ -140,6 +190,8 @@ class _ElementCheck:
             crc = crc32(data, crc) if expected is not None else crc
             if hashed is not None:
                 hashed.add(block)
+            if whole is not None:
+                whole.add(block)
             count_values("", block, tally)
             wrong_scales += _wrong_scales(block) if tensor.is_scale else 0
             self._advance(len(data))

@@ -45,14 +45,14 @@ from mcore_ckpt_ext.operations.findings import (
 )
 from mcore_ckpt_ext.operations.integrity import StoredChecksums, check_file_digests
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
-from mcore_ckpt_ext.operations.recording import Content, check_destination, compare, compare_tensors
+from mcore_ckpt_ext.operations.recording import Content, Digests, check_destination, compare, compare_tensors
 from mcore_ckpt_ext.operations.recording import record as write_manifest
 from mcore_ckpt_ext.operations.state_check import StateCheck
 from mcore_ckpt_ext.operations.stored_tensors import check_listing, check_stored_tensors, listed_bytes
 from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checksums import Confirmed
-from mcore_ckpt_ext.storage.manifest import TensorDigest, read_manifest
+from mcore_ckpt_ext.storage.manifest import read_manifest
 from mcore_ckpt_ext.storage.paths import as_path
 
 
@@ -110,7 +110,10 @@ def verify(
     located = find_checkpoint(as_path(path))
     folder = located.folder or as_path(path)
     opens = partial(open_checkpoint, folder, facts=facts, weights=weights)
-    run = _Run(folder, quick, workers, progress, opens, team, digest_tensors=record is not None or tensors_only)
+    run = _Run(
+        folder, quick, workers, progress, opens, team, digest_tensors=record is not None or tensors_only,
+        digest_files=record is not None or (against is not None and not tensors_only),
+    )  # fmt: skip
     run.results.findings.extend(located.findings)
     if located.folder is not None:
         problems = check_folder(located.folder)
@@ -121,7 +124,7 @@ def verify(
             compare_tensors(manifest, run.content, run.digests, workers, run.results, team)
         elif manifest is not None and against is not None:
             paths, whole = (Path(against), folder), weights is None
-            compare(manifest, *paths, run.content, workers, run.results, team, files_suffice=whole)
+            compare(manifest, *paths, run.content, run.digests, workers, run.results, team, files_suffice=whole)
     checks, findings = tuple(run.results.checks), tuple(run.results.findings)
     found = Verification(str(run.folder), quick, checks, findings, iteration=_iteration(run.content))
     if record is None or run.content is None or not found.sound:
@@ -143,12 +146,13 @@ class _Run:
         team: Team,
         *,
         digest_tensors: bool,
+        digest_files: bool,
     ) -> None:
         self.folder, self._opens, self._team = folder, opens, team
         self.results = Results()
         self.content: Content | None = None
-        self.digests: list[TensorDigest] = []
-        self._digest_tensors = digest_tensors
+        self.digests = Digests()
+        self._digest_tensors, self._digest_files = digest_tensors, digest_files
         self._quick, self._workers, self._progress = quick, workers, progress
 
     def verify_or_note(self) -> None:
@@ -200,8 +204,9 @@ class _Run:
             # The tensors of model space differ from the stored ones.
             digests = self._digest_tensors and self.content is listing
             self.digests = check_stored_tensors(
-                listing, self._workers, counter.add, self.results, self._team, digest_tensors=digests
-            )
+                listing, self._workers, counter.add, self.results, self._team, digest_tensors=digests,
+                digest_files=self._digest_files,
+            )  # fmt: skip
             counter.finish()
 
     def _check_weights(self, checkpoint: CheckpointView) -> None:
@@ -236,7 +241,7 @@ class _Run:
             if not _has_optimizer_alone(checkpoint):  # without weights its state cannot be checked
                 state: list[bool] = []
                 self._team.all(lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
-                self.digests = check_parameters(
+                self.digests.tensors = check_parameters(
                     checkpoint, state[0], failed, confirmed, self._workers, counter.add, content, self._team,
                     digest_tensors=self._digest_tensors,
                 )  # fmt: skip

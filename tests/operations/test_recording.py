@@ -15,9 +15,11 @@ from mcore_ckpt_ext import FsdpDtensor, Legacy, TorchDist
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UsageError
 from mcore_ckpt_ext.operations import recording
 from mcore_ckpt_ext.operations.findings import RECORDED_FILES, RECORDED_TENSORS, Verification
+from mcore_ckpt_ext.operations.integrity import digest_of_file
 from mcore_ckpt_ext.operations.recording import tensor_digests
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.operations.workers import ONE_PROCESS
+from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.manifest import read_manifest
 from mcore_ckpt_ext.targets import Target
 from tests.harness.checkpoints import CORRUPTED, fixture_named
@@ -143,6 +145,35 @@ def test_recording_reads_verified_tensors_once(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(tensors, "digest", read)
     for number, folder in enumerate((fixture_named("p02").run, unknown_family(tmp_path / "folder"))):
         assert mcore_ckpt_ext.verify(folder, record=tmp_path / f"manifest {number}").recorded
+
+
+@pytest.mark.parametrize(("make_folder", "reads"), [(unknown_family, 1), (hugging_face, 2)])
+def test_weights_are_read_once_to_compare_and_at_most_twice_to_record(
+    make_folder: Callable[[Path], Path], reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, manifest = make_folder(tmp_path / "folder"), tmp_path / "manifest"
+    nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    read: list[int] = []
+    read_into = FolderReader.read_into
+
+    def counted(reader: FolderReader, file: str, offset: int, buffer: memoryview) -> None:
+        read.append(len(buffer))
+        read_into(reader, file, offset, buffer)
+
+    def digest_of_small_file(folder: Path, name: str) -> str:
+        assert not name.endswith(".safetensors")
+        return digest_of_file(folder, name)
+
+    monkeypatch.setattr(FolderReader, "read_into", counted)
+    monkeypatch.setattr(recording, "digest_of_file", digest_of_small_file)
+    verify(folder, record=manifest)
+    assert sum(read) < (reads + 0.5) * nbytes  # with headers, which several steps read
+    read.clear()
+    assert are_compared(verify(folder, against=manifest))
+    assert sum(read) < 1.5 * nbytes
+    subprocess.run(["sha256sum", "-c", "--quiet", manifest], cwd=folder, check=True)
+    in_team(2, lambda team: verify(folder, record=tmp_path / "shared", team=team))
+    assert (tmp_path / "shared").read_text() == manifest.read_text()
 
 
 @pytest.mark.parametrize("size", [2, 3])
