@@ -7,21 +7,10 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families.common_settings import RMS_NORM
+from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Rule, set_in
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
-from mcore_ckpt_ext.families.settings import (
-    Config,
-    Constant,
-    Custom,
-    Implies,
-    Mapped,
-    Requires,
-    Setting,
-    Size,
-    checked_size,
-    contradictory,
-    unrepresentable,
-)
+from mcore_ckpt_ext.families.settings import Constant, Custom, Implies, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.encoder.layers.{layer}"

@@ -7,21 +7,10 @@ from typing import Any
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.config_checks import Config, checked_size, mismatches, unrepresentable
 from mcore_ckpt_ext.families.family import Rule
 from mcore_ckpt_ext.families.rope import KEYS, base_of, concentration, mscales, rope_parameters, yarn_lengths
-from mcore_ckpt_ext.families.settings import (
-    Coefficient,
-    Config,
-    Constant,
-    Custom,
-    Mapped,
-    Requires,
-    Setting,
-    Size,
-    checked_size,
-    mismatches,
-    unrepresentable,
-)
+from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.config_keys import is_accepted
 from mcore_ckpt_ext.families.deepseek import (
     RULES,
@@ -19,7 +20,7 @@ from mcore_ckpt_ext.families.deepseek import (
     scaled_gates,
 )
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Coefficient, Config, Constant, Custom, Setting, unrepresentable
+from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _GROUPED = ("moe_router_num_groups", "moe_router_group_topk")

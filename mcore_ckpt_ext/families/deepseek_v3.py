@@ -9,6 +9,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.deepseek import (
     RULES,
     dense_first,
@@ -19,7 +20,7 @@ from mcore_ckpt_ext.families.deepseek import (
     sigmoid_routing,
 )
 from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.settings import Config, Constant, Custom, Setting
+from mcore_ckpt_ext.families.settings import Constant, Custom, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")

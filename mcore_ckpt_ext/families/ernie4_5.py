@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import INITIAL, RMS_NORM, SILU, SIZES, head_size, query_groups, tied
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
+from mcore_ckpt_ext.families.common_settings import INITIAL, RMS_NORM, SILU, SIZES, tied
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Constant, Mapped

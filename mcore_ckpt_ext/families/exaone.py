@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.families.common_settings import INITIAL, RMS_NORM, head_size, query_groups, tied
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
+from mcore_ckpt_ext.families.common_settings import INITIAL, RMS_NORM, tied
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE

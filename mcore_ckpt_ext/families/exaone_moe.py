@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import (
-    RMS_NORM,
-    SILU,
-    SIZES,
-    TRAINING,
+from mcore_ckpt_ext.families.attention_settings import (
     head_size,
     layers_with_window,
     query_groups,
-    tied,
     windows_in_some_layers,
 )
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.deepseek import (
     grouped_choice,
     listed_dense_first,
@@ -25,7 +22,7 @@ from mcore_ckpt_ext.families.deepseek import (
 )
 from mcore_ckpt_ext.families.family import Family, Rule, with_experts
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Config, Custom, Mapped, Requires, Setting, Size, unrepresentable
+from mcore_ckpt_ext.families.settings import Custom, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _BIAS = "decoder.layers.{layer}.mlp.router.expert_bias"

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shorten
+from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.config_keys import (
     ABOUT_OTHER_FILES,
     OF_THE_FILE,
@@ -36,7 +37,7 @@ from mcore_ckpt_ext.families.rules import (
     untied,
     with_experts,
 )
-from mcore_ckpt_ext.families.settings import Config, Setting
+from mcore_ckpt_ext.families.settings import Setting
 from mcore_ckpt_ext.families.validation import check_plain
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, complete

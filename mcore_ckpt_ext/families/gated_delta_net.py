@@ -14,9 +14,10 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Piece, Rule
 from mcore_ckpt_ext.families.rows import shifted
-from mcore_ckpt_ext.families.settings import Config, Custom, Requires, Setting, Size, unrepresentable
+from mcore_ckpt_ext.families.settings import Custom, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_net
 

@@ -5,19 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, head_size, query_groups
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING
+from mcore_ckpt_ext.families.config_checks import Config, mismatches, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import (
-    Config,
-    Constant,
-    Custom,
-    Mapped,
-    Requires,
-    Setting,
-    mismatches,
-    unrepresentable,
-)
+from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _APPROXIMATION = "gelu_pytorch_tanh"

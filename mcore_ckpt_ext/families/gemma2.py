@@ -7,14 +7,8 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import (
-    SIZES,
-    TRAINING,
-    gelu,
-    head_size,
-    query_groups,
-    windows_in_some_layers,
-)
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, windows_in_some_layers
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Setting

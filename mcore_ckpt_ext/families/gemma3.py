@@ -9,27 +9,13 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import (
-    SIZES,
-    TRAINING,
-    gelu,
-    head_size,
-    query_groups,
-    windows_in_some_layers,
-)
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, windows_in_some_layers
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu
+from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.gemma2 import RULES, attention_scalar, query_scalar
 from mcore_ckpt_ext.families.rope import base_of, rope_parameters
-from mcore_ckpt_ext.families.settings import (
-    Config,
-    Constant,
-    Custom,
-    Forbidden,
-    Mapped,
-    Requires,
-    Setting,
-    unrepresentable,
-)
+from mcore_ckpt_ext.families.settings import Constant, Custom, Forbidden, Mapped, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"

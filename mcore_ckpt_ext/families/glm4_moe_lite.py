@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.deepseek import (
     COUNT_OF_DENSE,
     DENSE,
@@ -13,7 +14,7 @@ from mcore_ckpt_ext.families.deepseek import (
     sigmoid_routing,
 )
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, mtp_layers
-from mcore_ckpt_ext.families.settings import Config, Constant, unrepresentable
+from mcore_ckpt_ext.families.settings import Constant
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 

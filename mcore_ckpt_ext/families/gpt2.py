@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mcore_ckpt_ext.families.common_settings import gelu, implied_head_size
+from mcore_ckpt_ext.families.attention_settings import implied_head_size
+from mcore_ckpt_ext.families.common_settings import gelu
+from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, Rows, joined, transposed
-from mcore_ckpt_ext.families.settings import Config, Constant, Custom, Implies, Mapped, Requires, Setting, Size
+from mcore_ckpt_ext.families.settings import Constant, Custom, Implies, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"

@@ -7,9 +7,10 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import gpt2
+from mcore_ckpt_ext.families.config_checks import Config, contradictory
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rows import WHOLE
-from mcore_ckpt_ext.families.settings import Config, Custom, contradictory
+from mcore_ckpt_ext.families.settings import Custom
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _ONE_GROUP, _GROUPS = "multi_query", "num_key_value_heads"

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, implied_head_size, tied
+from mcore_ckpt_ext.families.attention_settings import implied_head_size
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, tied
+from mcore_ckpt_ext.families.config_checks import Config, contradictory, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import KEYS, rope
-from mcore_ckpt_ext.families.settings import (
-    Config,
-    Constant,
-    Custom,
-    Mapped,
-    Requires,
-    Setting,
-    contradictory,
-    unrepresentable,
-)
+from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Setting
 from mcore_ckpt_ext.families.unsupported import PARALLEL_BLOCKS
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 

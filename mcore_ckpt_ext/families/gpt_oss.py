@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import (
-    RMS_NORM,
-    SIZES,
-    TRAINING,
-    experts_in_every_layer,
-    head_size,
-    query_groups,
-    tied,
-    windows_in_some_layers,
-)
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, windows_in_some_layers
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SIZES, TRAINING, experts_in_every_layer, tied
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE_AND_UP_BY_TURNS, WHOLE, transposed

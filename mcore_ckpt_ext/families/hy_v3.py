@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.deepseek import listed_dense_first, normalised_sigmoids, scaled_gates, shared_experts
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import Rule, with_experts

@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import shorten
 from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.deepseek import (
     LATENT_ATTENTION,
     expert_sizes,
@@ -17,17 +18,7 @@ from mcore_ckpt_ext.families.deepseek import (
 )
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import Condition, Rule, always
-from mcore_ckpt_ext.families.settings import (
-    Config,
-    Constant,
-    Custom,
-    Forbidden,
-    Implies,
-    Requires,
-    Setting,
-    Size,
-    unrepresentable,
-)
+from mcore_ckpt_ext.families.settings import Constant, Custom, Forbidden, Implies, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"

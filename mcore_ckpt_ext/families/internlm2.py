@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.families.common_settings import (
-    RMS_NORM,
-    SILU,
-    SIZES,
-    TRAINING,
-    implied_head_size,
-    query_groups,
-    tied,
-)
+from mcore_ckpt_ext.families.attention_settings import implied_head_size, query_groups
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import exact_up_to, rope
 from mcore_ckpt_ext.families.rows import GATE, UP

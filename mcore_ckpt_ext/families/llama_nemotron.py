@@ -12,21 +12,13 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, TRAINING, head_size, tied
+from mcore_ckpt_ext.families.attention_settings import head_size
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, TRAINING, tied
+from mcore_ckpt_ext.families.config_checks import Config, checked_size, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.parameter_shapes import parameter_shape
 from mcore_ckpt_ext.families.rope import base_of, rope, rope_parameters
-from mcore_ckpt_ext.families.settings import (
-    Config,
-    Constant,
-    Custom,
-    Mapped,
-    Requires,
-    Setting,
-    Size,
-    checked_size,
-    unrepresentable,
-)
+from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.model_space.names import split_layer
 

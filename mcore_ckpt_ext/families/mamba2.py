@@ -8,20 +8,9 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, tied
+from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory, unrepresentable
 from mcore_ckpt_ext.families.nemotron_h import MIXER, NemotronH, mixer_heads, pattern_of
-from mcore_ckpt_ext.families.settings import (
-    Config,
-    Constant,
-    Custom,
-    Implies,
-    Mapped,
-    Requires,
-    Setting,
-    Size,
-    checked_size,
-    contradictory,
-    unrepresentable,
-)
+from mcore_ckpt_ext.families.settings import Constant, Custom, Implies, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_mixer
 

@@ -5,30 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import (
-    RMS_NORM,
-    SILU,
-    SIZES,
-    TRAINING,
-    experts_everywhere,
-    head_size,
-    query_groups,
-    tied,
-)
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, experts_everywhere, tied
+from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Rule, with_experts
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import (
-    Coefficient,
-    Config,
-    Constant,
-    Custom,
-    Forbidden,
-    Mapped,
-    Requires,
-    Size,
-    unrepresentable,
-)
+from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Forbidden, Mapped, Requires, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 

@@ -7,19 +7,12 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import (
-    RMS_NORM,
-    SILU,
-    SIZES,
-    TRAINING,
-    head_size,
-    query_groups,
-    sliding_window,
-    tied,
-)
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, sliding_window
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.config_checks import Config, mismatches, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Config, Custom, Mapped, Requires, Setting, mismatches, unrepresentable
+from mcore_ckpt_ext.families.settings import Custom, Mapped, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _BETA, _NESTED = "llama_4_scaling_beta", "rope_parameters"

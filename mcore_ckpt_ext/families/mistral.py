@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import llama_like, sliding_window
+from mcore_ckpt_ext.families.attention_settings import sliding_window
+from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Forbidden, Requires
 from mcore_ckpt_ext.job.model_arguments import ModelArguments

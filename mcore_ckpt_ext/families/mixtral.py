@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import experts_in_every_layer, llama_like, sliding_window
+from mcore_ckpt_ext.families.attention_settings import sliding_window
+from mcore_ckpt_ext.families.common_settings import experts_in_every_layer, llama_like
 from mcore_ckpt_ext.families.family import Family, Rule, with_experts
 from mcore_ckpt_ext.families.settings import Coefficient, Mapped, Requires
 

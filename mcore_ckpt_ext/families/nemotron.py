@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Constant, Implies, Mapped, Requires

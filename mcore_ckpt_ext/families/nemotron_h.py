@@ -16,23 +16,13 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, TRAINING, tied
+from mcore_ckpt_ext.families.config_checks import Config, contradictory, unrepresentable
 from mcore_ckpt_ext.families.deepseek import grouped_choice, normalised_sigmoids, scaled_gates
 from mcore_ckpt_ext.families.family import Condition, Family, Piece, Rule, untied
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE
-from mcore_ckpt_ext.families.settings import (
-    Config,
-    Constant,
-    Custom,
-    Forbidden,
-    Implies,
-    Mapped,
-    Requires,
-    Setting,
-    Size,
-    contradictory,
-    unrepresentable,
-)
+from mcore_ckpt_ext.families.settings import Constant, Custom, Forbidden, Implies, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_mixer
 

@@ -8,9 +8,10 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import experts_everywhere, llama_like
+from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.qwen_experts import normalised_choice
-from mcore_ckpt_ext.families.settings import Coefficient, Config, Constant, Custom, Forbidden, Requires, Size
+from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Forbidden, Requires, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 

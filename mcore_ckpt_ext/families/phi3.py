@@ -5,16 +5,8 @@ from __future__ import annotations
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import (
-    RMS_NORM,
-    SILU,
-    SIZES,
-    TRAINING,
-    head_size,
-    query_groups,
-    sliding_window,
-    tied,
-)
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, sliding_window
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import unscaled_rope
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined

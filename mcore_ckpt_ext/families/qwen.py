@@ -6,21 +6,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, implied_head_size
+from mcore_ckpt_ext.families.attention_settings import implied_head_size
+from mcore_ckpt_ext.families.common_settings import RMS_NORM
+from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import exact_up_to
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE, joined
-from mcore_ckpt_ext.families.settings import (
-    Config,
-    Constant,
-    Custom,
-    Mapped,
-    Requires,
-    Setting,
-    Size,
-    checked_size,
-    contradictory,
-)
+from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"

@@ -10,9 +10,11 @@ from typing import ClassVar
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import full_attention, llama_like
+from mcore_ckpt_ext.families.attention_settings import full_attention
+from mcore_ckpt_ext.families.common_settings import llama_like
+from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.settings import Config, Custom, Requires
+from mcore_ckpt_ext.families.settings import Custom, Requires
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _SAID = "num_nextn_predict_layers"

@@ -5,22 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
+from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_PARTS, NET, SETTINGS
 from mcore_ckpt_ext.families.qwen3_next import EXPERTS, WithOneFurtherToken
 from mcore_ckpt_ext.families.qwen_experts import expert_count
 from mcore_ckpt_ext.families.rope import OF_IMAGES, rope
-from mcore_ckpt_ext.families.settings import (
-    Coefficient,
-    Config,
-    Constant,
-    Custom,
-    Forbidden,
-    Mapped,
-    Requires,
-    Setting,
-    Size,
-)
+from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Forbidden, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 

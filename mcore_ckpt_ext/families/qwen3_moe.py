@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import full_attention, llama_like
+from mcore_ckpt_ext.families.attention_settings import full_attention
+from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.qwen_experts import expert_settings
 from mcore_ckpt_ext.families.settings import Constant, Requires

@@ -7,11 +7,13 @@ from collections.abc import Collection
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
+from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_HEADS, NET, SETTINGS, WithGatedDeltaNets
 from mcore_ckpt_ext.families.qwen_experts import SHARED_EXPERT_GATE, expert_settings
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Config, Constant, Custom, Mapped, Requires, Size
+from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 EXPERTS = (*parts.experts(), *parts.shared_experts("shared_expert"), SHARED_EXPERT_GATE)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mcore_ckpt_ext.families.config_checks import Config, checked_size
 from mcore_ckpt_ext.families.family import Rule, with_experts
-from mcore_ckpt_ext.families.settings import Coefficient, Config, Custom, Setting, Size, checked_size
+from mcore_ckpt_ext.families.settings import Coefficient, Custom, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
 
 SHARED_EXPERT_GATE = Rule(

@@ -12,7 +12,8 @@ from math import log
 from typing import Any
 
 from mcore_ckpt_ext.errors import shorten
-from mcore_ckpt_ext.families.settings import Config, Custom, Setting, contradictory, mismatches, unrepresentable
+from mcore_ckpt_ext.families.config_checks import Config, contradictory, mismatches, unrepresentable
+from mcore_ckpt_ext.families.settings import Custom, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 KEYS = ("rope_parameters", "rope_theta", "rope_scaling")

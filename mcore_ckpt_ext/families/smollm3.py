@@ -5,18 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import (
-    RMS_NORM,
-    SILU,
-    SIZES,
-    TRAINING,
-    full_attention,
-    query_groups,
-    tied,
-)
+from mcore_ckpt_ext.families.attention_settings import full_attention, query_groups
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Config, Constant, Custom, Mapped, unrepresentable
+from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, implied_head_size, query_groups, tied
+from mcore_ckpt_ext.families.attention_settings import implied_head_size, query_groups
+from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family, set_in
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Forbidden, Mapped, Requires

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.llama import Llama
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, Rows, Span
-from mcore_ckpt_ext.families.settings import Config
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 

@@ -1,0 +1,165 @@
+"""Settings of attention that several families share: query groups, sizes of heads, sliding windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.config_checks import Config, checked_size, unrepresentable
+from mcore_ckpt_ext.families.settings import Custom, Setting
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
+
+
+def query_groups(default: int | None = None) -> Setting:
+    """Return the setting of query groups.
+
+    Args:
+        default: Hugging Face's default; None if that is the number of heads.
+    """
+    key = "num_key_value_heads"
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        heads = config["num_attention_heads"]
+        groups = checked_size(key, config.get(key, default) or heads)
+        if heads % groups:
+            raise unrepresentable(key, groups, f"a divisor of {heads} heads")
+        return {"group_query_attention": groups != heads, "num_query_groups": groups}
+
+    return Custom((key,), lambda arguments: {key: arguments.num_query_groups}, to_arguments)
+
+
+def head_size(always: bool = False, default: int | None = None) -> Setting:
+    """Return the setting of the head size, written only if it does not follow from other sizes.
+
+    If `always` is set, it is written in any case. `default` is the value of Hugging Face's class for a missing key;
+    None means the hidden size divided by the number of heads.
+    """
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        implied = arguments.kv_channels * arguments.num_attention_heads == arguments.hidden_size
+        return {} if implied and not always else {"head_dim": arguments.kv_channels}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        implied = config["hidden_size"] // config["num_attention_heads"]
+        return {"kv_channels": checked_size("head_dim", config.get("head_dim", default) or implied)}
+
+    return Custom(("head_dim",), to_config, to_arguments)
+
+
+def implied_head_size() -> Setting:
+    """Return the head size of a family in which it always follows from the other sizes."""
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        implied = arguments.kv_channels * arguments.num_attention_heads == arguments.hidden_size
+        return [] if implied else ["heads with their own size"]
+
+    return Custom((), lambda arguments: {}, lambda config: {}, why_not)
+
+
+def window(size: int | None) -> dict[str, Any]:
+    """Return the arguments for a sliding window of `size` tokens, including the token itself.
+
+    Megatron only counts the tokens before it (`get_sliding_window_causal_mask`, megatron/core/transformer/utils.py).
+    """
+    return {"window_size": None if size is None else (checked_size("sliding_window", size) - 1, 0)}
+
+
+def window_of(arguments: ModelArguments) -> int | None:
+    """Return the size of the sliding window in tokens, including the token itself; None if there is none."""
+    return int(arguments.window_size[0]) + 1 if arguments.window_size else None
+
+
+def why_no_window(arguments: ModelArguments) -> list[str]:
+    """Return the reason why Hugging Face cannot express a window, if there is one.
+
+    Megatron's local layer spec also lets a token attend to as many later tokens as the second number. A first number of
+    -1 means all earlier tokens, or none, depending on the spec.
+    """
+    found = arguments.window_size
+    if found is None or (found[0] >= 0 and found[1] == 0):
+        return []
+    wider = f"; Transformer Engine's spec takes the second number for 0: --argument window_size=[{found[0]},0]"
+    return [f"window_size is {found}, not a window over tokens before alone, (N, 0){wider if found[0] >= 0 else ''}"]
+
+
+def layers_with_window(window_size: Any, frequency: int | Sequence[int] | None, layers: int) -> list[bool]:
+    """Return for each layer whether it uses the window (`window_size` and `window_attn_skip_freq`).
+
+    Layers are counted from 1. A layer skips the window if the frequency divides its number, or if a list has a 0 for it
+    (`is_layer_window_attention`, megatron/core/transformer/utils.py, core_v0.16 to 0.19.2).
+    """
+    if not window_size:
+        return [False] * layers
+    if isinstance(frequency, Sequence):
+        return [bool(one) for one in frequency]
+    return [not frequency or (layer + 1) % frequency != 0 for layer in range(layers)]
+
+
+def windows_in_some_layers(size: int | None, every: int, older_key: str | None = None) -> Setting:
+    """Return the setting of a sliding window in some layers, which `layer_types` lists.
+
+    Args:
+        size: size of the window if the key is missing.
+        every: one in this many layers has no window if `layer_types` is missing.
+        older_key: key with the value of `every` in folders without `layer_types`.
+    """
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        sees = layers_with_window(arguments.window_size, arguments.window_attn_skip_freq, arguments.num_layers)
+        return {
+            # transformers requires a width even if no layer uses the window.
+            "sliding_window": window_of(arguments) if any(sees) else size,
+            "layer_types": ["sliding_attention" if one else "full_attention" for one in sees],
+        }
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        layers = range(config["num_hidden_layers"])
+        interval = config.get(older_key, every) if older_key else every
+        if type(interval) is not int or interval < 1:
+            raise unrepresentable(str(older_key), interval, "a whole number above 0")
+        usual = [(layer + 1) % interval != 0 for layer in layers]
+        kinds = config.get("layer_types")
+        sees = usual if kinds is None else [kind == "sliding_attention" for kind in kinds]
+        if len(sees) != len(layers) or not {*(kinds or ())} <= {"sliding_attention", "full_attention"}:
+            raise unrepresentable("layer_types", kinds, "sliding_attention or full_attention, for each layer")
+        width = config.get("sliding_window", size)
+        if any(sees) and not width:
+            raise UnsupportedCheckpointError(
+                "config.json has layers with sliding-window attention, but no window", found=f"sliding_window: {width}",
+                expected="a whole number above 0, or no sliding_attention among layer_types", where="config.json",
+            )  # fmt: skip
+        frequency = None if all(sees) or not any(sees) else interval if sees == usual else [int(one) for one in sees]
+        return {**window(width if any(sees) else None), "window_attn_skip_freq": frequency}
+
+    expressed = ("window_size", "window_attn_skip_freq")
+    keys = ("sliding_window", "layer_types", *([older_key] if older_key else []))
+    return Custom(keys, to_config, to_arguments, why_no_window, expressed)
+
+
+def sliding_window(absent: int | None) -> Setting:
+    """Return the setting of a sliding window in all layers; `absent` is the value for a missing key."""
+    key = "sliding_window"
+    return Custom(
+        (key,),
+        lambda arguments: {key: window_of(arguments)},
+        lambda config: window(config.get(key, absent)),
+        why_no_window,
+        expressed=("window_size",),
+    )
+
+
+def full_attention(*more: str) -> Setting:
+    """Return the setting without sliding windows, which checks `layer_types` and the switches `more`."""
+    switches = ("use_sliding_window", *more)
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        for key in switches:
+            if config.get(key):
+                raise unrepresentable(key, config[key], "False")
+        kinds = config.get("layer_types") or []
+        if windowed := [kind for kind in kinds if kind != "full_attention"]:
+            raise unrepresentable("layer_types", windowed[0], "full_attention in every layer")
+        return {}
+
+    return Custom((*switches, "layer_types"), lambda arguments: {"use_sliding_window": False}, to_arguments)

@@ -1,0 +1,53 @@
+"""Checks of values in `config.json` and of arguments, and the errors for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.job.model_arguments import ModelArguments
+
+Config = Mapping[str, Any]
+# More than any model has, and small enough to iterate over.
+MOST_COUNTED = 1 << 16
+
+
+def checked_size(key: str, value: Any, limit: int = MOST_COUNTED) -> int:
+    """Check a size in `config.json`, and return it.
+
+    Raises:
+        UnsupportedCheckpointError: the value is not a valid size.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
+        raise UnsupportedCheckpointError(
+            "config.json has an invalid size", found=repr(value),
+            expected="a whole number above 0", where=key,
+        )  # fmt: skip
+    return value
+
+
+def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpointError:
+    """Return the error for a `config.json` with a value for which Megatron has no arguments."""
+    return UnsupportedCheckpointError(
+        f"config.json requires something that Megatron's model of this family does not support: {key}",
+        found=found, expected=expected, where="config.json",
+        hint="map it with a family of your own (docs/how-to/own-format.md): --family path.py:Name",
+    )  # fmt: skip
+
+
+def contradictory(key: str, one: Any, other: Any) -> UnsupportedCheckpointError:
+    """Return the error for a `config.json` whose keys contradict each other."""
+    return UnsupportedCheckpointError(
+        f"config.json contradicts itself: {key}", found=f"{one}, and {other}", expected="one value",
+        where="config.json", hint="keep the value used in training",
+    )  # fmt: skip
+
+
+def mismatches(needed: Mapping[str, Any], arguments: ModelArguments) -> list[str]:
+    """Return descriptions of arguments that differ from their required value."""
+    return [
+        f"{name} is {arguments.value(name)!r}, not {value!r}"
+        for name, value in needed.items()
+        if (arguments.value(name) or None) != (value or None)
+    ]
