@@ -46,7 +46,7 @@ from mcore_ckpt_ext.megatron.load_request import (
     without,
 )
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
-from mcore_ckpt_ext.megatron.random_states import grids_in, with_live_random_states
+from mcore_ckpt_ext.megatron.random_states import lacks_requested_states, with_live_random_states
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.unchecked_loads import UncheckedLoads
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
@@ -95,7 +95,7 @@ def wrap_load(original: Function) -> Function:
         is_collective = bool(requests) or call.arguments.get("validate_access_integrity", True)
         if not is_collective or part_of_ranks or PROCESS.one(ReentrancyGuard).is_busy:
             return original(*positional, **keywords)
-        if any(agreed("looking at the random states", lambda: _lacks_random_states(folder, tree))):
+        if lacks_requested_states(folder, tree):
             announce("random states stay as they are: the checkpoint lacks some that this job requests")
             call.arguments["sharded_state_dict"] = with_live_random_states(tree)
         if not _all_ask(folder, list(requests.values())):
@@ -158,21 +158,6 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
             )  # fmt: skip
 
     agreed("looking at the checkpoint", inspect_here)
-    return False
-
-
-def _lacks_random_states(folder: Path, tree: Any) -> bool:
-    """Return True if random states are requested of another grid than the stored one.
-
-    Megatron then fails.
-
-    Source: `ShardedObject.unique_key`, megatron/core/dist_checkpointing/mapping.py, core_v0.12.1 to 0.19.2.
-    """
-    requested = set(grids_in(tree))
-    if requested:
-        with suppress(CheckpointError):  # Megatron reports a folder that it cannot load
-            stored = open_checkpoint(folder).random_state_grid()
-            return stored is not None and requested != {stored}
     return False
 
 

@@ -7,14 +7,20 @@ Megatron's own loop decides from its arguments. Of another loop, only the reques
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from mcore_ckpt_ext.collectives import agreed, is_first_rank
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import GRID_OF_EXPERTS_HAS_DATA_RANKS, STARTS_RANDOM_STATES_ANEW
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 
 _FOR_EACH_RANK = "data_parallel_random_init"
 _KEY = "rng_state"
+_PHASE = "looking at the random states"
 
 
 def requested_grid(arguments: Any, version: tuple[int, int]) -> tuple[int, ...]:
@@ -67,6 +73,29 @@ def are_too_few(written: JobArguments, running: JobArguments) -> bool:
         ParallelLayout.from_arguments(job).data if job.raw.get(_FOR_EACH_RANK) else 1 for job in (written, running)
     )
     return wanted > stored
+
+
+def lacks_requested_states(folder: Path, tree: Any) -> bool:
+    """Return True if random states are requested of another grid than the stored one. Collective.
+
+    Megatron then fails. The grid is the same for all ranks, so rank 0 alone reads the checkpoint's index.
+
+    Source: `ShardedObject.unique_key`, megatron/core/dist_checkpointing/mapping.py, core_v0.12.1 to 0.19.2.
+
+    Raises:
+        ResumeRefusedError: on every rank, if rank 0 cannot read the index for a reason that Megatron does not report.
+    """
+    requested = set().union(*agreed(_PHASE, lambda: set(grids_in(tree))))
+    if not requested:
+        return False
+    stored = agreed(_PHASE, lambda: _stored_grid(folder) if is_first_rank() else None)[0]
+    return stored is not None and requested != {stored}
+
+
+def _stored_grid(folder: Path) -> tuple[int, ...] | None:
+    with suppress(CheckpointError):  # Megatron reports a folder that it cannot load
+        return open_checkpoint(folder).random_state_grid()
+    return None
 
 
 def grids_in(tree: Any) -> Iterator[tuple[int, ...]]:

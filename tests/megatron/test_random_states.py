@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject
 
-from mcore_ckpt_ext.megatron.random_states import grids_in, with_live_random_states
+from mcore_ckpt_ext.errors import ResumeRefusedError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.megatron import random_states
+from mcore_ckpt_ext.megatron.random_states import grids_in, lacks_requested_states, with_live_random_states
+from tests.harness.checkpoints import fixture_named
+from tests.harness.device import replaced
 
 
 def test_random_states_are_found_in_a_tree() -> None:
@@ -24,3 +34,41 @@ def test_live_random_states_replace_requested_ones() -> None:
     assert kept.unwrap() == ["live"]
     assert found["model"] is tree["model"]
     assert tree["trainer"][0] == {"rng_state": states}
+
+
+def rank_process(rank: int, store: Path, answers: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    opened = []
+
+    def open_here(folder: Path) -> Any:
+        opened.append(folder.name)
+        if folder.name == "denied":
+            raise PermissionError("permission denied")
+        return open_checkpoint(folder)
+
+    run, found = fixture_named("p49").run, []
+    for folder, grid in ((run, (2, 2)), (run, (1, 4)), (run, None), (run.with_name("denied"), (2, 2))):
+        request = {"rng_state": ShardedObject("rng_state", ["live"], grid, (0, 0))} if grid and rank == 1 else {}
+        try:
+            with replaced(random_states, open_checkpoint=open_here):
+                found.append(str(lacks_requested_states(folder, request)))
+        except ResumeRefusedError as error:
+            found.append(str(error))
+    answers.put((rank, opened, found))
+    dist.destroy_process_group()
+
+
+def test_rank_0_alone_reads_the_index(tmp_path: Path) -> None:
+    """Also if only another rank requests random states; an error of rank 0 is one of every rank."""
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    processes = [context.Process(target=rank_process, args=(rank, tmp_path / "store", answers)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    (_, opened, found), (_, opened_by_another, found_by_another) = sorted(answers.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join()
+    assert (len(opened), opened_by_another) == (3, [])
+    assert found == found_by_another
+    assert found[:3] == ["False", "True", "False"]
+    assert "rank 0: PermissionError: permission denied" in found[3]
