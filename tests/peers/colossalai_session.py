@@ -56,7 +56,7 @@ def main() -> int:
     worlds = Worlds(folder, order["limit"])
     for module in map(importlib.import_module, ("colossalai.testing", "colossalai.testing.utils")):
         module.spawn, module.parameterize = worlds.spawn, worlds.parameterize  # type: ignore[attr-defined]
-    recorder = Recorder(folder, 0, 1, done=order["done"], most=order["most"], limit=None)
+    recorder = Recorder(folder, 0, 1, done=order["done"], most=order["most"], limit=None, sample=order["sample"])
     # The environment names the running test for `Worlds`: PYTEST_CURRENT_TEST.
     options = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={checkout}", f"--confcutdir={checkout}"]
     return int(pytest.main([*options, *(str(checkout / test) for test in order["tests"])], plugins=[recorder]))

@@ -40,6 +40,7 @@ class Order:
         with_plugin: whether the package is loaded.
         most: tests in one launch. Groups that a test does not destroy keep threads until the launch ends.
         limit: seconds for one test.
+        sample: of each test function, run at most so many parameter sets, evenly spaced; None runs all.
     """
 
     checkout: str
@@ -47,6 +48,7 @@ class Order:
     with_plugin: bool
     most: int = 40
     limit: float = 120
+    sample: int | None = None
 
     @property
     def seconds(self) -> float:

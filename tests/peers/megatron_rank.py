@@ -37,6 +37,7 @@ def main() -> int:
         most=order["most"],
         limit=order["limit"],
         after_each=_leave_forgotten_groups,
+        sample=order["sample"],
     )
     _make_world()
     # Absolute paths, and a temporary folder for each rank whose parent they share (tests/unit_tests/conftest.py).

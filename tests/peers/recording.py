@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from results import FAILED, PASSED, SKIPPED
+from results import FAILED, PASSED, SKIPPED, sampled
 from torch.distributed import DistStoreError, FileStore  # type: ignore[attr-defined]
 
 _GRACE = timedelta(seconds=10)
@@ -35,6 +35,7 @@ class Recorder:
         done: tests that earlier launches have run.
         most: tests that this launch runs (default: all).
         after_each: called when a test has ended on all ranks.
+        sample: of each test function, run at most so many parameter sets; None runs all.
     """
 
     def __init__(
@@ -47,15 +48,20 @@ class Recorder:
         done: Collection[str] = (),
         most: int | None = None,
         after_each: Callable[[], None] = lambda: None,
+        sample: int | None = None,
     ) -> None:
         self._folder, self._rank, self._ranks = folder, rank, ranks
         self._done, self._most, self._limit, self._after_each = frozenset(done), most, limit, after_each
         self._lines = (folder / f"rank{rank}.jsonl").open("a", buffering=1)
         self._store: Any = FileStore(str(folder / "store"), ranks)
         self._outcome, self._message, self._met = PASSED, "", 0
+        self._sample = sample
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Keep the first tests that have not been run yet."""
+        if self._sample is not None:
+            chosen = sampled([item.nodeid for item in items], self._sample)
+            items[:] = [item for item in items if item.nodeid in chosen]
         if self._rank == 0:
             (self._folder / "collected.json").write_text(json.dumps([item.nodeid for item in items]))
         items[:] = [item for item in items if item.nodeid not in self._done][: self._most]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -51,6 +51,19 @@ def _worst(outcomes: list[Outcome]) -> Outcome:
             if outcome.state == state:
                 return outcome
     raise ValueError("no rank")
+
+
+def sampled(tests: Iterable[str], most: int) -> Collection[str]:
+    """Returns at most so many tests of each function, evenly spaced over its parameter sets, from first to last."""
+    functions: defaultdict[str, list[str]] = defaultdict(list)
+    for test in tests:
+        functions[test.partition("[")[0]].append(test)
+    chosen: set[str] = set()
+    for found in functions.values():
+        gaps = max(1, most - 1)
+        places = range(len(found)) if len(found) <= most else [(len(found) - 1) * at // gaps for at in range(most)]
+        chosen.update(found[place] for place in places)
+    return chosen
 
 
 @dataclass(frozen=True)

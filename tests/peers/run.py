@@ -7,6 +7,10 @@
 Run it in the root of this repository and the environment of the framework. Launches follow one another; a test that
 hangs ends at its time limit and counts as unfinished. Tests that differ run again, each in its own launch, and count
 only if they differ again. The exit status is 1 if a test breaks that is not listed in `suites.py`.
+
+Megatron's tests that need Transformer Engine or nvidia-resiliency-ext fail at once, or are skipped, without them. The
+variable MEGATRON_ON_CPU_TRANSFORMER_ENGINE names a folder with the Python part of the former (`pip install --no-deps
+--target FOLDER transformer-engine`), PYTHONPATH one with the latter.
 """
 
 from __future__ import annotations
@@ -32,10 +36,11 @@ class Campaign:
         suite: of which framework.
         checkout: of the framework.
         log: receives all outcomes as JSON, after every file.
+        sample: of each test function, run at most so many parameter sets; None runs all.
     """
 
-    def __init__(self, suite: Suite, checkout: Path, log: Path | None = None) -> None:
-        self._suite, self._checkout, self._log = suite, checkout, log
+    def __init__(self, suite: Suite, checkout: Path, log: Path | None = None, sample: int | None = None) -> None:
+        self._suite, self._checkout, self._log, self._sample = suite, checkout, log, sample
         self._without: dict[str, Outcome] = {}
         self._with: dict[str, Outcome] = {}
 
@@ -63,7 +68,7 @@ class Campaign:
 
     def _run(self, tests: Sequence[str], with_package: bool) -> dict[str, Outcome]:
         started = time.monotonic()
-        found = self._suite.run(self._checkout, tests, with_package)
+        found = self._suite.run(self._checkout, tests, with_package, self._sample)
         (self._with if with_package else self._without).update(found)
         bad = sum(outcome.is_bad for outcome in found.values())
         how, first = "with   " if with_package else "without", tests[0] if len(tests) == 1 else f"{tests[0]}, ..."
@@ -86,9 +91,10 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("tests", nargs="*", help="files or tests of the checkout (default: those of the suite)")
     parser.add_argument("--only-failures", action="store_true", help="run without the package only what fails with it")
+    parser.add_argument("--sample", type=int, help="of each test function, run at most so many parameter sets")
     parser.add_argument("--log", type=Path, help="file for all outcomes, as JSON")
     options = parser.parse_intermixed_args()
-    campaign = Campaign(SUITES[options.framework], options.checkout.resolve(), options.log)
+    campaign = Campaign(SUITES[options.framework], options.checkout.resolve(), options.log, options.sample)
     found = campaign.compare(options.tests, options.only_failures)
     print("", found.table(), sep="\n")
     return 1 if found.unexpected else 0

@@ -16,12 +16,12 @@ class Suite:
 
     Args:
         folders: of the checkout, or single files.
-        run: runs files or tests of a checkout, with the package or without it.
+        run: runs files or tests of a checkout, with the package or without it, or a sample of each test function.
         expected: tests that may fail with the package, each with its reason: they assert the refusal that it removes.
     """
 
     folders: tuple[str, ...]
-    run: Callable[[Path, Sequence[str], bool], dict[str, Outcome]]
+    run: Callable[[Path, Sequence[str], bool, int | None], dict[str, Outcome]]
     expected: Mapping[str, str]
 
     def files(self, checkout: Path) -> list[str]:
@@ -34,12 +34,12 @@ def _test_files(path: Path) -> list[Path]:
     return [path] if path.is_file() else list(path.rglob("test_*.py"))
 
 
-def _run_megatron(checkout: Path, tests: Sequence[str], with_package: bool) -> dict[str, Outcome]:
-    return run_megatron(Order(str(checkout), tests, with_package), ranks=8)
+def _run_megatron(checkout: Path, tests: Sequence[str], with_package: bool, sample: int | None) -> dict[str, Outcome]:
+    return run_megatron(Order(str(checkout), tests, with_package, sample=sample), ranks=8)
 
 
-def _run_colossalai(checkout: Path, tests: Sequence[str], with_package: bool) -> dict[str, Outcome]:
-    return run_colossalai(Order(str(checkout), tests, with_package))
+def _run_colossalai(checkout: Path, tests: Sequence[str], with_package: bool, sample: int | None) -> dict[str, Outcome]:
+    return run_colossalai(Order(str(checkout), tests, with_package, sample=sample))
 
 
 _OPTIMIZER = "tests/unit_tests/dist_checkpointing/test_optimizer.py"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.peers.results import FAILED, PASSED, SKIPPED, UNFINISHED, Comparison, Outcome, merged
+from tests.peers.results import FAILED, PASSED, SKIPPED, UNFINISHED, Comparison, Outcome, merged, sampled
 
 GOOD, BAD = Outcome(PASSED), Outcome(FAILED, "ValueError: no\nmore")
 
@@ -58,3 +58,10 @@ def test_tests_that_passed_and_only_ran_with_the_package_are_no_difference() -> 
 def test_a_case_that_fails_and_only_ran_with_the_package_is_one() -> None:
     """A launch without it may have ended before the case."""
     assert Comparison({"a": GOOD}, {"a": GOOD, "b": BAD}, {}).unexpected == ["b"]
+
+
+def test_a_sample_spans_the_parameter_sets_of_each_function() -> None:
+    tests = ["a::b", *(f"a::c[{place}]" for place in range(10)), "a::d[0]", "a::d[1]"]
+    assert sampled(tests, 3) == {"a::b", "a::c[0]", "a::c[4]", "a::c[9]", "a::d[0]", "a::d[1]"}
+    assert sampled(tests, 1) == {"a::b", "a::c[0]", "a::d[0]"}
+    assert sampled(tests, 10) == set(tests)
