@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -22,7 +22,8 @@ _SLOW_MODULES = (
     "safetensors.torch",
 )
 _WITHOUT_THE_PACKAGE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_FAILED, _INTERRUPTED = 1, 2  # of pytest's exit statuses: a test failed; a file could not be imported
+_FAILURES = "failures"
+_NONE_FAILED = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def import_slow_modules() -> None:
@@ -33,31 +34,47 @@ def import_slow_modules() -> None:
     del os.environ[_WITHOUT_THE_PACKAGE]
 
 
-class _Only:
-    """A plugin of pytest that keeps the tests of these names."""
+class _Named:
+    """A plugin of pytest that keeps the tests of some names, and writes those that fail into a file."""
 
-    def __init__(self, names: Set[str]) -> None:
-        self._names = names
+    def __init__(self, names: Set[str], failures: Path) -> None:
+        self._names, self._failures = names, failures
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid in self._names]
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._write(report)
 
-def fails(repository: Path, files: Sequence[str], limit: float, only: Set[str] = frozenset()) -> bool:
-    """Run tests until one fails; return whether one does, or they take longer than a limit.
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._write(report)
+
+    def _write(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.failed:
+            with self._failures.open("a") as file:
+                file.write(f"{report.nodeid}\n")
+
+
+def failed_tests(repository: Path, names: Set[str], limit: float, at_most: int = 1) -> list[str]:
+    """Run tests; return the names of those that fail, or a remark if they exceed a limit or end the process.
 
     Args:
         repository: the copy of the repository to test.
-        files: of tests, relative to it.
+        names: the tests.
         limit: in seconds.
-        only: the names of the tests; all of the files if empty.
+        at_most: after so many failures no other test runs; all run if 0.
     """
     temporary = tempfile.mkdtemp(prefix="forked-")
-    process = get_context("fork").Process(target=_run, args=(repository, temporary, files, only))
+    failures = Path(temporary, _FAILURES)
+    process = get_context("fork").Process(target=_run, args=(repository, temporary, names, at_most))
     process.start()
     try:
         process.join(limit)
-        return process.exitcode in (None, _FAILED, _INTERRUPTED)
+        if failures.exists():
+            return failures.read_text().splitlines()
+        if process.exitcode is None:
+            return [f"more than {limit:.0f} s"]
+        return [] if process.exitcode in _NONE_FAILED else [f"exit status {process.exitcode}"]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -66,7 +83,7 @@ def fails(repository: Path, files: Sequence[str], limit: float, only: Set[str] =
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _run(repository: Path, temporary: str, files: Sequence[str], only: Set[str]) -> None:
+def _run(repository: Path, temporary: str, names: Set[str], at_most: int) -> None:
     """Run the tests in the forked process."""
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -80,7 +97,8 @@ def _run(repository: Path, temporary: str, files: Sequence[str], only: Set[str])
     code = 1
     try:
         importlib.import_module("mcore_ckpt_ext_autoload").register()
-        plugins = [_Only(only)] if only else []
-        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *files], plugins))
+        files = sorted({name.partition("::")[0] for name in names})
+        options = ["-q", f"--maxfail={at_most}", "-p", "no:cacheprovider"]
+        code = int(pytest.main([*options, *files], [_Named(names, Path(temporary, _FAILURES))]))
     finally:
         os._exit(code)

@@ -2,8 +2,9 @@
 
     REACHED_FUNCTIONS=FOLDER python -m pytest -p reached_functions tests
 
-Each process appends a line of JSON a test to a file of its own in the folder. What a test starts in other processes
-is not seen, nor what a fixture of several tests does, except in the first of them. Needs Python 3.12
+Each process appends a line of JSON for each passed test to a file of its own in the folder, and first one for what is
+entered while the tests are imported. Of a test that starts other processes it is recorded that it does, but not what
+they enter. What a fixture of several tests does counts for the first of them only. Needs Python 3.12
 (`sys.monitoring`).
 """
 
@@ -13,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -25,22 +26,27 @@ VARIABLE = "REACHED_FUNCTIONS"
 _TOOL = sys.monitoring.COVERAGE_ID
 _ENTRY = sys.monitoring.events.PY_START
 _PACKAGE = str(Path(__file__).parents[1] / "mcore_ckpt_ext")
+_STARTED_PROCESS = {"subprocess.Popen", "os.fork", "os.posix_spawn"}  # audit events
 
 Function = tuple[str, str]
 """A function: the path of its module, relative to the repository, and its qualified name (`Class.method`)."""
 
 
 @dataclass(frozen=True)
-class ReachingTest:
-    """A test that enters a function.
+class RecordedTest:
+    """A test as it was recorded.
 
     Attributes:
         name: its node identifier.
         seconds: how long it took, with its fixtures.
+        entered: the functions that it entered in its own process.
+        starts_processes: whether it started others, which may enter any function.
     """
 
     name: str
     seconds: float
+    entered: frozenset[Function]
+    starts_processes: bool
 
 
 class Recorder:
@@ -48,6 +54,9 @@ class Recorder:
 
     def __init__(self) -> None:
         self.entered: set[Function] = set()
+        self.starts_processes = False
+        self.failed = False
+        sys.addaudithook(self._audit)
         sys.monitoring.use_tool_id(_TOOL, __name__)
         sys.monitoring.register_callback(_TOOL, _ENTRY, self._enter)
         sys.monitoring.set_events(_TOOL, _ENTRY)
@@ -58,18 +67,40 @@ class Recorder:
             self.entered.add((path, code.co_qualname))
         return sys.monitoring.DISABLE
 
+    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event in _STARTED_PROCESS:
+            self.starts_processes = True
+
+    def pytest_collection_finish(self) -> None:
+        """Write down what the import of the tests entered."""
+        self._write("", 0.0)
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
         """Write down what one test enters."""
         self.entered.clear()
+        self.starts_processes = self.failed = False
         sys.monitoring.restart_events()
         started = time.monotonic()
         try:
             return (yield)
         finally:
-            line = {"test": item.nodeid, "seconds": time.monotonic() - started, "entered": sorted(self.entered)}
-            with Path(os.environ[VARIABLE], f"{os.getpid()}.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            if not self.failed:
+                self._write(item.nodeid, time.monotonic() - started)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a failure."""
+        self.failed |= report.failed
+
+    def _write(self, test: str, seconds: float) -> None:
+        line = {
+            "test": test,
+            "seconds": seconds,
+            "entered": sorted(self.entered),
+            "starts_processes": self.starts_processes,
+        }
+        with Path(os.environ[VARIABLE], f"{os.getpid()}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,13 +109,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder())
 
 
-def reaching_tests(folder: Path) -> Mapping[Function, list[ReachingTest]]:
-    """Read what a run of the tests recorded: the tests that enter each function."""
-    found: dict[Function, list[ReachingTest]] = {}
+def recorded_tests(folder: Path) -> tuple[list[RecordedTest], frozenset[Function]]:
+    """Return the tests that were recorded in a folder, and the functions that their import entered."""
+    tests: list[RecordedTest] = []
+    imported: set[Function] = set()
     for path in folder.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            test = ReachingTest(record["test"], record["seconds"])
-            for path_of_module, function in record["entered"]:
-                found.setdefault((path_of_module, function), []).append(test)
-    return found
+            entered = frozenset((module, function) for module, function in record["entered"])
+            if record["test"]:
+                tests.append(RecordedTest(record["test"], record["seconds"], entered, record["starts_processes"]))
+            else:
+                imported |= entered
+    return tests, frozenset(imported)

@@ -1,0 +1,157 @@
+"""Mutants: functions with one change each, chosen at random, for `mutation_run.py`."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import fnmatch
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from changed_tests import PACKAGE
+
+_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Lt: ast.GtE,
+    ast.GtE: ast.Lt,
+    ast.Gt: ast.LtE,
+    ast.LtE: ast.Gt,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+_ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A function with one change.
+
+    Attributes:
+        path: path of the module, relative to the repository.
+        function: qualified name of the function, as in Python (`Class.method`).
+        line: line of the change.
+        change: the former and the new code.
+        source: source of the whole module, with the change.
+    """
+
+    path: str
+    function: str
+    line: int
+    change: str
+    source: str
+
+
+def functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the functions and methods of a module with their names, except protocols, abstract methods, overloads."""
+    for node in ast.iter_child_nodes(tree):
+        inside = within
+        if isinstance(node, ast.FunctionDef):
+            names = {getattr(one, "id", getattr(one, "attr", "")) for one in node.decorator_list}
+            if not names & {"overload", "abstractmethod"} and any(changes(node)):
+                yield f"{within}{node.name}", node
+            inside = f"{within}{node.name}.<locals>."
+        elif isinstance(node, ast.ClassDef):
+            inside = f"{within}{node.name}."
+        yield from functions(node, inside)
+
+
+def changes(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Yield the places of a function that can be changed, each with its replacement.
+
+    Annotations, docstrings, defaults and the text of messages are left alone: no test should depend on them.
+    """
+    for statement in function.body:
+        for node in _reached(statement):
+            changed: ast.AST = copy.deepcopy(node)
+            if isinstance(changed, ast.Compare) and len(changed.ops) == 1 and type(changed.ops[0]) in _COMPARISONS:
+                changed.ops = [_COMPARISONS[type(changed.ops[0])]()]
+            elif isinstance(changed, ast.BoolOp):
+                changed.op = ast.Or() if isinstance(changed.op, ast.And) else ast.And()
+            elif isinstance(changed, ast.BinOp) and type(changed.op) in _ARITHMETIC and not _text(changed):
+                changed.op = _ARITHMETIC[type(changed.op)]()
+            elif isinstance(changed, (ast.If, ast.While, ast.IfExp)):
+                changed.test = ast.UnaryOp(ast.Not(), changed.test)
+            elif isinstance(changed, ast.Constant) and type(changed.value) is bool:
+                changed.value = not changed.value
+            elif isinstance(changed, ast.Constant) and type(changed.value) is int:
+                changed.value += 1
+            elif isinstance(changed, ast.Return) and not _nothing(changed.value):
+                changed.value = ast.Constant(None)
+            elif isinstance(changed, ast.Expr) and isinstance(changed.value, ast.Call):
+                changed = ast.Pass()
+            else:
+                continue
+            yield node, changed
+
+
+def _reached(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below a node, without those whose change does not affect tests."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return  # a docstring
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list") or isinstance(node, (ast.Raise, ast.JoinedStr)):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                yield from _reached(child)
+
+
+def _text(node: ast.BinOp) -> bool:
+    return any(
+        isinstance(part, (ast.JoinedStr, ast.List, ast.Tuple)) or _is_str(part) for part in (node.left, node.right)
+    )
+
+
+def _is_str(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _nothing(value: ast.AST | None) -> bool:
+    return value is None or isinstance(value, ast.Constant) and value.value is None
+
+
+def mutants(repository: Path, count: int, seed: int, pattern: str) -> list[Mutant]:
+    """Choose functions at random, and one change for each."""
+    chosen = random.Random(seed)
+    found: list[tuple[str, str, int]] = []
+    for path in sorted((repository / PACKAGE).rglob("*.py")):
+        name = path.relative_to(repository).as_posix()
+        if fnmatch.fnmatch(name, pattern):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            found += [(name, function, node.lineno) for function, node in functions(tree)]
+    return [_changed(repository, chosen, *one) for one in chosen.sample(found, min(count, len(found)))]
+
+
+def _changed(repository: Path, chosen: random.Random, path: str, name: str, line: int) -> Mutant:
+    source = (repository / path).read_text(encoding="utf-8")
+    function = next(one for found, one in functions(ast.parse(source)) if (found, one.lineno) == (name, line))
+    node, changed = chosen.choice(list(changes(function)))
+    lines = source.splitlines(keepends=True)
+    first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1  # type: ignore[attr-defined]
+    start, end = node.col_offset, node.end_col_offset  # type: ignore[attr-defined]
+    before = lines[first].encode()[:start].decode()
+    after = lines[last].encode()[end:].decode()
+    indent = "\n" + " " * start
+    new = indent.join(ast.unparse(ast.fix_missing_locations(changed)).splitlines())
+    new = new if isinstance(node, ast.stmt) else f"({new})"
+    text = "".join(lines[:first]) + before + new + after + "".join(lines[last + 1 :])
+    ast.parse(text)
+    change = f"{_short(ast.unparse(node))}  ->  {_short(new)}"
+    return Mutant(path, name, node.lineno, change, text)  # type: ignore[attr-defined]
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 70 else f"{line[:67]}..."
