@@ -29,6 +29,8 @@ _FORGET = {
     "megatron.core.num_microbatches_calculator": "destroy_num_microbatches_calculator",
     "megatron.core.rerun_state_machine": "destroy_rerun_state_machine",
     "megatron.core.parallel_state": "destroy_model_parallel",
+    # It keeps the process groups of a layer that another job may have on another rank.
+    "megatron.core.transformer.moe.moe_logging": "destroy_moe_metrics_tracker",
 }
 
 
@@ -60,7 +62,7 @@ def run(job: dict[str, Any]) -> None:
     for name in job["environment"]:
         del os.environ[name]
     for module, function in _FORGET.items():
-        getattr(importlib.import_module(module), function, lambda: None)()
+        getattr(sys.modules.get(module), function, lambda: None)()
     gc.collect()
     leave_groups()
     torch.distributed.barrier()
