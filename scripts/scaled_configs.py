@@ -1,8 +1,7 @@
 """Scales a published `config.json` down: all kinds of layers and all keys other than sizes remain.
 
 Standard library only. Used by the table of keys that classes of transformers read (`scripts/config_reads.py`) and by
-the
-tests of published configurations.
+the tests of published configurations.
 """
 
 from __future__ import annotations
@@ -116,7 +115,7 @@ def _scale_layers(config: dict[str, Any]) -> None:
     each = [name for name, value in config.items() if isinstance(value, (list, str)) and len(value) == total]
     needed = [2, (config.get("first_k_dense_replace") or 0) + 1]
     needed += [1 + max(config[name].index(kind) for kind in [*dict.fromkeys(config[name])]) for name in each]
-    needed += [value + 1 for name in _INTERVALS if (value := config.get(name)) and value > 1]
+    needed += [value + 1 for name in _INTERVALS if isinstance(value := config.get(name), int) and value > 1]
     kept = min(total, max(needed))
     if key:
         config[key] = kept

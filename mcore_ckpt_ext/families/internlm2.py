@@ -7,7 +7,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.families.attention_settings import implied_head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family, Rule, untied
-from mcore_ckpt_ext.families.rope import exact_up_to, rope
+from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE, UP
 from mcore_ckpt_ext.families.settings import Constant, Mapped
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -19,7 +19,7 @@ class InternLM2(Family):
     """Llama with other names, and queries, keys and values in one matrix, group by group as in Megatron.
 
     Its folders contain their own code (`modeling_internlm2.py`): it splits `wqkv` into groups of queries, a key and a
-    value, and RoPE of type `dynamic` is not scaled up to `max_position_embeddings`.
+    value, and does not scale RoPE of type `dynamic` up to `max_position_embeddings`.
     """
 
     model_type = "internlm2"
@@ -38,7 +38,7 @@ class InternLM2(Family):
     )
     without_effect = ("attn_implementation",)
     settings = (
-        *SIZES, query_groups(), implied_head_size(), rope(dynamic=True), tied(by_default=False), *TRAINING, SILU,
+        *SIZES, query_groups(), implied_head_size(), rope(), tied(by_default=False), *TRAINING, SILU,
         RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         Constant("bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
@@ -46,7 +46,3 @@ class InternLM2(Family):
     @override
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         return ["all that Llama is"]
-
-    @override
-    def notices(self, arguments: ModelArguments) -> list[str]:
-        return [exact_up_to(arguments, "may change the base of RoPE (dynamic scaling)")]

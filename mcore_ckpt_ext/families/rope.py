@@ -44,7 +44,7 @@ def rope_parameters(
     Up to transformers 4 they are in `rope_theta` and `rope_scaling` (with `type` before 4.43), since 5 in
     `rope_parameters`. If both exist, transformers silently uses one of them (`convert_rope_params_to_dict`); here they
     must agree. Keys in `ignored` are left out. If `dynamic`, that kind is read as `default`, to which it is equal up to
-    `max_position_embeddings`.
+    `max_position_embeddings` (`_compute_dynamic_ntk_parameters`).
 
     Raises:
         UnsupportedCheckpointError: Megatron has no arguments for a kind of scaling or one of its keys, or keys
@@ -106,9 +106,11 @@ def base_of(found: Mapping[str, Any]) -> float:
 
 def rope(
     theta: float = 10000.0, *, partial: float | None = None, interleaved: bool = False, width: str = "",
-    scaling: Mapping[str, Any] | None = None, ignored: Collection[str] = (), dynamic: bool = False,
+    scaling: Mapping[str, Any] | None = None, ignored: Collection[str] = (),
 ) -> Setting:  # fmt: skip
     """Return the setting of RoPE: unscaled, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
+
+    Frequencies that change for texts longer than `max_position_embeddings` (`dynamic`) are read as unscaled ones.
 
     Args:
         theta: default of `rope_theta` in Hugging Face's class.
@@ -117,7 +119,6 @@ def rope(
         interleaved: adjacent elements are rotated together, instead of halves.
         ignored: further keys that have no effect.
         scaling: default scaling of the class.
-        dynamic: also accept frequencies that change for texts longer than `max_position_embeddings`; never written.
     """
     unscaled = scaling is not None  # must be written explicitly then
 
@@ -137,7 +138,7 @@ def rope(
     def to_arguments(config: Config) -> dict[str, Any]:
         by_default = scaling is not None and not any(config.get(key) for key in _NESTED)
         explicit = {**config, "rope_scaling": scaling} if by_default else config
-        found = rope_parameters(explicit, theta, ignored, dynamic=dynamic)
+        found = rope_parameters(explicit, theta, ignored, dynamic=True)
         if width in config:
             found.setdefault("partial_rotary_factor", config[width] / config["head_dim"])
         kind, part = found["rope_type"], found.get("partial_rotary_factor", partial or 1.0)
@@ -271,6 +272,12 @@ def mscales(found: Mapping[str, Any], factor: float, *, latent: bool = False) ->
     if factor <= 1:
         raise unrepresentable("rope_scaling attention_factor", wanted, "1.0 where the factor is 1 or less")
     return (wanted * _scale(factor, kept) - 1.0) / (0.1 * log(factor)), kept
+
+
+def dynamic_notices(config: Config, arguments: ModelArguments) -> list[str]:
+    """Return the notice for a model whose RoPE changes its base for longer texts; empty for others."""
+    kinds = [given.get("rope_type", given.get("type")) for key in _NESTED if isinstance(given := config.get(key), dict)]
+    return [exact_up_to(arguments, "changes the base of RoPE (dynamic scaling)")] if "dynamic" in kinds else []
 
 
 def exact_up_to(arguments: ModelArguments, what: str) -> str:

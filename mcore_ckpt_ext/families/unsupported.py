@@ -62,7 +62,8 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
     "opt": "its MLP has ReLU, for which Megatron has no flag, and its positions begin at 2",
     "apertus": "its MLP has xIELU, for which Megatron has no flag",
     "phimoe": "its routers draw experts one after the other (sparsemixer), and its output layer may have a bias",
-    "ernie4_5_moe": "a bias chooses its experts by softmax, and Megatron's routers have one for sigmoids only",
+    "ernie4_5_moe": "a bias chooses its experts by softmax, and Megatron's routers have one for sigmoid and "
+    "sqrtsoftplus only",
 }  # fmt: skip
 """By `model_type`: models that no release of Megatron Core up to 0.19.2, nor the development head, has."""
 NOT_CONVERTED: Mapping[str, str] = {

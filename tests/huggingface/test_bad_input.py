@@ -128,7 +128,7 @@ def unknown_family(model: Path) -> None:
 
 
 def unknown_positions(model: Path) -> None:
-    scaling = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    scaling = {"rope_type": "proportional", "rope_theta": 10000.0, "factor": 2.0}
     edit(model / "config.json", lambda config: config.update(rope_parameters=scaling))
 
 

@@ -25,6 +25,7 @@ from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, without_flag
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.recognition import Fit
+from mcore_ckpt_ext.families.rope import dynamic_notices
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, read_tensors
@@ -264,7 +265,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
-        found = [*self.family.notices(self.model), *self._neutral.notices(self.family.mapped_keys)]
+        found = [*self.family.notices(self.model), *dynamic_notices(self.config, self.model)]
+        found += self._neutral.notices(self.family.mapped_keys)
         if self.family.origin:
             found.insert(0, f"model family: {self.family.described}")
         if self.whole:
