@@ -79,7 +79,7 @@ def print_error(command: str, exit_code: int, kind: str, message: str, details: 
 
 def wants_json(words: Sequence[str]) -> bool:
     """Return whether a command line has `--json`, even if it is invalid otherwise."""
-    return FLAG in words
+    return any(word.partition("=")[0] == FLAG for word in words)
 
 
 def _envelope(schema: int, command: str, exit_code: int, error: dict[str, str | None] | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from typing_extensions import override
 
@@ -38,7 +38,14 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises errors as `UsageError`, without printing the usage."""
+    """An argument parser that raises errors as `UsageError`, without printing the usage.
+
+    It accepts no abbreviated options: a later option that begins alike would change what a script does.
+    """
+
+    def __init__(self, **keywords: Any) -> None:
+        """Create the parser; for the keywords see `argparse.ArgumentParser`."""
+        super().__init__(**keywords, allow_abbrev=False)
 
     @override
     def error(self, message: str) -> NoReturn:

@@ -166,6 +166,14 @@ def test_errors(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert found["error"]["kind"] == "UsageError"
 
 
+def test_wrong_forms_of_the_option(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["verify", str(tmp_path), "--json=3"]) == 2
+    assert "ignored explicit argument" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert main(["verify", str(fixture_named("p01").run), "--quick", "--js"]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, "there is no such option; found: --js" in captured.err) == ("", True)
+
+
 def test_a_defect_of_ours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError
