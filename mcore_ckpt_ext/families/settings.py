@@ -150,21 +150,24 @@ class Constant(Setting):
 
 
 class Forbidden(Setting):
-    """Keys that must be false or missing, because their feature is not supported; never written."""
+    """Keys that must be false or missing, because their feature is not supported; never written.
 
-    def __init__(self, *keys: str) -> None:
-        self._keys = keys
+    Keys by name have the reason as their value, which the error repeats.
+    """
+
+    def __init__(self, *keys: str, **reasons: str) -> None:
+        self._reasons = {**dict.fromkeys(keys, ""), **reasons}
 
     @property
     @override
     def keys(self) -> Sequence[str]:
-        return self._keys
+        return [*self._reasons]
 
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
-        for key in self._keys:
-            if config.get(key):
-                raise unrepresentable(key, config[key], "False")
+        for key, reason in self._reasons.items():
+            if value := config.get(key):
+                raise unrepresentable(key, f"{value}: {reason}" if reason else value, "False")
         return {}
 
 

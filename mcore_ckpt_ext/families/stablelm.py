@@ -8,13 +8,17 @@ from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family, set_in
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Forbidden, Mapped, Requires
+from mcore_ckpt_ext.families.unsupported import PARALLEL_BLOCKS
+
+_NORMS_OF_HEADS = "each head of queries and keys has a norm of its own, and in Megatron all heads have the same"
 
 
 class StableLM(Family):
     """Like Llama, with layer norms, RoPE on a quarter of each head, and optional biases.
 
-    The biases are those of queries, keys and values. Source: transformers/models/stablelm (5.23). StableLM 2 12B has
-    parallel blocks and a separate norm for each head, which Megatron does not have.
+    The biases are those of queries, keys and values. StableLM 2 12B has parallel blocks and a separate norm for each
+    head, which Megatron does not have. Sources: transformers/models/stablelm (`StableLmLayerNormPerHead`, 5.23);
+    `SelfAttention` of megatron/core/transformer/attention.py (core_v0.19.2, and the development head of August 2026).
     """
 
     model_type = "stablelm"
@@ -26,6 +30,7 @@ class StableLM(Family):
     settings = (
         *SIZES, query_groups(32), implied_head_size(), rope(partial=0.25), tied(by_default=False), *TRAINING, SILU,
         Mapped("layer_norm_eps", "layernorm_epsilon", 1e-5), Mapped("hidden_dropout", "hidden_dropout", 0.0),
-        Mapped("use_qkv_bias", "add_qkv_bias", False), Forbidden("qk_layernorm", "use_parallel_residual"),
+        Mapped("use_qkv_bias", "add_qkv_bias", False),
+        Forbidden(qk_layernorm=_NORMS_OF_HEADS, use_parallel_residual=PARALLEL_BLOCKS),
         Requires({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": False, "add_bias_linear": False}),
     )  # fmt: skip

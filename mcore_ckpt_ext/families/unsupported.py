@@ -56,7 +56,8 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
     "or in neither; with bias: false it computes as Llama: --family Llama --accept-key bias",
     "hunyuan_v1_dense": NORMS_AFTER_ROPE, "hunyuan_v1_moe": NORMS_AFTER_ROPE,
     "dbrx": CLIPPED, "mamba": MAMBA_1, "falcon_mamba": MAMBA_1, "jamba": MAMBA_1,
-    "baichuan": "Baichuan 2 computes logits by an output layer whose rows it normalizes first, and Megatron does not",
+    "baichuan": "Baichuan 2 computes logits by an output layer whose rows it normalizes first, and Megatron does not; "
+    "with these rows normalized once, and W_pack cut into queries, keys and values, 7B computes as Llama",
     "mimo_v2_flash": "values of a head are narrower than its keys; in Megatron, only those of latent attention are",
     "olmo": "its norms have no weights, and those of Megatron do",
     "opt": "its MLP has ReLU, for which Megatron has no flag, and its positions begin at 2",

@@ -308,6 +308,8 @@ def test_windows_by_an_older_key() -> None:
         ("glm_moe_dsa", {"index_topk_pattern": "FSFF", "indexer_types": None}, "indexer_types.*found: FSFF"),
         ("glm_moe_dsa", {"index_topk_pattern": "FS", "indexer_types": None}, "index_topk_pattern"),
         ("deepseek_v3", {"head_dim": 2}, "head_dim"),
+        ("stablelm", {"qk_layernorm": True}, "each head of queries and keys has a norm of its own"),
+        ("stablelm", {"use_parallel_residual": True}, "read the same input"),
         # The class treats this type as LongRoPE.
         ("phi3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "found: yarn, which"),
     ],
