@@ -8,7 +8,7 @@ from mcore_ckpt_ext.cli.output import line
 from mcore_ckpt_ext.families.checked import checked
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import FAMILIES, registered_here
-from mcore_ckpt_ext.families.unsupported import NOT_CONVERTED, NOT_IN_MEGATRON
+from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 
 _HEAD = ("model_type", "family", "trained by", "since", "directions", "models (released ones that were checked)")
 
@@ -26,7 +26,6 @@ def print_families() -> None:
     line("since: the first release of Megatron Core with the arguments of such a model")
     line("directions: from Hugging Face to Megatron (import), and back (export)")
     line(f"not in Megatron Core up to 0.19.2: {', '.join(sorted(NOT_IN_MEGATRON))}")
-    line(f"not converted: {', '.join(sorted(NOT_CONVERTED))}")
 
 
 def _row(family: Family) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ from mcore_ckpt_ext.families.seed_oss import SeedOss
 from mcore_ckpt_ext.families.smollm3 import SmolLM3
 from mcore_ckpt_ext.families.stablelm import StableLM
 from mcore_ckpt_ext.families.starcoder2 import StarCoder2
-from mcore_ckpt_ext.families.unsupported import NOT_CONVERTED, NOT_IN_MEGATRON
+from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 FAMILIES: tuple[Family, ...] = (
@@ -162,13 +162,11 @@ def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], 
         if config.get("model_type") == registered.model_type:
             return registered.load()
     kind = str(config.get("model_type"))
-    for table, what in ((NOT_IN_MEGATRON, "Megatron Core has no such model, up to 0.19.2"),
-                        (NOT_CONVERTED, "no family here converts such a model")):  # fmt: skip
-        if why := table.get(kind):
-            raise UnsupportedCheckpointError(
-                what, found=f"model_type {kind}: {why}", where=where,
-                hint="to map it to layers of your own (docs/how-to/own-format.md): --family path.py:Name",
-            )  # fmt: skip
+    if why := NOT_IN_MEGATRON.get(kind):
+        raise UnsupportedCheckpointError(
+            "Megatron Core has no such model, up to 0.19.2", found=f"model_type {kind}: {why}", where=where,
+            hint="to map it to layers of your own (docs/how-to/own-format.md): --family path.py:Name",
+        )  # fmt: skip
     raise unknown_family(config, names(), FAMILIES, where)
 
 

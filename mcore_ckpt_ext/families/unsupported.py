@@ -65,10 +65,7 @@ NOT_IN_MEGATRON: Mapping[str, str] = {
     "phimoe": "its routers draw experts one after the other (sparsemixer), and its output layer may have a bias",
     "ernie4_5_moe": "a bias chooses its experts by softmax, and Megatron's routers have one for sigmoid and "
     "sqrtsoftplus only",
+    "sarvam_mla": "a token's 8 experts are of 2 groups; it ranks groups by their best 2 experts, and Megatron by their "
+    "best 4",
 }  # fmt: skip
 """By `model_type`: models that no release of Megatron Core up to 0.19.2, nor the development head, has."""
-NOT_CONVERTED: Mapping[str, str] = {
-    "sarvam_mla": "queries of its latent attention are not compressed, and Megatron since 0.19 normalizes what such "
-    "queries are made of once more",
-}  # fmt: skip
-"""By `model_type`: models that some release of Megatron Core may build, but no family here converts."""

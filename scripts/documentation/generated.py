@@ -199,10 +199,10 @@ _FAMILY_GROUPS: tuple[tuple[str, Callable[[Family], bool]], ...] = (
 
 def unsupported() -> str:
     """Return a row for each reason why a model type is not supported."""
-    from mcore_ckpt_ext.families.unsupported import NOT_CONVERTED, NOT_IN_MEGATRON
+    from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 
     by_reason: dict[str, list[str]] = defaultdict(list)
-    for model_type, why in (*NOT_IN_MEGATRON.items(), *NOT_CONVERTED.items()):
+    for model_type, why in NOT_IN_MEGATRON.items():
         by_reason[why].append(f"`{model_type}`")
     return _table(("`model_type`", "why not"), [(", ".join(types), why) for why, types in by_reason.items()])
 
