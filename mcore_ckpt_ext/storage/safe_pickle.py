@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, format_value, shorten
@@ -159,7 +160,8 @@ _REAL: dict[tuple[str, str], object] = {
     **{("torch", name): StorageType(dtype_named(dtype)) for dtype, name in STORAGE_NAMES.items()},
 }  # fmt: skip
 
-_REPEATED = 1 << 10  # bytes; pickles up to this size, such as those of tensors, are often repeated
+_MOST_WEIGHED = 1 << 12
+_weighed: set[bytes] = set()  # digests of pickles whose cost is known to be justified by their size
 _MANY_BYTES = 1 << 16  # bytes from which compiling the patterns for plain pickles pays
 _FEW = 64  # entries that may be visited or copied for each byte of a pickle
 
@@ -274,8 +276,7 @@ def safe_loads(data: bytes, where: str) -> Any:
         if len(data) >= _MANY_BYTES and (plain := plain_form(data)) is not None:
             with suppress(_NotPlainError):
                 return _PlainUnpickler(plain, where).load()
-        if not (len(data) <= _REPEATED and _is_bounded(data)):
-            weigh(data, Budget(len(data), where))
+        _check_cost(data, where)
         return SafeUnpickler(data, where).load()
     except CheckpointError:
         raise
@@ -285,10 +286,12 @@ def safe_loads(data: bytes, where: str) -> Any:
         ) from error
 
 
-@lru_cache(maxsize=1024)
-def _is_bounded(data: bytes) -> bool:
-    """Return whether a pickle passes `weigh`; cached, because tensors of one shape have equal pickles."""
-    with suppress(Exception):  # the caller weighs it again, and reports the error
-        weigh(data, Budget(len(data), ""))
-        return True
-    return False
+def _check_cost(data: bytes, where: str) -> None:
+    """Weigh a pickle, unless an equal one has passed: tensors of one shape, and an index that is opened again."""
+    digest = sha256(data).digest()
+    if digest in _weighed:
+        return
+    weigh(data, Budget(len(data), where))
+    if len(_weighed) >= _MOST_WEIGHED:
+        _weighed.clear()
+    _weighed.add(digest)

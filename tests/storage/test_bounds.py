@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError, format_value
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.storage import safe_pickle
 from mcore_ckpt_ext.storage.budget import MOST_ELEMENTS, Budget, OverBudgetError, check_keys, elements_of
 from mcore_ckpt_ext.storage.dcp_index import read_index
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -129,6 +130,22 @@ def test_an_offset_that_no_array_has_is_refused(offset: object, tmp_path: Path) 
 @pytest.mark.parametrize("attack", PICKLES)
 def test_a_pickle_that_costs_more_than_it_holds_is_refused(attack: str) -> None:
     assert in_bounds(lambda: safe_loads(PICKLES[attack], "here")).startswith("OverBudgetError")
+
+
+def test_a_pickle_is_weighed_until_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is refused stays refused; one that has passed is not weighed again, but loaded anew."""
+    monkeypatch.setattr(safe_pickle, "_MOST_WEIGHED", 2)
+    for _ in range(2):
+        with pytest.raises(OverBudgetError):
+            safe_loads(PICKLES["a key"], "here")
+    weighed: list[bytes] = []
+    monkeypatch.setattr(safe_pickle, "weigh", lambda data, budget: weighed.append(data))
+    first, second, third = (pickle.dumps([name]) for name in ("weighed first", "second", "third"))
+    assert safe_loads(first, "here") is not safe_loads(first, "here")
+    assert weighed == [first]
+    for data in (second, third, first):
+        safe_loads(data, "here")
+    assert weighed == [first, second, third, first]
 
 
 @pytest.mark.parametrize(
