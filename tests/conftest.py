@@ -24,6 +24,9 @@ settings.register_profile("without a clock", deadline=None, suppress_health_chec
 settings.load_profile("without a clock")
 # pytest-xdist gives its processes the width of its own terminal; what is printed into a test has no width.
 os.environ.pop("COLUMNS", None)
+# Nothing is compiled here, as in the jobs: merely decorating Megatron's functions would import the compiler, in each
+# process of pytest and in each that a test starts.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
 def pytest_collection_finish() -> None:
