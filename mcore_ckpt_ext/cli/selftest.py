@@ -29,7 +29,9 @@ _PATIENCE_SECONDS = 240
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--nproc", type=parse_count, metavar="N", help="number of ranks (default: one for each GPU)")
+    parser.add_argument(
+        "--nproc", type=parse_count, metavar="N", help="number of ranks on this node (default: one for each GPU)"
+    )
     parser.add_argument("--folder", metavar="FOLDER", type=Path, help="file system to test (default: temporary files)")
     parser.add_argument(
         "--json", metavar="FILE", nargs="?", const=_STDOUT, help="write the result as JSON (default: print it)"
@@ -46,10 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     if joined is None:
         return _test(this_machine(arguments.nproc), arguments, start_ranks)
     place, variables = joined
-    if arguments.nproc not in (None, place.total):
+    if arguments.nproc not in (None, place.on_node):
         raise UsageError(
-            "torchrun or srun has started the ranks", found=f"{place.total} ranks",
-            expected=f"--nproc {arguments.nproc}", hint="leave --nproc out",
+            "torchrun or srun has started the ranks", found=f"{place.on_node} on this node, {place.total} in all",
+            expected=f"--nproc {arguments.nproc} on this node", hint="leave --nproc out",
         )  # fmt: skip
     require_shared_folder(place, arguments.folder)
     machine = replace(this_machine(place.on_node), ranks=place.total)

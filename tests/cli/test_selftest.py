@@ -51,15 +51,20 @@ def test_folders_are_checked_before_anything_runs(capsys: pytest.CaptureFixture[
     assert notes.read_text() == "{}"
 
 
-def test_the_number_of_ranks_is_that_of_srun(
+def test_the_number_of_ranks_on_a_node_is_that_of_srun(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu03"}
+    """As torchrun's `--nproc-per-node`: what two nodes have in all is another number."""
+    step = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[03-04]"}
     for name, value in {**step, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "42"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["selftest", "--nproc", "4"]) == 2
-    told = capsys.readouterr().err
-    assert "torchrun or srun has started the ranks" in told and "found: 8 ranks" in told
+    for number in ("4", "16"):
+        assert main(["selftest", "--nproc", number]) == 2
+        message = capsys.readouterr().err
+        assert "torchrun or srun has started the ranks; found: 8 on this node, 16 in all" in message
+        assert f"expected: --nproc {number} on this node; hint: leave --nproc out" in message
+    assert main(["selftest", "--nproc", "8"]) == 2
+    assert "pass --folder FOLDER, on a file system that all nodes share" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
