@@ -142,8 +142,9 @@ class _Tests:
                 yield group
 
     def of_colossalai(self, mutant: Mutant) -> list[str]:
-        """Return the nearest files of ColossalAI's tests."""
-        return [file for ring in self._rings(mutant) for file in ring if file.startswith(_COLOSSALAI)]
+        """Return the nearest files of ColossalAI's tests, for a module that only they import."""
+        files = next(iter(self._rings(mutant)), [])
+        return files if all(file.startswith(_COLOSSALAI) for file in files) else []
 
     def _rings(self, mutant: Mutant) -> list[list[str]]:
         """Return the files of the nearest two rings of tests."""

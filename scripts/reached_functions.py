@@ -56,6 +56,7 @@ class Recorder:
         self.entered: set[Function] = set()
         self.starts_processes = False
         self.failed = False
+        self._events = _STARTED_PROCESS  # for the hook, which runs until Python has ended
         sys.addaudithook(self._audit)
         sys.monitoring.use_tool_id(_TOOL, __name__)
         sys.monitoring.register_callback(_TOOL, _ENTRY, self._enter)
@@ -68,8 +69,11 @@ class Recorder:
         return sys.monitoring.DISABLE
 
     def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
-        if event in _STARTED_PROCESS:
-            self.starts_processes = True
+        self.starts_processes |= event in self._events
+
+    def pytest_unconfigure(self) -> None:
+        """End."""
+        sys.monitoring.set_events(_TOOL, sys.monitoring.events.NO_EVENTS)
 
     def pytest_collection_finish(self) -> None:
         """Write down what the import of the tests entered."""
@@ -103,10 +107,10 @@ class Recorder:
             file.write(json.dumps(line) + "\n")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Begin, where the variable names a folder."""
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Begin where the variable names a folder, before `tests/conftest.py` imports the package."""
     if VARIABLE in os.environ:
-        config.pluginmanager.register(Recorder())
+        early_config.pluginmanager.register(Recorder())
 
 
 def recorded_tests(folder: Path) -> tuple[list[RecordedTest], frozenset[Function]]:

@@ -9,6 +9,7 @@ import torch
 
 from mcore_ckpt_ext.megatron.live.model import LiveParameter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.offloaded import OffloadedAdapter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.undistributed import UndistributedAdapter
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 
@@ -42,3 +43,22 @@ def test_masters_that_a_home_takes_over_are_seen_by_all(who: str) -> None:
     assert who != "a view" or torch.equal(whole[:6], NEW)
     room.fill_(7.0)  # what is given back is nobody's
     assert room.shape == NEW.shape and torch.equal(master.detach(), NEW.view(SHAPE))
+
+
+def test_the_step_of_offloaded_parameters_is_in_the_optimizer_that_steps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's own class, which copies its outer groups over the inner ones before each step."""
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    weight = torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.bfloat16))
+    hybrid = HybridDeviceOptimizer(
+        [weight], 0.5, torch.optim.AdamW, torch.optim.AdamW, param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=False, lr=0.5,
+    )  # fmt: skip
+    adapter = OffloadedAdapter(SimpleNamespace(optimizer=hybrid, grad_scaler=None))
+    assert adapter.kind == "CPU offload of 0.5"
+    adapter.finish([{"lr": 0.25, "step": 7}], None)
+    (inner,) = hybrid.sub_optimizers
+    hybrid._sync_hdo_param_groups_to_sub_optimizers()
+    assert [(group["lr"], "step" in group) for group in inner.param_groups] == [(0.25, False)]
+    assert [state["step"].item() for state in inner.state.values()] == [7]
