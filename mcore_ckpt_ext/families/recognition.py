@@ -232,7 +232,8 @@ def family_of_megatron(
             f"{', '.join(found.summary)}" for found in fits[: 1 if fits[0].by_names else 3]
         ),
         expected=f"one of {', '.join(_names())}", where=where,
-        hint="pass --family NAME, or write its family (docs/how-to/own-format.md): --family path.py:Name",
+        hint="write its family (docs/how-to/own-format.md): --family path.py:Name; or choose --to canonical, which "
+        "stores every tensor under its name",
     )  # fmt: skip
 
 

@@ -73,18 +73,22 @@ def _mixer(filters_first: bool) -> tuple[str, ...]:
     return (*first, *_SCALES, *projection, *then, "mixer.norm.weight", "mixer.out_proj.weight", *_both("norm"))
 
 
-_SHARED = _both("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2") + ("mlp.shared_experts.gate_weight",)
+# Projections to and from the latent size of experts (moe_layer.py, core_v0.16.0 to 0.19.2): Transformer Engine's.
+_LATENT_EXPERTS = _both("mlp.fc1_latent_proj", "mlp.fc2_latent_proj")
+# A module's own parameters precede those of its submodules: the gate comes first (moe/shared_experts.py).
+_SHARED = ("mlp.shared_experts.gate_weight", *_both("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"))
 
 # Parameters of one decoder layer in registration order, by their sharded-key suffix. "experts" represents all
 # parameters of all experts. The local spec stores its separate norms under the fused keys of the other spec.
 _LOCAL = (
     *_norm(_QKV), *_both("input_layernorm"), *_CORE_ATTENTION, *_both(_PROJ, _QKV, *_LATENT), *_QK_NORMS,
-    *_CROSS, *_norm(_FC1), *_both("pre_mlp_layernorm", _FC1, _FC2, "mlp.router"), *_EXPERTS, *_SHARED,
+    *_CROSS, *_norm(_FC1), *_both("pre_mlp_layernorm", _FC1, _FC2, "mlp.router"), *_LATENT_EXPERTS, *_EXPERTS, *_SHARED,
 )  # fmt: skip
 _TRANSFORMER_ENGINE = (
     *_both("input_layernorm"), *_CORE_ATTENTION, *_both(_PROJ),
     *(name for linear in (_QKV, *_LATENT) for name in (*_norm(linear), *_both(linear))), *_QK_NORMS,
-    *_CROSS, *_both("pre_mlp_layernorm"), *_norm(_FC1), *_both(_FC1, _FC2, "mlp.router"), *_EXPERTS, *_SHARED,
+    *_CROSS, *_both("pre_mlp_layernorm"), *_norm(_FC1), *_both(_FC1, _FC2, "mlp.router"), *_LATENT_EXPERTS, *_EXPERTS,
+    *_SHARED,
 )  # fmt: skip
 
 # Parameters outside the layers, and blocks of layers, in registration order: of a language model (GPT, hybrid, BERT,

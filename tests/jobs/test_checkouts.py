@@ -192,6 +192,16 @@ def test_stock_refuses_what_the_plugin_resumes(tmp_path: Path) -> None:
 
 
 @only_for("0.16")
+def test_an_earlier_megatron_resumes_what_a_later_one_wrote(tmp_path: Path) -> None:
+    """0.19 writes the common state as an object of the index, 0.16 requires the file `common.pt`."""
+    source = fixture_named("p10")
+    stock = run_job(tmp_path / "stock", Layout(1, 4, 8), load=source.run, environment=OFF, **checkout_job())
+    assert "has no attribute 'iterdir'" in stock.output
+    resumed = resume(tmp_path / "resumed", Layout(2, 2, 4), source.run, **checkout_job())
+    assert_holds_the_truth(resumed, source)
+
+
+@only_for("0.16")
 def test_a_legacy_checkpoint_carries_the_gradient_scaler(tmp_path: Path) -> None:
     """In the legacy files the scale is a tensor among the weights."""
     fp16 = ["--fp16", "--initial-loss-scale", "1024", "--loss-scale-window", "3"]

@@ -1,12 +1,13 @@
 """Presents checkpoints to `load_checkpoint` whose files stock Megatron cannot load by itself.
 
-These are legacy checkpoints of another layout, zarr checkpoints if Megatron has no reader for them, checkpoints of
-Megatron-FSDP (`fsdp_dtensor`) or torch's FSDP (`torch_dcp`) in a job that does not use that FSDP, and Hugging Face
-folders (`sources.huggingface`).
+These are legacy checkpoints of another layout, zarr checkpoints if Megatron has no reader for them, torch_dist
+checkpoints of 0.19 or later in an earlier Megatron, checkpoints of Megatron-FSDP (`fsdp_dtensor`) or torch's FSDP
+(`torch_dcp`) in a job that does not use that FSDP, and Hugging Face folders (`sources.huggingface`).
 Of a legacy checkpoint, stock Megatron opens the rank folder that its own layout names (`_load_base_checkpoint`,
 checkpointing.py, core_v0.7.0 to 0.19.2): with `--ckpt-format torch` it refuses, otherwise it fails or, since 0.16,
 silently loads half a model. For zarr, Megatron reports from 0.16 on that it has no strategy. It takes both FSDP formats
-for `torch_dcp`, and requests none of their tensors (`_get_checkpoint_format`).
+for `torch_dcp`, and requests none of their tensors (`_get_checkpoint_format`). Before 0.19 it requires `common.pt`
+(`TorchCommonLoadStrategy.load_common`, dist_checkpointing/strategies/common.py, core_v0.7.0 to 0.18.2).
 Within the scope that this module opens, `_load_base_checkpoint` returns this rank's part of the checkpoint as it would
 read it from a legacy checkpoint of the running layout. Everything after it is stock.
 """
@@ -29,13 +30,17 @@ from mcore_ckpt_ext.formats.backend import is_finished
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.legacy.reader import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
+from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_FILE
+from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.zarr.reader import NAME as ZARR
 from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.releases import STORES_COMMON_STATE_AS_OBJECT
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for
 from mcore_ckpt_ext.megatron.live.extra_states import FoundStates, states_for
 from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_names, live_parameters, model_tensors
 from mcore_ckpt_ext.megatron.run_folder import folder_named
+from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -58,7 +63,13 @@ def folder_to_present(directory: str | None, arguments: Any) -> Path | None:
         return folder
     plain = plain_backend(folder)
     foreign = (is_finished(folder, ZARR) and not _reads_zarr()) or plain not in (None, arguments.ckpt_format)
-    return folder if foreign else None
+    return folder if foreign or _lacks_common_file(folder) else None
+
+
+def _lacks_common_file(folder: Path) -> bool:
+    """Return True if the running Megatron requires `common.pt`, and a later one wrote the folder without it."""
+    requires = not STORES_COMMON_STATE_AS_OBJECT.is_of(megatron_version())
+    return requires and is_finished(folder, TORCH_DIST) and not (folder / COMMON_FILE).exists()
 
 
 def _reads_zarr() -> bool:
@@ -78,7 +89,8 @@ def changes_of(folder: Path, arguments: Any) -> list[str]:
     checkpoint = open_checkpoint(folder)
     try:
         if not checkpoint.format_reader.loading.by_rank:
-            return [f"the format {checkpoint.format}"]
+            later = f", written by Megatron {STORES_COMMON_STATE_AS_OBJECT.since} or later"
+            return [f"the format {checkpoint.format}{later if _lacks_common_file(folder) else ''}"]
         changes = placement_changes(checkpoint.arguments, JobArguments.of(vars(arguments)))
         # Without it the optimizer's state is in none of the files that the distributed optimizer would open.
         written = checkpoint.arguments.use_distributed_optimizer
