@@ -282,8 +282,9 @@ def safe_loads(data: bytes, where: str) -> Any:
         raise
     except Exception as error:  # a damaged pickle can fail in any way, from KeyError to MemoryError
         raise UnsafePickleError(
-            "a pickle is damaged", found=shorten(f"{type(error).__name__}: {error}"), where=where
-        ) from error
+            "a pickle is damaged", found=shorten(f"{type(error).__name__}: {error}"), where=where,
+            hint="use another copy, or another iteration where there is one",
+        ) from error  # fmt: skip
 
 
 def _check_cost(data: bytes, where: str) -> None:
