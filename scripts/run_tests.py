@@ -1,7 +1,7 @@
 """The test command: creates an environment, then runs the linters and all tests in it.
 
     python3 scripts/run_tests.py                        everything
-    python3 scripts/run_tests.py --quick                what needs no running job: minutes
+    python3 scripts/run_tests.py --quick                neither jobs nor `thorough` tests: minutes
     python3 scripts/run_tests.py --changed              the tests nearest to what differs from the main branch
     python3 scripts/run_tests.py [pytest arguments]     the tests that these name
     python3 scripts/run_tests.py --megatron 0.17.1 [--python 3.12] [--torch 2.9.1] [pytest arguments]
@@ -42,6 +42,7 @@ PROCESSES = min(len(os.sched_getaffinity(0)) + 1, 4)
 IN_TURN = ("-n", str(PROCESSES), "--dist", "loadfile", "--no-loadscope-reorder")
 # Without jobs, tests of a file share little, so a free process takes tests from the other.
 BALANCED = ("-n", str(PROCESSES), "--dist", "worksteal")
+QUICK = (*BALANCED, "-m", "not thorough", f"--ignore={JOBS}", f"--ignore={PEERS}")
 
 
 def main() -> int:
@@ -73,7 +74,7 @@ def main() -> int:
             return status
         with _shared_checkpoints():
             if beside is None:
-                return _pytest(python, [*BALANCED, f"--ignore={JOBS}", f"--ignore={PEERS}"]).returncode
+                return _pytest(python, QUICK).returncode
             if arguments:
                 named = beside if any(COLOSSALAI in argument for argument in arguments) else python
                 return _pytest(named, arguments).returncode

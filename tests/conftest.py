@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from mcore_ckpt_ext.versions import parse_version
 from tests.harness.checkpoints import CORRUPTED, FLAT, INTACT, Fixture, fixture_named
 from tests.harness.made_once import made_once
+from tests.harness.thorough import mark_rows
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -27,6 +28,12 @@ os.environ.pop("COLUMNS", None)
 # Nothing is compiled here, as in the jobs: merely decorating Megatron's functions would import the compiler, in each
 # process of pytest and in each that a test starts.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `--quick` leaves out."""
+    mark_rows(items)
 
 
 def pytest_collection_finish() -> None:

@@ -34,6 +34,7 @@ def _started(program: str, niceness: int = 0) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, start_new_session=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", [SLEEP, SPIN])
 def test_a_job_that_hangs_is_ended(program: str) -> None:
     job, expired = _started(program), threading.Event()
@@ -45,6 +46,7 @@ def test_a_job_that_hangs_is_ended(program: str) -> None:
         job.wait()
 
 
+@pytest.mark.thorough
 def test_a_job_that_gets_no_processor_is_left_alone() -> None:
     """Beside processes that leave it next to nothing, a job of low priority is not charged for most of the time."""
     others = [_started(SPIN) for _ in range(2 * len(os.sched_getaffinity(0)))]

@@ -72,6 +72,7 @@ def without_progress(text: str) -> str:
     return re.sub(r"(?m)^ *\d+ %  .* left\n", "", text)
 
 
+@pytest.mark.thorough
 def test_all_that_is_offline_needs_no_framework(without_frameworks: dict[str, str], tmp_path: Path) -> None:
     """One process runs the commands, one after the other."""
     source, converted = str(fixture_named("p02").run), str(tmp_path / "converted")
@@ -88,6 +89,7 @@ def test_all_that_is_offline_needs_no_framework(without_frameworks: dict[str, st
     assert (done.stdout.splitlines()[-1:], without_progress(done.stderr)) == (["[0, 0, 0]"], "")
 
 
+@pytest.mark.thorough
 def test_a_process_neither_collects_nor_finalizes_its_imports(without_frameworks: dict[str, str]) -> None:
     """Exit handlers run, all output arrives, and the garbage collector rarely runs."""
     program = """
@@ -133,6 +135,7 @@ def test_diff_and_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "and 12 more of weight; --all lists them" in out
 
 
+@pytest.mark.thorough
 def test_doctor_without_megatron(without_frameworks: dict[str, str]) -> None:
     import_module("megatron.core")  # skipped where it cannot be installed: tests/conftest.py
     found = command({**without_frameworks, "MCORE_CKPT_EXT_VERIFY": "full"}, "doctor", "--json")
@@ -156,6 +159,7 @@ def without_megatron(installation: Path, tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [installation, REPOSITORY, site]))}
 
 
+@pytest.mark.thorough
 def test_doctor_where_megatron_is_not_installed(without_megatron: dict[str, str]) -> None:
     """It has nothing to complain of, and does not say that all is in place."""
     found = command(without_megatron, "doctor", interpreter=["-S"])
@@ -178,6 +182,7 @@ def test_doctor_with_a_checkout_of_megatron(without_megatron: dict[str, str], tm
     assert found.stdout.strip() == f"a checkout, {tmp_path / 'clone'}"
 
 
+@pytest.mark.thorough
 def test_doctor_with_a_megatron_that_cannot_be_imported(
     without_megatron: dict[str, str], without_frameworks: dict[str, str]
 ) -> None:
@@ -187,6 +192,7 @@ def test_doctor_with_a_megatron_that_cannot_be_imported(
     assert "cannot be imported: ImportError: it is not here" in found.stdout
 
 
+@pytest.mark.thorough
 def test_doctor_with_megatron(tmp_path: Path) -> None:
     """The genuine one, imported; each seam patched, in its version."""
     import_module("megatron.core")  # skipped where it cannot be installed: tests/conftest.py

@@ -121,6 +121,7 @@ def test_each_target_has_its_own_options_in_the_help(capsys: pytest.CaptureFixtu
     }
 
 
+@pytest.mark.thorough
 def test_four_processes_write_the_identical_folder(tmp_path: Path) -> None:
     source = fixture_named("p09").run
     assert main(["convert", str(source), str(tmp_path / "one"), "--to", "torch_dist"]) == 0
@@ -134,6 +135,7 @@ def test_four_processes_write_the_identical_folder(tmp_path: Path) -> None:
     assert not any("wrote " in said for said in others)
 
 
+@pytest.mark.thorough
 def test_the_failure_of_one_process_is_that_of_all(tmp_path: Path) -> None:
     """The first process finds the destination taken; the other waits for it in no collective."""
     (tmp_path / "out").mkdir()

@@ -10,6 +10,8 @@ import pytest
 from tests.harness.checkpoints import fixture_named
 from tests.harness.joined import in_processes
 
+pytestmark = pytest.mark.thorough
+
 SECONDS = 3
 RUN = fixture_named("p02").run
 

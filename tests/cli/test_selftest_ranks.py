@@ -93,6 +93,7 @@ print("code", code, flush=True)
 '''
 
 
+@pytest.mark.thorough
 def test_all_ranks_are_started_again_after_one_has_failed(tmp_path: Path) -> None:
     script = tmp_path / "process.py"
     script.write_text(PROCESS)

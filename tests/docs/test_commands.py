@@ -19,6 +19,8 @@ from tests.harness.checkpoints import fixture_named
 from tests.harness.colossalai_folders import colossalai_checkpoint
 from tests.harness.peft import adapter, peft_folder
 
+pytestmark = pytest.mark.thorough
+
 REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
 # What a cluster has: `mcore-ckpt`, and programs in place of Slurm's.
 STAND_INS = Path(__file__).with_name("stand_ins")

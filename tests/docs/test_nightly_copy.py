@@ -14,6 +14,8 @@ import mcore_ckpt_ext
 from tests.docs.commands import fences_of
 from tests.harness.checkpoints import fixture_named
 
+pytestmark = pytest.mark.thorough
+
 REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "how-to" / "check-every-save.md"
 STAND_INS = Path(__file__).with_name("stand_ins")

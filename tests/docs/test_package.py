@@ -19,6 +19,8 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import COMMANDS
 from tests.harness.checkpoints import FOLDER_VARIABLE
 
+pytestmark = pytest.mark.thorough
+
 REPOSITORY = Path(__file__).parents[2]
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 # What the test command and Python itself leave in the folder.

@@ -230,6 +230,7 @@ def test_a_target_lets_defects_through(monkeypatch: pytest.MonkeyPatch) -> None:
         targets.PickleTarget().run(Constant([0]))
 
 
+@pytest.mark.thorough
 def test_a_bounded_campaign_finds_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.fuzz.campaign", "--inputs", "200", "--only", "pickle"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}

@@ -53,6 +53,7 @@ def genuine(request: pytest.FixtureRequest) -> list[list[list[list[str]]]]:
     return found
 
 
+@pytest.mark.thorough
 def test_every_chunk_holds_what_megatron_builds(genuine: list[list[list[list[str]]]]) -> None:
     for (stated, ranks), chunks in zip(STATED, genuine, strict=True):
         total = sum(stage.count("decoder") for own in chunks for stage in own)

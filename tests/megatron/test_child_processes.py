@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 METHODS = ("fork", "spawn", "forkserver")
 STARTS = """
 import sys, time, multiprocessing
@@ -23,6 +25,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_idle_writers_and_the_manager_of_results_end_after_sigkill(tmp_path: Path) -> None:
     """However multiprocessing started them; one rank starts them all, because it imports Megatron for seconds."""
     script = tmp_path / "rank.py"

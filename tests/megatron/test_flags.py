@@ -191,6 +191,7 @@ def test_nvrx_is_judged_as_megatron_judges_it(monkeypatch, get_async_strategy, p
     assert found is None if problem is None else problem in found
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not MEGATRON, reason="needs an installation of Megatron with megatron.training")
 def test_genuine_megatron_is_patched_at_every_seam_and_its_arguments_changed(python):
     finished = python(

@@ -22,6 +22,7 @@ from tests.harness.kills import KINDS, assert_survives_kills
 KILLS = 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("fixture", "to"), KINDS)
 def test_killed_at_random_moments(fixture: str, to: str, tmp_path: Path) -> None:
     """A few of the fifty of `tests/slow`."""

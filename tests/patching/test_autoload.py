@@ -1,7 +1,11 @@
 import json
 import sys
 
+import pytest
+
 from tests.harness.torch_release import with_plugins
+
+pytestmark = pytest.mark.thorough
 
 TELL = """
 import json, sys

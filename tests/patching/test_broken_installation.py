@@ -19,7 +19,7 @@ import pytest
 from tests.harness.checkpoints import fixture_named
 from tests.harness.torch_release import with_plugins
 
-pytestmark = with_plugins
+pytestmark = [with_plugins, pytest.mark.thorough]
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = ("mcore_ckpt_ext", "mcore_ckpt_ext_autoload.py", "pyproject.toml", "setup.py", "LICENSE", "README.md")
 NOBODY = 65534

@@ -44,6 +44,7 @@ def test_a_patch_adds_our_lines_and_carries_nothing_of_the_framework(patch: Path
     assert any("install()" in line for line in body)
 
 
+@pytest.mark.thorough
 def test_a_patched_megatron_switches_the_hooks_on(tmp_path: Path) -> None:
     found = importlib.util.find_spec("megatron.training")
     assert found is not None and found.origin is not None

@@ -235,6 +235,7 @@ def some_orders(draw: some.DrawFn) -> list[Order]:
     return orders
 
 
+@pytest.mark.thorough
 @settings(max_examples=200)
 @given(orders=some_orders(), goes_on=some.booleans(), ranks=some.integers(1, RANKS))
 def test_whatever_happens_a_save_is_whole_or_not_there(orders: list[Order], goes_on: bool, ranks: int) -> None:
