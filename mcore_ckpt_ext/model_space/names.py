@@ -30,6 +30,11 @@ EXTRA_STATE = "_extra_state"
 """The suffix of extra states of Transformer Engine's modules, which contain no weights."""
 
 _LAYER = re.compile(rf"^({BLOCK})\.layers\.(\d+)\.(.+)$")
+PREDICTING_LAYER = "transformer_layer"
+"""The name that checkpoints give the decoder layer within a layer for multi-token prediction."""
+# A rank's own name for it is `mtp_model_layer` in 0.19, and the same as in checkpoints in 0.16
+# (`MultiTokenPredictionLayer`, megatron/core/transformer/multi_token_prediction.py, core_v0.12.0 to 0.19.2).
+_PREDICTION = re.compile(rf"^((?:\w+\.)*?mtp\.layers\.\d+)\.(?:mtp_model_layer|{PREDICTING_LAYER})\.(.+)$")
 _EXPERT = re.compile(r"^(.*\.experts)\.experts\.(\d+)\.(.+)$")
 _SEQUENTIAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.+)$")
 _GROUPED_EXPERT = re.compile(r"^(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
@@ -171,7 +176,11 @@ def parse_own(name: str, spec: LayerSpec) -> ParameterName:
 
     Layer and expert keep the rank's numbers, see `ParameterName.counted_from`.
     """
-    return _parsed(unwrapped(name), (_SEQUENTIAL_EXPERT, _GROUPED_EXPERT), (*_OWN_TO_KEY[spec].items(), _FILTERS))
+    renaming = (*_OWN_TO_KEY[spec].items(), _FILTERS)
+    name = unwrapped(name)
+    if match := _PREDICTION.match(name):
+        name = f"{match[1]}.{PREDICTING_LAYER}.{_renamed(match[2], renaming)}"
+    return _parsed(name, (_SEQUENTIAL_EXPERT, _GROUPED_EXPERT), renaming)
 
 
 def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool, version: tuple[int, int]) -> str:

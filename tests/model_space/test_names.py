@@ -103,6 +103,20 @@ def test_experts_under_a_rank_s_own_names(spec: LayerSpec, grouped: bool, own: s
     assert str(parse_own(own, spec)) == name
 
 
+@pytest.mark.parametrize("layer", ["mtp_model_layer", "transformer_layer"], ids=["0.19", "0.16"])
+def test_a_layer_for_multi_token_prediction_under_a_rank_s_own_names(layer: str) -> None:
+    """Legacy files have these names, and every other format that of 0.16 (multi_token_prediction.py)."""
+    own, stored = f"module.mtp.layers.0.{layer}.", "mtp.layers.0.transformer_layer."
+    names = {
+        "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_proj.weight": "self_attention.linear_proj.weight",
+        "mlp.experts.local_experts.1.linear_fc1.weight": "mlp.experts.experts.1.linear_fc1.weight",
+    }
+    for name, key in names.items():
+        assert str(parse_own(own + name, LayerSpec.LOCAL)) == stored + key
+    assert str(parse_own("mtp.layers.0.eh_proj.weight", LayerSpec.LOCAL)) == "mtp.layers.0.eh_proj.weight"
+
+
 def test_grouped_experts_have_one_extra_state() -> None:
     name = parse("decoder.layers.3.mlp.experts.experts.5.linear_fc1._extra_state")
     assert (
