@@ -35,7 +35,7 @@ RULES = (
 # What the code of Ling and of Sarvam does not read, or only to compute a loss.
 WITHOUT_EFFECT = (
     "embedding_dropout", "output_dropout", "rotary_dim", "router_dtype", "use_rmsnorm", "max_window_layers",
-    "moe_shared_expert_intermediate_size", "scoring_func",
+    "sliding_window", "use_sliding_window", "moe_shared_expert_intermediate_size", "scoring_func",
 )  # fmt: skip
 
 

@@ -129,6 +129,13 @@ def test_features_that_megatron_lacks_are_refused(name: str, changed: dict[str, 
         family_named(name).arguments({**config, **changed})
 
 
+@pytest.mark.parametrize("name", ["bailing_moe_v2", "sarvam_moe"])
+def test_keys_of_windows_that_the_code_does_not_read(name: str) -> None:
+    config = json.loads((FOLDER / name / "config.json").read_text())
+    changed = {**config, "sliding_window": 4096, "use_sliding_window": False}
+    assert family_named(name).arguments(changed) == family_named(name).arguments(config)
+
+
 @pytest.mark.parametrize("name", ["internlm2", "qwen"])
 def test_the_length_up_to_which_megatron_computes_the_same_is_reported(name: str) -> None:
     assert any("more than 64 tokens" in notice for notice in open_checkpoint(FOLDER / name).notices())
