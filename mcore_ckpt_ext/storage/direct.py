@@ -25,7 +25,7 @@ from mcore_ckpt_ext.storage.writeback import begin_to_flush
 
 ALIGNMENT = 1 << 16
 """The alignment of file positions and memory in bytes: the largest page and block size of Linux today."""
-# For fewer bytes, waiting for the disk in each call costs more than the cache.
+# For fewer bytes, waiting for the disk in each call costs more than the cache, and starting a flush more than it saves.
 _WORTH = 1 << 20
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -65,7 +65,8 @@ class BlockFile:
 
     def _write_cached(self, data: memoryview, position: int) -> None:
         write_all(self.descriptor, data, position)
-        begin_to_flush(self.descriptor, position, len(data))
+        if len(data) >= _WORTH:  # the flush at the end writes the edges of direct writes together with their neighbors
+            begin_to_flush(self.descriptor, position, len(data))
 
     def _write_direct(self, descriptor: int, data: memoryview, position: int) -> int:
         """Write as many bytes directly as the system accepts, and return their number."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mcore_ckpt_ext.planning.write_plan import Block, OutputFile, Record
+from mcore_ckpt_ext.storage import direct
 from mcore_ckpt_ext.storage.direct import ALIGNMENT
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.writing import RecordWriter, lay_out
@@ -122,3 +123,11 @@ def test_space_for_a_file_of_holes_is_not_taken(tmp_path: Path) -> None:
     with Folder.at(tmp_path) as content:
         lay_out([OutputFile("file", 1 << 40, ((0, PAD),))], content)
     assert (tmp_path / "file").stat().st_blocks * 512 < 1 << 20
+
+
+def test_only_large_writes_are_flushed_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the unaligned ends of direct writes, nor an empty range, which would mean the rest of the file."""
+    counts: list[int] = []
+    monkeypatch.setattr(direct, "begin_to_flush", lambda descriptor, position, count: counts.append(count))
+    written(tmp_path)
+    assert all(count >= 1 << 20 for count in counts)
