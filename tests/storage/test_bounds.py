@@ -172,6 +172,7 @@ def test_formatted_values_are_short() -> None:
     for value in (tree, circular, "a" * 10**6, 10**5000, [10**5000] * 10**5, {b"x" * 10**6: tree}):
         assert len(format_value(value)) < 10_000
     assert format_value([1, ("a",), {"b": None}]) == "[1, ('a',), {'b': None}]"
+    assert [format_value(value) for value in ([[[1]]], [[[[1]]]])] == ["[[[1]]]", "[[[[...]]]]"]
 
 
 def test_an_index_with_a_key_of_nested_tuples_is_refused(tmp_path: Path) -> None:

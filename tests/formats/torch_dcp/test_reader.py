@@ -49,6 +49,23 @@ def test_everything_equals_the_truth() -> None:
     assert {item.key: item.carried for item in checkpoint.unread()} == {"rng_state": False}
 
 
+def test_experts_are_counted_from_zero(fsdp2: Fixture) -> None:
+    def renamed(key: str) -> str:
+        return key.replace(".mlp.", ".mlp.experts.local_experts.0.")
+
+    def rename(arrays: dict[str, Any], places: dict[Any, Any]) -> None:
+        entries = [(renamed(key), array) for key, array in arrays.items()]  # in the order of registration
+        arrays.clear()
+        arrays.update(entries)
+        for place in [place for place in places if ".mlp." in place.fqn]:
+            places[replace(place, fqn=renamed(place.fqn))] = places.pop(place)
+
+    edit(fsdp2.iteration, rename)
+    names = open_checkpoint(fsdp2.run).names("weight")
+    assert "decoder.layers.0.mlp.experts.experts.0.linear_fc1.weight" in names
+    assert not any(".experts.1." in name for name in names)
+
+
 def test_inspection_of_torch_dcp() -> None:
     run = fixture_named("p51").run
     found = inspect(run)
