@@ -145,8 +145,8 @@ class _Run:
         opens: Callable[[], CheckpointView],
         team: Team,
         *,
-        digest_tensors: bool,
-        digest_files: bool,
+        digest_tensors: bool = False,
+        digest_files: bool = False,
     ) -> None:
         self.folder, self._opens, self._team = folder, opens, team
         self.results = Results()

@@ -213,9 +213,7 @@ def test_verify_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Checksums, "WORTH", 1 << 9)
     folder = mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", TorchDist()).destination
     checkpoint = mcore_ckpt_ext.open_checkpoint(folder)
-    run = verification._Run(
-        checkpoint.folder, False, 1, lambda done, total: None, lambda: checkpoint, ONE_PROCESS, digest_tensors=False
-    )
+    run = verification._Run(checkpoint.folder, False, 1, lambda done, total: None, lambda: checkpoint, ONE_PROCESS)
     compared: list[str] = []
     monkeypatch.setattr(
         integrity, "check_archives", lambda of, archives, *_: compared.extend(file for file, *_ in archives) or []
@@ -230,9 +228,7 @@ def test_verify_reads_large_files_of_many_tensors_once(name: str, monkeypatch: p
     """Headers and pickles, a third of so small a checkpoint, are read more often."""
     monkeypatch.setattr(Checksums, "WORTH", 1 << 9)
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run)
-    run = verification._Run(
-        checkpoint.folder, False, 1, lambda done, total: None, lambda: checkpoint, ONE_PROCESS, digest_tensors=False
-    )
+    run = verification._Run(checkpoint.folder, False, 1, lambda done, total: None, lambda: checkpoint, ONE_PROCESS)
     run.verify_or_note()
     assert [finding for finding in run.results.findings if finding.severity == "error"] == []
     assert checkpoint.reader.bytes_read < 1.6 * sum(path.stat().st_size for path in checkpoint.folder.rglob("*.*"))
