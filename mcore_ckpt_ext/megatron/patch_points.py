@@ -25,6 +25,13 @@ PATCH_POINTS = (
     ),
     PatchPoint(
         module="megatron.training.checkpointing",
+        attribute="load_args_from_checkpoint",
+        wrapper="mcore_ckpt_ext.megatron.stored_arguments:wrap_load_args",
+        parameters=("args", "load_arg"),
+        version_module="megatron.core",
+    ),
+    PatchPoint(
+        module="megatron.training.checkpointing",
         attribute="save_checkpoint",
         wrapper="mcore_ckpt_ext.megatron.save:wrap_save_checkpoint",
         parameters=("iteration", "model", "optimizer", "opt_param_scheduler"),

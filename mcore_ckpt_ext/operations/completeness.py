@@ -78,7 +78,8 @@ def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> LocatedCheckpo
     newer = [entry.name for number, entry in sorted(iterations.items()) if named is not None and number > named]
     findings = []
     if newer:
-        what = f"it names {named}, but there is {join_some(newer)}: a save that was not finished"
+        what = f"it names {named}, but there is {join_some(newer)}: a save did not finish, or this file was edited; "
+        what += f"verify {newer[-1]} to see whether it is complete"
         findings.append(warning(COMPLETE, where, what))
     if not folder.is_dir():
         others = join_some([entry.name for entry in iterations.values()]) or "no other iteration"

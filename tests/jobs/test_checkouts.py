@@ -197,7 +197,9 @@ def test_an_earlier_megatron_resumes_what_a_later_one_wrote(tmp_path: Path) -> N
     source = fixture_named("p10")
     stock = run_job(tmp_path / "stock", Layout(1, 4, 8), load=source.run, environment=OFF, **checkout_job())
     assert "has no attribute 'iterdir'" in stock.output
-    resumed = resume(tmp_path / "resumed", Layout(2, 2, 4), source.run, **checkout_job())
+    resumed = resume(
+        tmp_path / "resumed", Layout(2, 2, 4), source.run, more=["--use-checkpoint-args"], **checkout_job()
+    )
     assert_holds_the_truth(resumed, source)
 
 

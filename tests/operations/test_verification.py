@@ -268,7 +268,7 @@ def test_an_unfinished_asynchronous_save_next_to_a_finished_one(damaged: Fixture
     (unfinished / "metadata.json").unlink()
     result = verify(damaged.run)
     assert result.sound
-    assert "but there is iter_0000008: a save that was not finished" in findings(result, COMPLETE)[0]
+    assert "a save did not finish, or this file was edited; verify iter_0000008" in findings(result, COMPLETE)[0]
     result = verify(unfinished)
     assert not result.sound
     told = "\n".join(findings(result, COMPLETE))

@@ -172,12 +172,22 @@ def presented(
     def load_base_checkpoint(*_: Any, **__: Any) -> tuple[Any, ...]:
         if "set_loaded_iteration" in scope:  # since 0.16
             scope["set_loaded_iteration"](state["iteration"])
-        found = (state, str(folder), releases[0])
-        # Since 0.9, the kind of checkpoint is returned, too.
-        return (*found, scope["CheckpointType"].LEGACY) if "CheckpointType" in scope else found
+        return as_base_checkpoint(scope, state, folder, is_release=releases[0])
 
     with overridden(scope, _load_base_checkpoint=load_base_checkpoint), overridden(vars(arguments), no_load_rng=True):
         yield
+
+
+def as_base_checkpoint(
+    scope: Mapping[str, Any], state: dict[str, Any], folder: Path, *, is_release: bool
+) -> tuple[Any, ...]:
+    """Return a state as the running version's `_load_base_checkpoint` returns that of a legacy checkpoint.
+
+    `scope`: the globals of Megatron's checkpointing module.
+    """
+    found = (state, str(folder), is_release)
+    # Since 0.9, the kind of checkpoint is returned, too.
+    return (*found, scope["CheckpointType"].LEGACY) if "CheckpointType" in scope else found
 
 
 def _rank_state(

@@ -1,0 +1,43 @@
+"""Gives `--use-checkpoint-args` the arguments of checkpoints whose common state stock Megatron cannot read.
+
+Stock reads them before it sets up its process groups (`load_args_from_checkpoint`, megatron/training/checkpointing.py,
+core_v0.7.0 to 0.19.2), by the same `_load_base_checkpoint` as in `load_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.legacy.reader import is_legacy
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import as_base_checkpoint, folder_to_present
+from mcore_ckpt_ext.patching.overrides import overridden
+from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
+
+Function = Callable[..., Any]
+
+
+def wrap_load_args(original: Function) -> Function:
+    """Return a `load_args_from_checkpoint` that also reads what stock cannot; legacy files are left to stock."""
+    scope: MutableMapping[str, Any] = inspect.unwrap(original).__globals__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_args_from_checkpoint(*positional: Any, **keywords: Any) -> Any:
+        call = signature.bind(*positional, **keywords)
+        call.apply_defaults()
+        arguments = call.arguments["args"]
+        folder = folder_to_present(getattr(arguments, call.arguments["load_arg"], None), arguments)
+        if folder is None or is_legacy(folder):
+            return original(*positional, **keywords)
+        checkpoint = open_checkpoint(folder)
+        state = {**checkpoint.common, "args": Namespace(**checkpoint.args)}
+        found = as_base_checkpoint(scope, with_torch_dtypes(state), folder, is_release=checkpoint.is_release)
+        with overridden(scope, _load_base_checkpoint=lambda *_, **__: found):
+            return original(*positional, **keywords)
+
+    return load_args_from_checkpoint
