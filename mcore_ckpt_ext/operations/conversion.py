@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import DestinationError, ProofError, reraise_as_unreadable
 from mcore_ckpt_ext.families.config_keys import accepting
-from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.laid_out import OutputPlan
 from mcore_ckpt_ext.formats.unread_state import UnreadState
@@ -42,6 +42,9 @@ from mcore_ckpt_ext.storage.file_digests import compare_digests, with_digests
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.targets import Target
 from mcore_ckpt_ext.writing import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.family import Family
 
 # A block is in memory as it is written, and once more while it is verified, together with its weights.
 _BLOCKS_AT_ONCE = 4
@@ -141,7 +144,7 @@ def convert(
     """
     begun = time.monotonic()
     team = team or SingleProcess()
-    of_family = family_named(family) if family else None
+    of_family = _family_named(family) if family else None
     seen = state_before(as_path(source))
     with accepting(accept_keys):
         checkpoint = open_source(source, target, of_family, facts, weights, merge)
@@ -229,6 +232,12 @@ def _turns(checkpoint: CheckpointView, output: Output) -> bool:
     is_reordered = any(placed.arranged is not None for record in output.records for placed in record.content)
     is_reordered = is_reordered or any(record.quantised is not None for record in output.records)
     return is_reordered or checkpoint.format_reader.is_model_folder
+
+
+def _family_named(name: str) -> Family:
+    from mcore_ckpt_ext.families.recognition import family_named  # all families take 0.1 s to import
+
+    return family_named(name)
 
 
 def _fingerprint(identity: tuple[object, ...], output: Output) -> str:

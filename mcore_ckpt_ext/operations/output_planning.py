@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mcore_ckpt_ext.errors import UsageError
-from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.laid_out import OutputPlan
 from mcore_ckpt_ext.formats.registry import format_written
 from mcore_ckpt_ext.formats.steps import check_step
@@ -11,6 +12,9 @@ from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.family import Family
 
 
 def lay_out(checkpoint: CheckpointView, target: Target, family: Family | None) -> OutputPlan:

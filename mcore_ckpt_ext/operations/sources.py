@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
-from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.adapter_only import with_bridge_names
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.external_weights import NAME_THEM
-from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
-from mcore_ckpt_ext.formats.hugging_face.vision import as_text_model, compared_whole, with_vision_tower
-from mcore_ckpt_ext.formats.merged import merged_view
 from mcore_ckpt_ext.formats.registry import is_adapter_folder
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -21,8 +18,14 @@ from mcore_ckpt_ext.formats.views import with_first_moments
 from mcore_ckpt_ext.job.assignments import parse_assignments
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.adapters import is_adapter
+from mcore_ckpt_ext.model_space.names import LayerSpec
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.targets import Target
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.family import Family
+
+# The families, and what depends on them, are imported where a model folder needs them: that takes 0.1 s.
 
 
 def open_source(
@@ -40,7 +43,7 @@ def open_source(
         CheckpointError: the source cannot be read.
     """
     wanted = target.transformer_impl
-    spec = wanted or TRANSFORMER_ENGINE
+    spec = wanted or LayerSpec.TRANSFORMER_ENGINE.value
     if merge is not None and is_adapter_folder(path):
         if weights is not None:
             raise UsageError(
@@ -58,10 +61,8 @@ def open_source(
     from_hugging_face = checkpoint.format_reader.is_model_folder
     if not target.places_mtp:
         checkpoint = _for_legacy_files(checkpoint)
-    if target.for_bridge:
-        checkpoint = with_vision_tower(checkpoint)
-    elif target.is_model_folder:
-        checkpoint = as_text_model(checkpoint)
+    if target.for_bridge or target.is_model_folder:
+        checkpoint = _of_whole_or_text_model(checkpoint, target)
     if wanted is not None and not from_hugging_face:
         checkpoint = _under_layer_spec(checkpoint, target, wanted)
     if family is not None and not (from_hugging_face or weights) and not target.is_model_folder:
@@ -98,6 +99,8 @@ def open_both(
         opened = [open_checkpoint(path, family=family, facts=own, weights=where) for path, own, where in sides]
     for checkpoint in opened:
         require_weights(checkpoint)
+    from mcore_ckpt_ext.formats.hugging_face.vision import compared_whole
+
     return compared_whole(opened)
 
 
@@ -112,6 +115,13 @@ def require_weights(checkpoint: CheckpointView) -> None:
             "the checkpoint has an optimizer without weights, and cannot be verified without them",
             found=checkpoint.optimizer_format, where=str(checkpoint.folder), hint=NAME_THEM,
         )  # fmt: skip
+
+
+def _of_whole_or_text_model(checkpoint: CheckpointView, target: Target) -> CheckpointView:
+    """Return the whole of a vision-language model for Bridge, or its language model for a model folder."""
+    from mcore_ckpt_ext.formats.hugging_face.vision import as_text_model, with_vision_tower
+
+    return with_vision_tower(checkpoint) if target.for_bridge else as_text_model(checkpoint)
 
 
 def _merged(
@@ -132,6 +142,8 @@ def _merged(
             "Megatron checkpoint", found=f"--merge {path} --to {target.name}", where=str(checkpoint.folder),
             hint="convert in two steps: first with --merge FOLDER --to hf, then the folder that this writes",
         )  # fmt: skip
+    from mcore_ckpt_ext.formats.merged import merged_view
+
     scaling, passed = scaling_of(checkpoint, target.lora_alpha), parse_assignments(target.arguments)
     return merged_view(base, checkpoint, scaling, family, passed)
 

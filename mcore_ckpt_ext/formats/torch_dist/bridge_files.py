@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.families.bridge import bridge_model, model_fields
-from mcore_ckpt_ext.families.recognition import family_of_megatron
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.loops.bridge import COUNTED, RUN_CONFIG, harmless, with_facts
@@ -61,6 +59,10 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
     if found is not None:
         kept, emptied = harmless(found)
         return kept, [f"left out of {RUN_CONFIG}: {place}, which Megatron-Bridge would run" for place in emptied]
+    # These modules import all families, which takes as long as writing a small checkpoint.
+    from mcore_ckpt_ext.families.bridge import bridge_model, model_fields
+    from mcore_ckpt_ext.families.recognition import family_of_megatron
+
     tokenizer = {"tokenizer": {"vocab_size": checkpoint.tokens}} if checkpoint.tokens else {}
     rows = {"vocab_size": checkpoint.vocabulary_rows, "should_pad_vocab": False}
     section: dict[str, Any] = {}
