@@ -160,11 +160,17 @@ def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool
             tensor_rank=tensor_rank,
             partition_dim=parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
             sections=_sections(local_name, parameter, _config_of(chunk, local_name)),
-            weight=(parameter.dequantize() if hasattr(parameter, "_scale_inv") else parameter).detach().cpu().clone(),
+            weight=_values(parameter).detach().cpu().clone(),
             start=start,
             state=state,
             settings=settings,
         )
+
+
+def _values(parameter: Any) -> torch.Tensor:
+    """Return a parameter, or the values of one in fp8: Transformer Engine's class has its own `dequantize`."""
+    values: torch.Tensor = parameter
+    return values if type(parameter).dequantize is torch.Tensor.dequantize else parameter.dequantize()
 
 
 def _config_of(chunk: Any, local_name: str) -> Any:

@@ -151,15 +151,18 @@ def multi_tensor_scale(chunk: int, no_op: torch.Tensor, lists: Sequence[Sequence
 def quantize(values: torch.Tensor, quantizer: Any, output: Any = None, no_op: torch.Tensor | None = None) -> Any:
     """Quantize to fp8 with the quantizer's scale, or by the largest value for current scaling."""
     tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_tensor")
+    blocks: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
+    if isinstance(quantizer, blocks.Float8BlockQuantizer):
+        return _quantize_blocks(values, quantizer, output)
     dtype = _FLOAT8[int(quantizer.dtype)]
     largest, found = torch.finfo(dtype).max, values.detach().float()
-    amax = found.abs().max().reshape(1) if found.numel() else torch.zeros(1)
+    amax = found.abs().max().reshape(1) if found.numel() else found.new_zeros(1)
     if isinstance(quantizer, tensors.Float8Quantizer):
         scale = quantizer.scale.reshape(1)
         if quantizer.amax.numel():
             quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
     elif isinstance(quantizer, tensors.Float8CurrentScalingQuantizer):
-        scale = torch.where(amax > 0, largest / amax, torch.ones(1))
+        scale = torch.where(amax > 0, largest / amax, torch.ones_like(amax))
     else:
         raise RuntimeError(f"quantizing with {type(quantizer).__name__} is not in the stand-in")
     data = (found * scale).clamp(-largest, largest).to(dtype).view(torch.uint8)
@@ -173,11 +176,40 @@ def quantize(values: torch.Tensor, quantizer: Any, output: Any = None, no_op: to
     )  # fmt: skip
 
 
+def _quantize_blocks(values: torch.Tensor, quantizer: Any, output: Any) -> Any:
+    """Quantize to fp8 with a scale for each square block, and the transposed copy of both."""
+    dtype, length, (rows, columns) = _FLOAT8[int(quantizer.dtype)], quantizer.block_len, values.shape
+    largest, (down, across) = torch.finfo(dtype).max, (-(-rows // length), -(-columns // length))
+    padding = (0, across * length - columns, 0, down * length - rows)
+    blocks = torch.nn.functional.pad(values.detach().float(), padding).view(down, length, across, length)
+    amax = blocks.abs().amax(dim=(1, 3))
+    scales = torch.where(amax > 0, largest / amax, torch.ones_like(amax))
+    if quantizer.force_pow_2_scales:
+        scales = torch.exp2(torch.floor(torch.log2(scales)))
+    data = (blocks * scales[:, None, :, None]).clamp(-largest, largest).to(dtype).view(torch.uint8)
+    data = data.reshape(down * length, across * length)[:rows, :columns]
+    parts = {}
+    for name, codes, inverse in (("row", data, 1 / scales), ("column", data.t(), (1 / scales).t())):
+        padded = inverse.new_zeros(inverse.shape[0], -(-inverse.shape[1] // 4) * 4)
+        padded[:, : inverse.shape[1]] = inverse
+        parts |= {f"{name}wise_data": codes.contiguous(), f"{name}wise_scale_inv": padded}
+    if output is not None:
+        for name, part in parts.items():
+            if getattr(output, f"_{name}") is not None:
+                getattr(output, f"_{name}").copy_(part)
+        return output
+    tensors: Any = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
+    return tensors.Float8BlockwiseQTensor(
+        shape=values.shape, dtype=values.dtype, fp8_dtype=quantizer.dtype, quantizer=quantizer, is_2D_scaled=True,
+        requires_grad=False, device=data.device, **parts,
+    )  # fmt: skip
+
+
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pinned: bool
 ) -> Any:
     """Return an fp8 tensor whose elements are written later."""
-    return quantize(torch.zeros(tuple(shape), dtype=dtype), quantizer)
+    return quantize(torch.zeros(tuple(shape), dtype=dtype, device=device), quantizer)
 
 
 def dequantize(values: Any, dtype: Any) -> torch.Tensor:

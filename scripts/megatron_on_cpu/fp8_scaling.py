@@ -40,7 +40,7 @@ def advance(chunks: list[Any], iteration: int) -> None:
 
 def scaling_by_module(chunk: Any) -> dict[str, torch.Tensor]:
     """Return the scales and histories of a model chunk by the module's name; empty without fp8."""
-    return {name: values.clone() for name, values in _by_name(chunk)}
+    return {name: values.cpu().clone() for name, values in _by_name(chunk)}
 
 
 def _by_name(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:

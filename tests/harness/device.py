@@ -43,6 +43,9 @@ _MOVING = {_T.to, _T.cpu, _T.cuda}
 _OWN_PROPERTIES = ("device", "is_cuda", "is_cpu", "requires_grad", "is_leaf", "grad", "grad_fn", "layout")
 _OWN = {getattr(_T, name).__get__ for name in _OWN_PROPERTIES} | {_T.grad.__set__, _T.get_device, _T.requires_grad_}
 _SET_DATA: Any = _T.data.__set__  # type: ignore[attr-defined]
+_ATEN = torch.ops.aten
+# Transformer Engine calls these operators of torch for the parts of its tensors.
+_VIEWS = {_ATEN.as_strided, _ATEN.detach, _ATEN.slice, _ATEN.split, _ATEN.split_with_sizes, _ATEN.view}
 _INDEXING = {_T.__getitem__, _T.__setitem__}
 
 
@@ -143,6 +146,9 @@ class DeviceTensor(torch.Tensor):
         if func.namespace == "c10d":  # gloo replaces NCCL
             STREAM.flush()
             return func(*tree_map(_hidden_of, args), **tree_map(_hidden_of, kwargs or {}))
+        if func.overloadpacket in _VIEWS:
+            with DisableTorchFunction():
+                return _computed(func, tuple(args), dict(kwargs or {}))
         raise DeviceMemoryError(f"{func} of a device tensor is not known to the test device")
 
     @classmethod
@@ -165,9 +171,7 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is torch._has_compatible_shallow_copy_type:
         return True
     if func is _T.expand_as and args[0].requires_grad and args[0] is args[1]:
-        # Megatron registers hooks on gradient accumulation, which does not exist here.
-        with torch.enable_grad():
-            return args[0]._hidden.detach().requires_grad_().expand_as(args[0]._hidden)
+        return without_gradients(args[0])
     STREAM.flush()
     if func is _T.copy_:
         return _copied(*args, **kwargs)
@@ -176,6 +180,13 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is _T.type:
         return func(args[0]._hidden).replace("torch.", f"torch.{KIND}.")
     return _computed(func, args, kwargs)
+
+
+def without_gradients(parameter: torch.Tensor) -> torch.Tensor:
+    """Do `expand_as(self)`: Megatron registers hooks on gradient accumulation, which does not exist here."""
+    with torch.enable_grad():
+        leaf = torch.empty(parameter.shape, device="cpu").requires_grad_()
+        return leaf.expand_as(leaf)
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -289,12 +300,14 @@ def _means_device(device: object) -> bool:
     return type(device) is int
 
 
-class _Factories(TorchFunctionMode):
+class Factories(TorchFunctionMode):
     """Creates tensors on the device if a call names it; calls with a device tensor go to its class."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
+        if any(map(_is_of_another_class, tensors)):
+            return _of_another_class(func, args, kwargs)
         if any(isinstance(item, DeviceTensor) for item in tensors):
             return DeviceTensor.__torch_function__(func, types, args, kwargs)
         names = [kwargs.get("device"), *(args[1:] if func is _T.to else ())]
@@ -305,6 +318,32 @@ class _Factories(TorchFunctionMode):
                 return _moved(func, args, kwargs)
             kwargs["device"] = "cpu"
             return DeviceTensor(_allocated(func(*args, **kwargs)))
+
+
+def _is_of_another_class(item: object) -> bool:
+    return isinstance(item, torch.Tensor) and not isinstance(item, DeviceTensor) and _means_device(item.device)
+
+
+def _of_another_class(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function of a tensor whose parts are tensors on the device: its class does it, if it is the first operand.
+
+    For others it stands for its values: Transformer Engine's tensors in fp8.
+    """
+    first, *rest = args
+    if func is _T.cuda:
+        return first
+    if isinstance(first, DeviceTensor):
+        values = tree_map(lambda item: item.dequantize() if _is_of_another_class(item) else item, (rest, kwargs))
+        return func(first, *values[0], **values[1])
+    # Torch's own functions for these need a driver before they call the class.
+    if func is _T.copy_:
+        type(first).__torch_dispatch__(_ATEN.copy_.default, (type(first),), args, kwargs)
+        return first
+    if func is _T.__getitem__ and isinstance(rest[0], slice):
+        operands = (first, 0, rest[0].start or 0, len(first) if rest[0].stop is None else rest[0].stop)
+        return type(first).__torch_dispatch__(_ATEN.slice.Tensor, (type(first),), operands, {})
+    with DisableTorchFunction(), torch.no_grad():
+        return func(*args, **kwargs)
 
 
 def _is_device(item: object) -> bool:
@@ -333,6 +372,6 @@ def device(kind: str = "cuda") -> Iterator[Counts]:
         stack.enter_context(replaced(devices, accelerator_type=lambda: KIND))
         stand_ins = {"Event": Event, "device": lambda *_: contextlib.nullcontext(), "current_device": lambda: INDEX}
         stack.enter_context(replaced(devices.device_module(kind), **stand_ins))
-        stack.enter_context(_Factories())
+        stack.enter_context(Factories())
         yield COUNTS
         STREAM.flush()

@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).parents[3]))  # ranks do not start in the rep
 from tests.harness import device as test_device
 from tests.harness.device import DeviceTensor, device
 from tests.harness.device_group import device_groups
+from tests.harness.device_quantized import quantized_on_device
 from tests.harness.out_of_memory import Failure
 
 WHOLE_LOAD = "load"
@@ -48,7 +49,7 @@ def main() -> None:
 
     WriteDetector.install = install_counting
     load_cases.load = functools.partial(load, load_cases.load)
-    with device(), device_groups():
+    with torch.no_grad(), device(), device_groups(), quantized_on_device():
         load_cases.main()
 
 
