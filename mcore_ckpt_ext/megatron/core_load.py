@@ -48,6 +48,7 @@ from mcore_ckpt_ext.megatron.load_request import (
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.megatron.random_states import lacks_requested_states, with_live_random_states
 from mcore_ckpt_ext.megatron.running_version import megatron_version
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import lacks_common_file
 from mcore_ckpt_ext.megatron.unchecked_loads import UncheckedLoads
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizer_reshard import prepare
@@ -91,6 +92,7 @@ def wrap_load(original: Function) -> Function:
         tree, folder = call.arguments["sharded_state_dict"], Path(str(call.arguments["checkpoint_dir"]))
         requests = dict(requests_in(tree))
         part_of_ranks = call.arguments.get("process_group") is not None
+        _check_is_readable(folder)
         # With this check Megatron compares the requests of all ranks, so that all ranks make this call.
         is_collective = bool(requests) or call.arguments.get("validate_access_integrity", True)
         if not is_collective or part_of_ranks or PROCESS.one(ReentrancyGuard).is_busy:
@@ -130,6 +132,17 @@ def serves(optimizer: Any) -> bool:
     """Return True if this module can fill the optimizer: it consists of DistributedOptimizers only."""
     chain = Chain.of(optimizer) if optimizer is not None else None
     return chain is not None and bool(chain.distributed) and not (chain.unknown or chain.whole)
+
+
+def _check_is_readable(folder: Path) -> None:
+    """Raise UnsupportedCheckpointError if this Megatron cannot read the common state, whoever reads the rest."""
+    if lacks_common_file(folder):
+        major, minor, *_ = megatron_version()
+        raise UnsupportedCheckpointError(
+            "a later release of Megatron Core wrote the checkpoint, and the running one cannot load it",
+            found="no common.pt: since 0.19 the common state is an object of the index", where=str(folder),
+            hint=f"mcore-ckpt convert {folder} OUTPUT --to torch_dist --megatron-version {major}.{minor}",
+        )  # fmt: skip
 
 
 def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:

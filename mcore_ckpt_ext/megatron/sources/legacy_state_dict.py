@@ -63,11 +63,11 @@ def folder_to_present(directory: str | None, arguments: Any) -> Path | None:
         return folder
     plain = plain_backend(folder)
     foreign = (is_finished(folder, ZARR) and not _reads_zarr()) or plain not in (None, arguments.ckpt_format)
-    return folder if foreign or _lacks_common_file(folder) else None
+    return folder if foreign or lacks_common_file(folder) else None
 
 
-def _lacks_common_file(folder: Path) -> bool:
-    """Return True if the running Megatron requires `common.pt`, and a later one wrote the folder without it."""
+def lacks_common_file(folder: Path) -> bool:
+    """Return True if the running Megatron requires `common.pt`, and a later one wrote the iteration folder without."""
     requires = not STORES_COMMON_STATE_AS_OBJECT.is_of(megatron_version())
     return requires and is_finished(folder, TORCH_DIST) and not (folder / COMMON_FILE).exists()
 
@@ -90,7 +90,7 @@ def changes_of(folder: Path, arguments: Any) -> list[str]:
     try:
         if not checkpoint.format_reader.loading.by_rank:
             later = f", written by Megatron {STORES_COMMON_STATE_AS_OBJECT.since} or later"
-            return [f"the format {checkpoint.format}{later if _lacks_common_file(folder) else ''}"]
+            return [f"the format {checkpoint.format}{later if lacks_common_file(folder) else ''}"]
         changes = placement_changes(checkpoint.arguments, JobArguments.of(vars(arguments)))
         # Without it the optimizer's state is in none of the files that the distributed optimizer would open.
         written = checkpoint.arguments.use_distributed_optimizer
