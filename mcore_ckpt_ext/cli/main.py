@@ -18,6 +18,7 @@ from typing_extensions import override
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.completion import SHELLS, script
+from mcore_ckpt_ext.cli.join import reports_errors
 from mcore_ckpt_ext.cli.json_output import print_error, wants_json
 from mcore_ckpt_ext.cli.output import error_message, line, message
 from mcore_ckpt_ext.cli.torch_plugins import failures_explained
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if word in COMMANDS), "")
-    report = partial(print_error, command) if wants_json(words) else _nothing
+    report = partial(print_error, command) if wants_json(words) and reports_errors(words) else _nothing
     try:
         if words[:1] == [_COMPLETION]:
             return _completion(words)

@@ -11,14 +11,13 @@ from functools import partial
 from typing import TypeVar, cast
 
 from mcore_ckpt_ext.cli.heartbeat import Heartbeat, Store
+from mcore_ckpt_ext.cli.join import STARTED_BY_TORCHRUN
 from mcore_ckpt_ext.cli.output import message
 from mcore_ckpt_ext.errors import CheckpointError, UsageError, format_error
 from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 
 Item = TypeVar("Item")
 
-# Only torchrun sets it (torch/distributed/elastic/agent/server/local_elastic_agent.py).
-_STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 # Set if the agent of torchrun hosts the store instead of the first process (torch/distributed/rendezvous.py).
 _AGENT_HOLDS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _HOW_TO_START = "start them with torchrun -m mcore_ckpt_ext ..., or leave --join out and use one process"
@@ -38,7 +37,7 @@ def the_team(*, join: bool = False) -> Iterator[Team]:
         UsageError: the environment variables do not describe a group of processes.
         CheckpointError: the other processes do not join.
     """
-    if not join and _STARTED_BY_TORCHRUN not in os.environ:
+    if not join and STARTED_BY_TORCHRUN not in os.environ:
         yield SingleProcess()
         return
     rank, size = _number("RANK"), _number("WORLD_SIZE")

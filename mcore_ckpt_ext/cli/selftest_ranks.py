@@ -17,12 +17,11 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from mcore_ckpt_ext.cli.join import STARTED_BY_TORCHRUN
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.selftest.jobs import Order, read_results
 from mcore_ckpt_ext.selftest.launcher import PROGRAM, Ended, Ranks, free_port, start
 
-# Set by torchrun alone (torch/distributed/elastic/agent/server/local_elastic_agent.py).
-_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _FIRST_PORT, _PORTS = 20_000, 10_000
 _FIRST_NODE = re.compile(r"(?P<name>[^,\[]+)(\[(?P<number>\d+))?")
 _NAMESPACE = "mcore-ckpt-selftest"
@@ -55,7 +54,7 @@ def place_among_ranks(environment: Mapping[str, str]) -> tuple[Place, dict[str, 
     Returns:
         None if neither torchrun nor srun has started several processes.
     """
-    if _TORCHRUN in environment:
+    if STARTED_BY_TORCHRUN in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return Place(*(int(environment[name]) for name in names)), {}
     total = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))

@@ -174,6 +174,17 @@ def test_wrong_forms_of_the_option(capsys: pytest.CaptureFixture[str], tmp_path:
     assert (captured.out, "there is no such option; found: --js" in captured.err) == ("", True)
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_of_several_processes_prints_an_error(
+    rank: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "run"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["verify", "run", "--nonsense", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out.count("\n"), "no such option" in captured.err) == (int(rank == "0"), True)
+
+
 def test_a_defect_of_ours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError
