@@ -28,6 +28,9 @@ os.environ.pop("COLUMNS", None)
 # Nothing is compiled here, as in the jobs: merely decorating Megatron's functions would import the compiler, in each
 # process of pytest and in each that a test starts.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
+# Until everything is imported and collected, next to nothing is garbage.
+_THRESHOLDS = gc.get_threshold()
+gc.set_threshold(50_000)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,6 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is imported and collected by now stays: looking for garbage in it costs a twelfth of the tests' time."""
     gc.freeze()
+    gc.set_threshold(*_THRESHOLDS)
 
 
 @pytest.hookimpl(wrapper=True)
