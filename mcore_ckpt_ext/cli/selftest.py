@@ -66,7 +66,8 @@ def _test(machine: Machine, arguments: argparse.Namespace, start: Start) -> int:
     from mcore_ckpt_ext.selftest.plan import plan
 
     jobs = plan(machine)
-    message(f"{sum(not job.skipped for job in jobs)} jobs on {machine.ranks} ranks; about three minutes")
+    ranks = "1 rank" if machine.ranks == 1 else f"{machine.ranks} ranks"
+    message(f"{sum(not job.skipped for job in jobs)} jobs on {ranks}; about three minutes")
     rows, folder = running.run(jobs, start, arguments.folder)
     report = Report(
         passed(rows), machine.ranks, device_name(), versions(), rows, None if folder is None else str(folder)

@@ -19,9 +19,11 @@ def share_device() -> None:
     options_of: Any = ProcessGroupGloo._Options  # type: ignore[attr-defined]
     device = ProcessGroupGloo.create_default_device()
 
-    def create(self: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def create(self: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: timedelta, **newer: Any) -> None:
         options = options_of()
         options._devices, options._timeout = [device], timeout
+        for name, value in newer.items():  # `enable_reconfigure` since torch 2.14
+            setattr(options, name, value)
         original(self, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = create  # type: ignore[assignment, method-assign]

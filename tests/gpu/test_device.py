@@ -47,7 +47,7 @@ def test_every_format_is_read_bit_for_bit(name: str, device: torch.device) -> No
             assert torch.equal(found.cpu().view(torch.uint8), truth.view(torch.uint8)), (kind, parameter)
 
 
-def test_staging_is_as_fast_as_the_machine(device: torch.device, tmp_path: Path) -> None:
+def test_staging_is_as_fast_as_the_machine(device: torch.device, tmp_path: Path, figure: Callable[[str], None]) -> None:
     """While one block travels to the device, the next one is read: no slower than the slower of the two alone."""
     path = tmp_path / "bytes"
     path.write_bytes(os.urandom(STAGE_BYTES) * (FILE_BYTES // STAGE_BYTES))
@@ -79,7 +79,7 @@ def test_staging_is_as_fast_as_the_machine(device: torch.device, tmp_path: Path)
             stages.wait()
 
         rates = {one.__name__: FILE_BYTES / _median_seconds(one) / 1e9 for one in (reads, copies, staged)}
-    print(", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items()))
+    figure("staging: " + ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in rates.items()))
     assert torch.equal(target.cpu(), truth)
     assert rates["staged"] > LEAST_SHARE * min(rates["reads"], rates["copies"])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from mcore_ckpt_ext.devices import accelerator_type
@@ -13,10 +14,10 @@ SIZE = ("--layers", "8", "--hidden", "1024", "--runs", "2")
 TIME_LIMIT = 300
 
 
-def test_loads_are_measured(tmp_path: Path) -> None:
+def test_loads_are_measured(tmp_path: Path, at_most: Callable[[float], float], figure: Callable[[str], None]) -> None:
     """Stock's and this package's under the layout that was saved, and this package's of what CPU ranks saved."""
     command = [sys.executable, str(BENCHMARK), str(tmp_path), "--device", str(accelerator_type()), *SIZE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
-    print(done.stdout)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=at_most(TIME_LIMIT), check=False)
+    figure(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {line.split()[1] for line in done.stdout.splitlines() if line.startswith("| ")} >= {"stock", "fast", "moved"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,12 @@ def test_the_state_is_that_of_the_job_that_wrote(name: str, loaded: dict[str, di
 
 
 @pytest.mark.parametrize("name", ["dp_reshardable", "fully_sharded_model_space", "legacy", "experts"])
-def test_a_resume_needs_little_memory_of_the_device(name: str, loaded: dict[str, dict[str, Any]]) -> None:
+def test_a_resume_needs_little_memory_of_the_device(
+    name: str, loaded: dict[str, dict[str, Any]], figure: Callable[[str], None]
+) -> None:
     """The masters that are read, which become the room of moments, and one parameter's temporaries."""
     memory, elements = loaded[name]["memory"], loaded[name]["elements"]
-    print(name, memory, f"{FP32_BYTES * elements} bytes of each kind")
+    figure(f"{name}: {memory}, {FP32_BYTES * elements} bytes of each kind")
     of_one_kind, tensors = FP32_BYTES * elements, len(fixture_named(LOADS[name][0]).truth)
     little = FP32_BYTES * TEMPORARY * loaded[name]["largest"] + ROUNDED_UP * tensors
     assert memory["prepare, device"] <= little
