@@ -38,10 +38,13 @@ def this_machine(ranks: int | None) -> Machine:
 
 
 def require_megatron() -> None:
-    """Check that the functions of Megatron that the self-test calls are installed.
+    """Check that the functions of Megatron that the self-test calls are installed, and what they need.
+
+    The writers of every save need psutil, which megatron-core does not declare (`_process_memory`,
+    megatron/core/dist_checkpointing/strategies/filesystem_async.py, core_v0.16.1 to 0.19.2).
 
     Raises:
-        UsageError: Megatron is not installed, or only Megatron Core.
+        UsageError: Megatron is not installed, or only Megatron Core, or psutil is not.
     """
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise UsageError("Megatron is not installed here", hint="pip install megatron-core (0.17 or later)")
@@ -50,6 +53,8 @@ def require_megatron() -> None:
             "only Megatron Core is installed here, and the self-test trains with megatron.training",
             hint="install megatron-core 0.17 or later, which has it, or put a clone of Megatron-LM on PYTHONPATH",
         )
+    if find_spec("psutil") is None:
+        raise UsageError("Megatron needs psutil to save, and it is not installed here", hint="pip install psutil")
 
 
 def device_name() -> str:

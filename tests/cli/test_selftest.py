@@ -73,6 +73,7 @@ def test_the_number_of_ranks_on_a_node_is_that_of_srun(
         ("megatron", "Megatron is not installed here"),
         ("megatron.core", "Megatron is not installed here"),
         ("megatron.training", "only Megatron Core is installed here"),
+        ("psutil", "Megatron needs psutil to save, and it is not installed here"),
     ],
 )
 def test_without_megatron(missing: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
