@@ -68,6 +68,21 @@ def _no_limit() -> Setting:
     return Custom((key,), lambda arguments: {}, to_arguments)
 
 
+def _attention_heads() -> Setting:
+    """Return the setting of attention heads, which no layer has: as many as a mixer's.
+
+    Megatron requires that the tensor parallel size divides both numbers (`TransformerConfig.__post_init__`, and
+    `MambaMixer.__init__` of megatron/core/ssm/mamba_mixer.py, core_v0.19.2).
+    """
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        heads = config.get("num_heads", _HEADS)
+        return {"num_attention_heads": heads, "num_query_groups": heads}
+
+    names = ("num_attention_heads", "num_query_groups")
+    return Custom((), lambda arguments: {}, to_arguments, expressed=names)
+
+
 class Mamba2(NemotronH):
     """A model of Nemotron-H's Mamba mixers only.
 
@@ -92,10 +107,10 @@ class Mamba2(NemotronH):
         _no_limit(), Requires({"position_embedding_type": "none"}),
         # Arguments that Megatron's parser requires but no layer of the model uses.
         Implies({
-            "is_hybrid_model": True, "num_attention_heads": 1, "num_query_groups": 1, "ffn_hidden_size": _POSITIONS,
-            "kv_channels": 1, "max_position_embeddings": _POSITIONS, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-            "swiglu": False,
+            "is_hybrid_model": True, "ffn_hidden_size": _POSITIONS, "kv_channels": 1,
+            "max_position_embeddings": _POSITIONS, "attention_dropout": 0.0, "hidden_dropout": 0.0, "swiglu": False,
         }),
+        _attention_heads(),
     )  # fmt: skip
 
     @override
