@@ -22,7 +22,7 @@ from tests.harness.witnesses import COMPUTES_AS, OF_OWN_CODE
 
 OWN_CODE = Path(__file__).with_name("own_code")
 # Models of tests/harness/huggingface.py whose parameters are not those of a model that jobs resume.
-WITH_A_CLASS = ("exaone_moe", "gpt_bigcode", "hy_v3", "nemotron")
+WITH_A_CLASS = ("exaone_moe", "gpt_bigcode", "hy_v3", "mamba2", "nemotron")
 _BUFFERS = ("expert_bias", "local_tokens_per_expert")
 
 
