@@ -24,6 +24,7 @@ for path in sys.argv[2:]:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("command", ["inspect", "plan"])
 def test_metadata_is_read_without_torch(command: str) -> None:
     read_samples = (*_READ_SAMPLES, *(("p08c",) if command == "plan" else ()))

@@ -65,6 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_reading_slices_of_a_large_object_is_lazy(folder: Path) -> None:
     command = [sys.executable, "-c", CHILD, str(folder), str(NUMEL), json.dumps(SLICES)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

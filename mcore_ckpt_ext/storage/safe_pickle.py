@@ -288,7 +288,7 @@ def safe_loads(data: bytes, where: str) -> Any:
 
 
 def _check_cost(data: bytes, where: str) -> None:
-    """Weigh a pickle, unless an equal one has passed: tensors of one shape, and an index that is opened again."""
+    """Weigh a pickle unless an equal one has passed, as of a like tensor or an index opened again."""
     digest = sha256(data).digest()
     if digest in _weighed:
         return

@@ -21,6 +21,8 @@ from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
 from mcore_ckpt_ext.rehearsal.result import SCHEMA, Rehearsal
 from tests.harness.checkpoints import fixture_named
 
+pytestmark = pytest.mark.thorough
+
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"><!--<script>"
 

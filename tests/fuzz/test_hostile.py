@@ -212,6 +212,7 @@ def test_metadata_that_make_no_sense_are_one_clear_error(damaged: Fixture) -> No
     assert any("invalid metadata" in finding.what for finding in found.findings)
 
 
+@pytest.mark.thorough
 def test_the_watch_sees_an_execution() -> None:
     """Negative control of the campaign: what it forbids, it notices."""
     code = "import os; from tests.fuzz import targets; targets.watch_execution(); os.system('true')"

@@ -36,7 +36,7 @@ def s3_server() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture(params=["memory", "s3"])
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.thorough)])
 def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An empty remote folder; the address and the keys of S3 come from the environment, as they do for users."""
     if request.param == "memory":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 ABSENT = "import sys; sys.modules['colossalai'] = None; "
 
 
@@ -12,6 +14,7 @@ def _run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.thorough
 def test_status_and_names_need_nothing_and_install_says_what_is_missing() -> None:
     done = _run(
         ABSENT + "from mcore_ckpt_ext import zero_strict_state_dict as z; "
