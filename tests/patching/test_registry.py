@@ -46,6 +46,7 @@ def _load(framework):
 
 
 def test_a_module_imported_later_is_patched(registry, framework):
+    assert registry.status()[0].reason == "the hooks are not installed"
     registry.install()
     assert registry.status()[0].state == "waiting for import"
     assert f"{framework.name}.wrappers" not in sys.modules
