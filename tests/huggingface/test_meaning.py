@@ -246,6 +246,16 @@ def test_a_class_of_another_family_is_refused() -> None:
         family_of_config({"model_type": "llama", "architectures": ["Qwen2ForCausalLM"]}, "here")
 
 
+def test_layers_for_multi_token_prediction_that_are_not_read_are_named() -> None:
+    """They follow those of the decoder; other unknown layers are none of them."""
+    config = configuration("deepseek_v3", num_nextn_predict_layers=2)
+    last = config["num_hidden_layers"] - 1
+    names = [f"model.layers.{layer}.mlp.gate.other" for layer in range(last, last + 4)]
+    for read, left in ((None, names[1:3]), (1, names[2:3])):
+        arguments = arguments_of("deepseek_v3", mtp_num_layers=read)
+        assert family_of("deepseek_v3").unmapped_tensors(names, arguments, config) == {*left}
+
+
 def test_the_gate_behind_a_gated_delta_net() -> None:
     """Published folders of Qwen3.5 have the key; transformers always uses SiLU, which is also called swish."""
     for kind in ("swish", "silu", None):

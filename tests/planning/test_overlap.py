@@ -143,3 +143,9 @@ def test_a_hole_in_the_checkpoint_is_refused() -> None:
 
     with pytest.raises(ModelMismatchError, match="elements 5 to 12"):
         make_plan([wanted("x", (4, 3), may_pad=True)], Holey())
+
+
+def test_runs_outside_a_range_are_left_out() -> None:
+    piece = Piece(Region("x", (0,), (8,)), 0, 8, 0)
+    ((_, runs),) = overlap((8,), piece, [piece]).runs
+    assert [len(runs.within(*limits)) for limits in ((0, 8), (2, 4), (8, 16))] == [1, 1, 0]

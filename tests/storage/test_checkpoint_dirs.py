@@ -11,7 +11,13 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.operations.completeness import find_checkpoint
 from mcore_ckpt_ext.operations.iteration_health import iteration_health_of
-from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_folders, read_tracker
+from mcore_ckpt_ext.storage.checkpoint_dirs import (
+    TRACKER_FILE,
+    check_folder_exists,
+    iteration_folder,
+    iteration_folders,
+    read_tracker,
+)
 from tests.harness.checkpoints import fixture_named
 
 NAMES_NONE = {"empty": "", "words": "soon", "superscript": "²", "many digits": "1" * 5000, "negative": "-4"}
@@ -74,3 +80,12 @@ def test_it_is_never_used_as_a_fallback(tmp_path: Path) -> None:
     assert health is not None
     assert "metadata.json" in health.problems[0]
     assert health.newest_complete is None
+
+
+def test_a_file_is_distinguished_from_nothing(tmp_path: Path) -> None:
+    check_folder_exists(tmp_path)
+    with pytest.raises(UnreadableCheckpointError, match="there is no such folder"):
+        check_folder_exists(tmp_path / "file")
+    (tmp_path / "file").touch()
+    with pytest.raises(UnreadableCheckpointError, match="that is a file, not a folder"):
+        check_folder_exists(tmp_path / "file")
