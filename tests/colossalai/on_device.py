@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.colossalai import gathering
-from tests.harness.device import Counts, DeviceTensor, device, replaced
+from tests.harness.device import Counts, DeviceTensor, device
 from tests.harness.device_group import device_groups
+from tests.harness.replacing import replaced
 
 _MEMORY_OF_CHUNKS = ("cuda_shard", "cuda_global_chunk")
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros", "zeros_like")

@@ -24,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from mcore_ckpt_ext import devices
+from tests.harness.device_addresses import Address, Storage
+from tests.harness.replacing import replaced
 
 KIND, INDEX = "cuda", 0
 _DEVICE = torch.device(KIND, INDEX)
@@ -51,30 +53,6 @@ _INDEXING = {_T.__getitem__, _T.__setitem__}
 
 class DeviceMemoryError(RuntimeError):
     """Raised for operations that a device refuses."""
-
-
-class Address:
-    """The address of a device tensor, which can be compared, but not read from."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Address) and other._number == self._number
-
-    def __hash__(self) -> int:
-        return hash(self._number)
-
-
-class Storage:
-    """The size of a device tensor's memory, and its users."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._storage = storage
-        self._cdata = storage._cdata
-
-    def nbytes(self) -> int:
-        return self._storage.nbytes()
 
 
 @dataclass
@@ -330,11 +308,11 @@ def _of_another_class(func: Any, args: Any, kwargs: Any) -> Any:
     For others it stands for its values: Transformer Engine's tensors in fp8.
     """
     first, *rest = args
+    if not _is_of_another_class(first):
+        args, kwargs = tree_map(lambda item: item.dequantize() if _is_of_another_class(item) else item, (args, kwargs))
+        return func(*args, **kwargs)
     if func is _T.cuda:
         return first
-    if isinstance(first, DeviceTensor):
-        values = tree_map(lambda item: item.dequantize() if _is_of_another_class(item) else item, (rest, kwargs))
-        return func(first, *values[0], **values[1])
     # Torch's own functions for these need a driver before they call the class.
     if func is _T.copy_:
         type(first).__torch_dispatch__(_ATEN.copy_.default, (type(first),), args, kwargs)
@@ -348,19 +326,6 @@ def _of_another_class(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _is_device(item: object) -> bool:
     return isinstance(item, (torch.device, int)) or (isinstance(item, str) and item.partition(":")[0] in (KIND, "cpu"))
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Within this scope, attributes have other values."""
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten
 
-from tests.harness.device import DeviceMemoryError, DeviceTensor, replaced
+from tests.harness.device import DeviceMemoryError, DeviceTensor
+from tests.harness.replacing import replaced
 
 BACKENDS_VARIABLE = "TEST_BACKENDS"
 """Environment variable: the group's backends, such as `cpu:gloo,cuda:nccl`; by default only NCCL."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tests.harness.device import Factories, replaced, without_gradients
+from tests.harness.device import Factories, without_gradients
+from tests.harness.replacing import replaced
 
 _MODULE = "transformer_engine.pytorch.quantized_tensor"
 

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.megatron import random_states
 from mcore_ckpt_ext.megatron.random_states import grids_in, lacks_requested_states, with_live_random_states
 from tests.harness.checkpoints import fixture_named
-from tests.harness.device import replaced
+from tests.harness.replacing import replaced
 
 
 def test_random_states_are_found_in_a_tree() -> None:
