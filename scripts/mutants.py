@@ -69,9 +69,12 @@ def functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.Functi
 def changes(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, ast.AST]]:
     """Yield the places of a function that can be changed, each with its replacement.
 
-    Annotations, docstrings, defaults and the text of messages are left alone: no test should depend on them.
+    Annotations, docstrings, defaults, the text of messages, and `strict` of `zip` are left alone: no test should depend
+    on them. Functions within it are listed for themselves.
     """
     for statement in function.body:
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            continue
         for node in _reached(statement):
             changed: ast.AST = copy.deepcopy(node)
             if isinstance(changed, ast.Compare) and len(changed.ops) == 1 and type(changed.ops[0]) in _COMPARISONS:
@@ -99,6 +102,8 @@ def _reached(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes below a node, without those whose change does not affect tests."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return  # a docstring
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        return  # a guard against mistakes of this package
     yield node
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list") or isinstance(node, (ast.Raise, ast.JoinedStr)):
@@ -119,7 +124,8 @@ def _is_str(node: ast.AST) -> bool:
 
 
 def _nothing(value: ast.AST | None) -> bool:
-    return value is None or isinstance(value, ast.Constant) and value.value is None
+    """Return whether None says the same: no value, None itself, or a constant that counts as false."""
+    return value is None or isinstance(value, ast.Constant) and not value.value
 
 
 def mutants(repository: Path, count: int, seed: int, pattern: str) -> list[Mutant]:

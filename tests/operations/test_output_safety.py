@@ -202,7 +202,9 @@ class Runs:
 class TestPicklesInside:
     """Transformer Engine unpickles the bytes of its extra states."""
 
-    @pytest.mark.parametrize("data", [b"", pickle.dumps(None), pickle.dumps({"a": [1.0]}, 2), stream_of({"a": 1})])
+    @pytest.mark.parametrize("data", [
+        b"", pickle.dumps(None), pickle.dumps({"a": [1.0]}, 2), stream_of({"a": 1}), stream_of({"a": torch.ones(2)}),
+    ])  # fmt: skip
     def test_harmless(self, data: bytes) -> None:
         assert not has_unsafe_pickle(data)
 
