@@ -20,7 +20,7 @@ def add_join(parser: argparse._ActionsContainer) -> None:
 
 
 def reports_errors(words: Sequence[str]) -> bool:
-    """Return whether this process prints an error as JSON: of several that share a command, only rank 0 does."""
+    """Return whether this process prints an error as JSON: of several, only rank 0 does."""
     rank = os.environ.get("RANK", "")
     is_shared = _JOIN in words or STARTED_BY_TORCHRUN in os.environ
     return not (is_shared and rank.isascii() and rank.isdigit() and int(rank) > 0)

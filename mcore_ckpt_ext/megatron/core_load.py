@@ -135,7 +135,7 @@ def serves(optimizer: Any) -> bool:
 
 
 def _check_is_readable(folder: Path) -> None:
-    """Raise UnsupportedCheckpointError if this Megatron cannot read the common state, whoever reads the rest."""
+    """Raise UnsupportedCheckpointError if this Megatron cannot read the common state."""
     if lacks_common_file(folder):
         major, minor, *_ = megatron_version()
         raise UnsupportedCheckpointError(

@@ -1,4 +1,4 @@
-"""Gives `--use-checkpoint-args` the arguments of checkpoints whose common state stock Megatron cannot read.
+"""Gives `--use-checkpoint-args` the arguments of checkpoints that stock Megatron cannot read.
 
 Stock reads them before it sets up its process groups (`load_args_from_checkpoint`, megatron/training/checkpointing.py,
 core_v0.7.0 to 0.19.2), by the same `_load_base_checkpoint` as in `load_checkpoint`.
@@ -22,7 +22,7 @@ Function = Callable[..., Any]
 
 
 def wrap_load_args(original: Function) -> Function:
-    """Return a `load_args_from_checkpoint` that also reads what stock cannot; legacy files are left to stock."""
+    """Return a `load_args_from_checkpoint` that also reads what stock cannot, except legacy files."""
     scope: MutableMapping[str, Any] = inspect.unwrap(original).__globals__
     signature = inspect.signature(original)
 

@@ -89,7 +89,7 @@ class FileHash:
             self._add(memoryview(values.view(torch.uint8).numpy()))
 
     def finish(self) -> str | None:
-        """Read what follows the last tensor, and return the digest; None if a part of the file cannot be read."""
+        """Read what follows the last tensor, and return the digest; None if a part cannot be read."""
         self.read_until(self._reader.size(self._file))
         return self._sha256.hexdigest() if self._is_readable else None
 
@@ -100,7 +100,7 @@ class FileHash:
 
 @dataclass
 class Digests:
-    """SHA-256 that other checks have computed on the way: of tensors, and of files by their path in the folder."""
+    """SHA-256 that other checks have computed: of tensors, and of files by their path in the folder."""
 
     tensors: list[TensorDigest] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)

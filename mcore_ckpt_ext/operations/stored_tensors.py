@@ -153,7 +153,7 @@ class _ElementCheck:
         return []
 
     def file(self, item: tuple[str, list[ListedTensor]]) -> tuple[list[_Checked], str | None]:
-        """Check the tensors of a safetensors file; return the results, and the file's digest if all of it can be read.
+        """Check the tensors of a safetensors file; return the results, and the digest of a file read whole.
 
         The tensors do not overlap (`read_header`, storage/safetensors.py).
         """

@@ -67,7 +67,7 @@ def folder_to_present(directory: str | None, arguments: Any) -> Path | None:
 
 
 def lacks_common_file(folder: Path) -> bool:
-    """Return True if the running Megatron requires `common.pt`, and a later one wrote the iteration folder without."""
+    """Return True if the running Megatron requires `common.pt`, which the folder of a later one lacks."""
     requires = not STORES_COMMON_STATE_AS_OBJECT.is_of(megatron_version())
     return requires and is_finished(folder, TORCH_DIST) and not (folder / COMMON_FILE).exists()
 
@@ -181,7 +181,7 @@ def presented(
 def as_base_checkpoint(
     scope: Mapping[str, Any], state: dict[str, Any], folder: Path, *, is_release: bool
 ) -> tuple[Any, ...]:
-    """Return a state as the running version's `_load_base_checkpoint` returns that of a legacy checkpoint.
+    """Return a state as the running `_load_base_checkpoint` returns that of a legacy checkpoint.
 
     `scope`: the globals of Megatron's checkpointing module.
     """
