@@ -296,7 +296,7 @@ def test_torch_reads_objects_without_unpickling_a_shared_index(tmp_path: Path, m
         with index_shared(handed):
             with objects_only():
                 assert objects_of(folder) == 7
-            with pytest.raises(CheckpointException, match="unpickled"):
+            with pytest.raises(CheckpointException):  # torch 2.9 does not give the reason
                 objects_of(folder)
 
 
