@@ -1,16 +1,16 @@
-"""Declares a checkpoint format: how folders are recognized, which classes open and write them.
+"""A checkpoint format: its properties, and the reader and writer that are imported on use.
 
-Each format declares one object in `formats/<format>/format.py`; `registry.py` lists them. The command line lists the
-formats that it can write before torch is imported, so these modules import reader and writer only on use.
+`registry.py` lists the formats. The command line lists those that it can write before torch is imported, so a format
+names its reader and writer instead of importing them.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.target import Target
@@ -19,7 +19,6 @@ from mcore_ckpt_ext.job.facts import NOTHING, Facts
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
     from mcore_ckpt_ext.formats.laid_out import OutputPlan
-    from mcore_ckpt_ext.formats.listing import Listing
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
     from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
@@ -44,42 +43,52 @@ class OpenOptions:
     model: CheckpointView | None = None
 
 
-Options = TypeVar("Options", bound=Target)
-
-
-class Format(ABC, Generic[Options]):
+@dataclass(frozen=True)
+class Format:
     """A checkpoint format.
 
     Attributes:
-        target: the class of its write options; None if the format is only read.
         name: its name in messages.
+        reader: the subclass of `FormatReader` that recognizes and opens its folders, as `module:class`.
+        target: the class of its write options; None if the format is only read.
+        writer: the function that lays out the files of a conversion, as `module:function`.
         takes_facts: whether a checkpoint may lack the arguments of its job, so that the user can pass them.
         is_adapter_folder: whether its folders contain adapters without their model.
         is_iteration: whether its folders are iterations of a run, with a tracker file in the run folder.
         required_files: files without which a save is unfinished.
+        own_files: regular expressions that match all files of a folder; without them, no folder is replaced.
     """
 
-    target: type[Options] | None = None
-    name: ClassVar[str]
-    takes_facts: ClassVar[bool] = False
-    is_adapter_folder: ClassVar[bool] = False
-    is_iteration: ClassVar[bool] = True
-    required_files: ClassVar[tuple[str, ...]] = ()
+    name: str
+    reader: str
+    target: type[Target] | None = None
+    writer: str = ""
+    takes_facts: bool = False
+    is_adapter_folder: bool = False
+    is_iteration: bool = True
+    required_files: tuple[str, ...] = ()
+    own_files: tuple[str, ...] = ()
 
-    @abstractmethod
+    @property
+    def reader_class(self) -> type[FormatReader]:
+        """The class of its reader."""
+        found: type[FormatReader] = _imported(self.reader)
+        return found
+
     def recognizes(self, folder: Path) -> bool:
         """Return whether a folder has this format's marker files; damage is reported on opening it."""
+        return self.reader_class.recognizes(folder)
 
-    @abstractmethod
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         """Open a folder; only metadata is read.
 
         Raises:
             CheckpointError: the folder is damaged or not supported.
         """
+        return self.reader_class.open_folder(folder, options)
 
-    def lay_out(self, checkpoint: CheckpointView, target: Options, family: Family | None) -> OutputPlan:
-        """Lay out the files of a conversion into the format; called only for formats with write options.
+    def lay_out(self, checkpoint: CheckpointView, target: Target, family: Family | None) -> OutputPlan:
+        """Lay out the files of a conversion into the format.
 
         Args:
             checkpoint: the source.
@@ -90,9 +99,12 @@ class Format(ABC, Generic[Options]):
             UnsupportedCheckpointError: the format cannot hold this checkpoint.
             UsageError: an option does not apply to this checkpoint.
         """
-        raise UnsupportedCheckpointError("the format is read, and not written", found=self.name)
+        if not self.writer:
+            raise UnsupportedCheckpointError("the format is read, and not written", found=self.name)
+        lay_out: Callable[[CheckpointView, Target, Family | None], OutputPlan] = _imported(self.writer)
+        return lay_out(checkpoint, target, family)
 
-    def own_files(self, folder: Path) -> tuple[str, ...]:
+    def files_to_replace(self, folder: Path) -> tuple[str, ...]:
         """Return regular expressions that match the files of a folder in the format.
 
         Returns:
@@ -101,12 +113,9 @@ class Format(ABC, Generic[Options]):
         Raises:
             CheckpointError: its marker files are damaged.
         """
-        return ()
+        return self.own_files if self.own_files and self.reader_class.may_be_replaced(folder) else ()
 
-    def list_tensors(self, folder: Path) -> Listing | None:
-        """List the tensors and damaged files of a folder of weights, without its model.
 
-        Returns:
-            None if opening a folder already checks its files.
-        """
-        return None
+def _imported(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
-from mcore_ckpt_ext.formats.torch_dcp.reader import NAME as TORCH_DCP
 from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_FILE
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, read_index
 
+TORCH_DCP = "torch_dcp"
 _SHARD = "/shard_"
 _ARGUMENTS = "args"
 _BEHIND_WRAPPERS = ("model.module.", "model0.module.", "optimizer.state.module.")

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, format_value
 from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, auxiliary_files
 from mcore_ckpt_ext.formats.description import ARGUMENTS, megatron_arguments
+from mcore_ckpt_ext.formats.format import OpenOptions
 from mcore_ckpt_ext.formats.grid import weight_grid
+from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.messages import general_notices
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
@@ -35,9 +37,6 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, iteration_number
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.transfer import Transfer
-
-if TYPE_CHECKING:
-    pass
 
 _MOST_ITERATIONS = 1 << 40
 
@@ -70,6 +69,34 @@ class FormatReader(FormatTraits, ABC):
         self.reader = folder_reader(folder)
         self.transfer = Transfer(self.reader)
         self._extra_parameter_orders = tuple(order_sources)
+
+    @classmethod
+    @abstractmethod
+    def recognizes(cls, folder: Path) -> bool:
+        """Return whether a folder has the format's marker files; damage is reported on opening it."""
+
+    @classmethod
+    def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
+        """Open a folder with the options that apply to the format; see `__init__`."""
+        return cls(folder, options.order_sources)
+
+    @classmethod
+    def list_tensors(cls, folder: Path) -> Listing | None:
+        """List the tensors and damaged files of a folder of weights, without its model.
+
+        Returns:
+            None if opening a folder already checks its files.
+        """
+        return None
+
+    @classmethod
+    def may_be_replaced(cls, folder: Path) -> bool:
+        """Return whether this package or Megatron wrote a folder, as far as its files show.
+
+        Raises:
+            CheckpointError: its marker files are damaged.
+        """
+        return True
 
     @cached_property
     def view(self) -> CheckpointView:

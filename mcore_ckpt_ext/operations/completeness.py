@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, join_some
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
@@ -95,7 +95,7 @@ def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
         yield warning(COMPLETE, str(tracker.path), what)
 
 
-def _is_iteration(path: Path, found: Format[Any] | None) -> bool:
+def _is_iteration(path: Path, found: Format | None) -> bool:
     """Return True if a folder is an iteration of a job, finished or not; `found` is its format, if known."""
     known = (CONFIG_FILE, METADATA_FILE, "common.pt")
     files = any((path / name).exists() for name in known) or next(path.glob("__*.distcp"), None) is not None

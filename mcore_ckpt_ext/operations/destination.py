@@ -157,7 +157,7 @@ def _known(folder: Path) -> list[str]:
         CheckpointError: its marker files cannot be read.
     """
     found = format_of(folder)
-    if found is not None and not found.is_iteration and (own := found.own_files(folder)):
+    if found is not None and not found.is_iteration and (own := found.files_to_replace(folder)):
         return [*own, _OF_ALL]
     if (folder / TRACKER_FILE).is_file():
         named = (entry for entry in folder.iterdir() if iteration_number(entry) is not None or entry.name == RELEASE)
@@ -168,7 +168,7 @@ def _known(folder: Path) -> list[str]:
         if within is None:
             sharded_backend(folder / names[0])  # raises an error about its content
             return []
-        if own := within.own_files(folder / names[0]):
+        if own := within.files_to_replace(folder / names[0]):
             return [*_OF_RUNS, *(f"{re.escape(names[0])}/({pattern})" for pattern in (*own, *_OF_ITERATIONS))]
     return []
 

@@ -167,7 +167,7 @@ class _Run:
         if not check_file_digests(self.folder, self.results):
             return
         found = format_of(self.folder)
-        if found is not None and (listing := found.list_tensors(self.folder)) is not None:
+        if found is not None and (listing := found.reader_class.list_tensors(self.folder)) is not None:
             self._verify_listed(listing)
             return
         try:

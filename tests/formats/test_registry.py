@@ -15,7 +15,7 @@ from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats import registry
 from mcore_ckpt_ext.formats.canonical import writer
 from mcore_ckpt_ext.formats.canonical.reader import CanonicalCheckpoint
-from mcore_ckpt_ext.formats.format import Format, OpenOptions
+from mcore_ckpt_ext.formats.format import Format
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, small_file, with_files
 from mcore_ckpt_ext.formats.registry import FORMATS, format_of, is_adapter_folder
 from mcore_ckpt_ext.formats.target import Target
@@ -24,7 +24,7 @@ from tests.harness.checkpoints import fixture_named
 
 
 def test_every_folder_of_a_format_is_listed() -> None:
-    listed = {type(one).__module__.rsplit(".", 2)[1] for one in FORMATS}
+    listed = {one.reader_class.__module__.rsplit(".", 2)[1] for one in FORMATS}
     assert listed == {path.parent.name for path in Path(formats.__path__[0]).glob("*/reader.py")}
     assert len({one.name for one in FORMATS}) == len(FORMATS)
 
@@ -108,25 +108,20 @@ class Own(Target):
 class OwnCheckpoint(CanonicalCheckpoint):
     format = "own"
 
-
-class OwnFormat(Format[Own]):
-    name = "own"
-    target = Own
-
-    def recognizes(self, folder: Path) -> bool:
+    @classmethod
+    def recognizes(cls, folder: Path) -> bool:
         return (folder / MARK).exists()
 
-    def open(self, folder: Path, options: OpenOptions) -> OwnCheckpoint:
-        return OwnCheckpoint(folder, options.order_sources)
 
-    def lay_out(self, checkpoint: CheckpointView, target: Own, family: Family | None) -> OutputPlan:
-        found = writer.lay_out(checkpoint)
-        return replace(found, output=with_files(found.output, small_file(MARK, b"{}")))
+def lay_out(checkpoint: CheckpointView, target: Own, family: Family | None) -> OutputPlan:
+    found = writer.lay_out(checkpoint, mcore_ckpt_ext.Canonical(), family)
+    return replace(found, output=with_files(found.output, small_file(MARK, b"{}")))
 
 
-def test_a_further_format_is_a_line_of_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_further_format_is_a_row_of_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The format can be written, opened, verified, compared and converted back without other changes."""
-    monkeypatch.setattr(registry, "FORMATS", (OwnFormat(), *FORMATS))
+    own = Format("own", f"{__name__}:OwnCheckpoint", Own, f"{__name__}:lay_out")
+    monkeypatch.setattr(registry, "FORMATS", (own, *FORMATS))
     run = fixture_named("p01").run
     mcore_ckpt_ext.convert(run, tmp_path / "own", Own())
     assert mcore_ckpt_ext.open_checkpoint(tmp_path / "own").format == "own"

@@ -52,16 +52,22 @@ _OF_EVERY_FOLDER = frozenset(
 )
 
 
-def is_canonical(folder: Path) -> bool:
-    """Return whether a folder has this format."""
-    return (folder / COMMON_FILE).exists() and (folder / INDEX_FILE).exists()
-
-
 class CanonicalCheckpoint(FormatReader):
     """A folder in the format `canonical`."""
 
     format = NAME
     is_of_convert = True
+
+    @classmethod
+    @override
+    def recognizes(cls, folder: Path) -> bool:
+        return (folder / COMMON_FILE).exists() and (folder / INDEX_FILE).exists()
+
+    @classmethod
+    @override
+    def may_be_replaced(cls, folder: Path) -> bool:
+        cls(folder)  # checks the marker
+        return True
 
     def __init__(self, folder: Path, order_sources: Sequence[ParameterOrder] = ()) -> None:
         super().__init__(folder, order_sources)

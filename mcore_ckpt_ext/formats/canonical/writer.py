@@ -5,7 +5,9 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.adapter_order import about_order
+from mcore_ckpt_ext.formats.canonical.options import Canonical
 from mcore_ckpt_ext.formats.canonical.reader import (
     CHECKSUM_BYTES,
     CHECKSUMS,
@@ -29,7 +31,7 @@ from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_file
 FILE_BYTES = 4 << 30
 
 
-def lay_out(checkpoint: CheckpointView) -> OutputPlan:
+def lay_out(checkpoint: CheckpointView, target: Canonical, family: Family | None) -> OutputPlan:
     """Lay out a folder."""
     notices = [*checkpoint.notices(), *about_order(checkpoint)]
     return OutputPlan(with_notes(_output(checkpoint), notices), "", checkpoint.carried_kinds())

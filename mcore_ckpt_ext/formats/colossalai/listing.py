@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.formats.colossalai.reader import optimizer_index_of, optimizer_indices, states_of, weights_below
+from mcore_ckpt_ext.formats.colossalai.folder import optimizer_index_of, optimizer_indices, states_of, weights_below
 from mcore_ckpt_ext.formats.hugging_face.listing import list_model
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
 from mcore_ckpt_ext.planning.array_location import ScaleCodec

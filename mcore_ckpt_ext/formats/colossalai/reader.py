@@ -9,8 +9,7 @@ but not read, because they belong to numbers and not to names.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -20,36 +19,20 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.formats.hugging_face.folder import INDICES, StoredTensor, is_huggingface, stored_tensor_of
+from mcore_ckpt_ext.formats.colossalai.folder import optimizer_index_of, optimizer_indices, states_of, weights_below
+from mcore_ckpt_ext.formats.colossalai.listing import list_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.unread_state import UNKNOWN, UnreadState, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.safetensors import read_header, read_json
-from mcore_ckpt_ext.storage.tensor_reference import TensorReference
-from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "colossalai"
-_OPTIMIZER_INDICES = ("pytorch_optim.bin.index.json", "optimizer.safetensors.index.json")
-# transformers counts its shards, "-00001-of-00002"; ColossalAI only numbers them, by stage with pipelines.
-_SHARD = re.compile(r"^(?:pytorch_model|model)(?:-stage-\d{5}-shard)?-\d{5}\.(?:bin|safetensors)$")
 _WHY = "state of ColossalAI's optimizer, by the numbers of its parameters"
 _SHOWN = 4
-
-
-class OptimizerIndex(NamedTuple):
-    """The content of an index of the optimizer's states; files are relative to the checkpoint's folder.
-
-    Args:
-        group_file: the file of the parameter groups.
-        files: the files of states, and the numbers of the parameters in each.
-    """
-
-    group_file: str
-    files: dict[str, set[str]]
 
 
 class OptimizerShard(NamedTuple):
@@ -68,42 +51,21 @@ class OptimizerShard(NamedTuple):
     nbytes: int
 
 
-def is_colossalai(folder: Path) -> bool:
-    """Return whether a folder is ColossalAI's: with sharded weights and possibly an optimizer's shards."""
-    return weights_below(folder) is not None
-
-
-def weights_below(folder: Path) -> str | None:
-    """Return the subfolder with the weights, empty for the folder itself; None if not ColossalAI's."""
-    if is_huggingface(folder):
-        return "" if _optimizer_index(folder) or _has_its_shards(folder) else None
-    below = sorted(path for path in _folders(folder) if is_huggingface(path))
-    if len(below) != 1 or not any(_optimizer_index(path) for path in (folder, *_folders(folder))):
-        return None
-    return below[0].name
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-
-
-def _optimizer_index(folder: Path) -> Path | None:
-    return next((folder / name for name in _OPTIMIZER_INDICES if (folder / name).exists()), None)
-
-
-def _has_its_shards(folder: Path) -> bool:
-    for name in INDICES:
-        if (folder / name).exists():
-            files = read_json(folder / name).get("weight_map")
-            return isinstance(files, Mapping) and bool(files) and all(_SHARD.match(str(f)) for f in files.values())
-    return False
-
-
 class ColossalAICheckpoint(HuggingFaceCheckpoint):
     """A folder that ColossalAI's Booster saved."""
 
     format = NAME
     foreign_writer = "no Megatron: ColossalAI's Booster wrote it"
+
+    @classmethod
+    @override
+    def recognizes(cls, folder: Path) -> bool:
+        return weights_below(folder) is not None
+
+    @classmethod
+    @override
+    def list_tensors(cls, folder: Path) -> Listing:
+        return list_checkpoint(folder)
 
     def __init__(
         self,
@@ -185,63 +147,6 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         weights = [file for file, _, _ in super().archives()]
         files = [file for file in (*weights, *self._optimizer_files, *self._group_files) if file.endswith(".bin")]
         return ((file, 0, self.reader.size(file)) for file in files)
-
-
-def optimizer_indices(folder: Path) -> list[Path]:
-    """Return the indexes of optimizer states in a checkpoint's folder and its subfolders."""
-    places = [folder, *sorted(_folders(folder))]
-    return [index for index in map(_optimizer_index, places) if index is not None]
-
-
-def optimizer_index_of(folder: Path, index: Path) -> OptimizerIndex:
-    """Read an index of the optimizer's states.
-
-    Args:
-        folder: the checkpoint's folder.
-        index: the index.
-
-    Raises:
-        UnreadableCheckpointError: it is damaged, or lists files that do not exist.
-    """
-    content = read_json(index)
-    numbers, groups = content.get("weight_map"), content.get("metadata", {}).get("param_groups")
-    if not isinstance(numbers, Mapping) or not isinstance(groups, str):
-        raise UnreadableCheckpointError("the optimizer's index has no weight_map or no groups", where=str(index))
-    files: dict[str, set[str]] = {}
-    for number, file in numbers.items():
-        files.setdefault(str(file), set()).add(str(number))
-    outside = [file for file in (*files, groups) if Path(file).name != file]
-    absent = [file for file in (*files, groups) if file not in outside and not (index.parent / file).exists()]
-    if outside or absent:
-        raise UnreadableCheckpointError(
-            "the optimizer's index lists files that do not exist",
-            found=", ".join((outside + absent)[:_SHOWN]),
-            where=str(index),
-            hint="the save or the copy is incomplete: use another checkpoint",
-        )
-    below = index.parent.relative_to(folder)
-    return OptimizerIndex(str(below / groups), {str(below / file): keys for file, keys in files.items()})
-
-
-def states_of(reader: FolderReader, file: str) -> Iterator[tuple[str, str, StoredTensor | None]]:
-    """Yield the states of one file: number of the parameter, kind, and tensor (None for a number).
-
-    Raises:
-        UnreadableCheckpointError: the file is damaged, or contains anything but states.
-    """
-    if file.endswith(".safetensors"):
-        # Asynchronous saves name them "state.<number>.<kind>" (0.5.0, utils/safetensors.py: _flatten_optim_state_dict).
-        for key, shape, extent in read_header(reader, file):
-            _, number, kind = (*key.split(".", 2), "", "")[:3]
-            yield number, kind, StoredTensor(shape, extent)
-        return
-    content = TorchArchive(reader, file).load()
-    if not isinstance(content, Mapping) or not all(isinstance(state, Mapping) for state in content.values()):
-        raise UnreadableCheckpointError("a file contains no optimizer states", where=str(reader.folder / file))
-    for number, state in content.items():
-        for kind, value in state.items():
-            is_tensor = isinstance(value, TensorReference) and value.is_contiguous
-            yield str(number), str(kind), stored_tensor_of(reader, file, value) if is_tensor else None
 
 
 def _shards(reader: FolderReader, file: str) -> Iterator[OptimizerShard]:

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.fsdp.names import GROUPS, HALVES, MODEL, STATE, ModuleNames
 from mcore_ckpt_ext.formats.fsdp.options import FsdpDtensor
@@ -197,7 +198,7 @@ def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-def lay_out(checkpoint: CheckpointView, target: FsdpDtensor) -> OutputPlan:
+def lay_out(checkpoint: CheckpointView, target: FsdpDtensor, family: Family | None) -> OutputPlan:
     """Lay out a run folder with one iteration.
 
     Raises:

@@ -28,12 +28,16 @@ from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.families.rope import dynamic_notices
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS
-from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, read_tensors
+from mcore_ckpt_ext.formats.format import OpenOptions
+from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, is_huggingface, read_tensors, written_by_us
+from mcore_ckpt_ext.formats.hugging_face.listing import list_model
 from mcore_ckpt_ext.formats.hugging_face.model import LOCAL, TRANSFORMER_ENGINE, common_state, described_model, mismatch
 from mcore_ckpt_ext.formats.hugging_face.quantised import dequantised
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
+from mcore_ckpt_ext.formats.listing import Listing
+from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
@@ -55,6 +59,26 @@ class HuggingFaceCheckpoint(WeightsAlone):
     is_model_folder = True
     foreign_writer = "no Megatron: it is a Hugging Face folder"
     kind: ClassVar[str] = "a Hugging Face folder"
+
+    @classmethod
+    @override
+    def recognizes(cls, folder: Path) -> bool:
+        return is_huggingface(folder)
+
+    @classmethod
+    @override
+    def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
+        return cls(folder, options.order_sources, family=options.family, transformer_impl=options.transformer_impl)
+
+    @classmethod
+    @override
+    def list_tensors(cls, folder: Path) -> Listing:
+        return list_model(folder)
+
+    @classmethod
+    @override
+    def may_be_replaced(cls, folder: Path) -> bool:
+        return (folder / CONFIG).is_file() and written_by_us(folder)
 
     def __init__(
         self,

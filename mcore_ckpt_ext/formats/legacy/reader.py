@@ -72,17 +72,18 @@ _PRIVATE = ("model", "optimizer", "rng_state", "rerun_state_machine")
 _STATES = "exp_avg|exp_avg_sq|momentum_buffer|step"
 
 
-def is_legacy(folder: Path) -> bool:
-    """Return whether an iteration folder is in this format (`_get_checkpoint_format`, checkpointing.py)."""
-    return not (folder / "metadata.json").exists() and bool(folder_names(folder))
-
-
 class LegacyCheckpoint(FormatReader):
     """One iteration folder in the legacy format."""
 
     format = NAME
     # Megatron locates rank folders by the running layout (`get_checkpoint_name`), whatever they contain.
     loading = Loading(in_megatron=True, by_rank=True)
+
+    @classmethod
+    @override
+    def recognizes(cls, folder: Path) -> bool:
+        """Return whether an iteration folder is in this format (`_get_checkpoint_format`, checkpointing.py)."""
+        return not (folder / "metadata.json").exists() and bool(folder_names(folder))
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:

@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any, cast
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.expert_states import about_emptied, emptied_state, joined_state
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration
 from mcore_ckpt_ext.formats.legacy.flat_state import FlatStates
@@ -196,7 +197,7 @@ class LegacyTarget:
         return FlatStates(self._checkpoint, self._models, self.layout, self._version)
 
 
-def lay_out(checkpoint: CheckpointView, target: Legacy) -> OutputPlan:
+def lay_out(checkpoint: CheckpointView, target: Legacy, family: Family | None) -> OutputPlan:
     """Lay out a run folder with one iteration.
 
     Raises:

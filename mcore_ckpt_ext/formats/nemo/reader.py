@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -17,8 +18,8 @@ from typing_extensions import override
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.job.loops.nemo import PREFIX
-from mcore_ckpt_ext.storage.dcp_index import read_index
+from mcore_ckpt_ext.job.loops.nemo import PREFIX, WEIGHTS
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, read_index
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 # Lightning's counter of steps (`dump_checkpoint`, its trainer's checkpoint connector).
@@ -29,6 +30,11 @@ Value = TypeVar("Value")
 
 class NemoCheckpoint(TorchDistCheckpoint):
     """The folder `weights` of one checkpoint, under Megatron's keys."""
+
+    @classmethod
+    @override
+    def recognizes(cls, folder: Path) -> bool:
+        return folder.name == WEIGHTS and (folder / METADATA_FILE).exists()
 
     @override
     def _read_index(self) -> DcpIndex:

@@ -27,10 +27,19 @@ from mcore_ckpt_ext.families.gpt2 import GPT2
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_only import fit_of_adapters
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
-from mcore_ckpt_ext.formats.hugging_face.folder import ADAPTER, StoredTensor, tensors_of
+from mcore_ckpt_ext.formats.format import OpenOptions
+from mcore_ckpt_ext.formats.hugging_face.folder import (
+    ADAPTER,
+    StoredTensor,
+    adapters_without_model,
+    is_peft,
+    tensors_of,
+)
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
-from mcore_ckpt_ext.formats.peft.listing import ADAPTER_FILES
+from mcore_ckpt_ext.formats.listing import Listing
+from mcore_ckpt_ext.formats.peft.listing import ADAPTER_FILES, list_adapters
+from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.storage.safetensors import read_json
 
@@ -61,6 +70,23 @@ class PeftCheckpoint(WeightsAlone):
     format = NAME
     foreign_writer = "no Megatron: it is a PEFT folder"
     kind: ClassVar[str] = "a PEFT folder"
+
+    @classmethod
+    @override
+    def recognizes(cls, folder: Path) -> bool:
+        return is_peft(folder)
+
+    @classmethod
+    @override
+    def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
+        if options.model is None:
+            raise adapters_without_model(folder)
+        return cls(folder, options.model, options.family)
+
+    @classmethod
+    @override
+    def list_tensors(cls, folder: Path) -> Listing:
+        return list_adapters(folder)
 
     def __init__(self, folder: Path, base: CheckpointView, family: Family | None = None) -> None:
         """Read the configuration, the header, and whether linears share their `lora_A`.

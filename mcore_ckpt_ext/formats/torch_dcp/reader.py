@@ -23,6 +23,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
+from mcore_ckpt_ext.formats.plain_dcp import TORCH_DCP
 from mcore_ckpt_ext.formats.torch_dist.flattened import MODEL, FlattenedCheckpoint
 from mcore_ckpt_ext.formats.unread_state import OTHER
 from mcore_ckpt_ext.job.releases import HAS_TORCH_DCP
@@ -33,7 +34,7 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 
-NAME = "torch_dcp"
+NAME = TORCH_DCP
 _STATE = "optimizer.state."
 # The inner optimizer's dict is nested in another one, unless the job trains in fp32.
 _GROUP = re.compile(r"^(?P<inner>optimizer\.(?:optimizer\.)?)param_groups\.(?P<group>\d+)\.(?P<setting>\w+)$")

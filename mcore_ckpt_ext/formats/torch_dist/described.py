@@ -29,6 +29,7 @@ from mcore_ckpt_ext.formats.external_weights import (
     external_weights,
     other_weights_error,
 )
+from mcore_ckpt_ext.formats.format import OpenOptions
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.torch_dist.inference import infer_layout, infer_model_config, possible_layouts
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -63,6 +64,11 @@ class DescribedCheckpoint(FormatReader):
     """A checkpoint with an index of its arrays and objects."""
 
     index: DcpIndex
+
+    @classmethod
+    @override
+    def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
+        return cls(folder, options.order_sources, options.facts)
 
     def __init__(
         self,

@@ -9,10 +9,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
+from mcore_ckpt_ext.formats.backend import is_finished
+from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
@@ -37,6 +40,11 @@ RANDOM_STATE = "rng_state."
 
 class FlattenedCheckpoint(TorchDistCheckpoint):
     """One iteration folder of torch's distributed checkpoint, written by Megatron with flattened keys."""
+
+    @classmethod
+    @override
+    def recognizes(cls, folder: Path) -> bool:
+        return plain_backend(folder) == cls.format or is_finished(folder, cls.format)
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:

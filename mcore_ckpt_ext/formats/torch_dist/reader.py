@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError
+from mcore_ckpt_ext.formats.backend import is_finished
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.evidence import Bound, Loading, bounds_of_index, bounds_of_metadata
 from mcore_ckpt_ext.formats.parts import Weights
@@ -62,6 +64,11 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     format = NAME
     loading = Loading(in_megatron=True)
+
+    @classmethod
+    @override
+    def recognizes(cls, folder: Path) -> bool:
+        return is_finished(folder, cls.format)
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:

@@ -19,6 +19,7 @@ from math import prod
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration, small_file, with_files, with_notes
 from mcore_ckpt_ext.formats.portable_state import (
@@ -320,7 +321,7 @@ def _small_file(name: str, content: bytes) -> OutputFile:
     return OutputFile(name, len(content), ((0, content),))
 
 
-def lay_out(checkpoint: CheckpointView, target: TorchDist) -> OutputPlan:
+def lay_out(checkpoint: CheckpointView, target: TorchDist, family: Family | None) -> OutputPlan:
     """Lay out a run folder with one iteration, for Megatron's own loop or for Megatron-Bridge.
 
     Raises:

@@ -23,18 +23,18 @@ from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredObject
 _PARTS = tuple(f"{part}/{DISTRIBUTED}" for part in ("model", "optimizer", "extra"))
 
 
-def is_verl(folder: Path) -> bool:
-    """Return whether a folder is one of verl's steps, which contains checkpoints in subfolders."""
-    own = any((folder / name).exists() for name in (CONFIG_FILE, METADATA_FILE))
-    return not own and bool(_parts(folder))
-
-
 def _parts(folder: Path) -> list[str]:
     return [part for part in (*_PARTS, DISTRIBUTED) if (folder / part / CONFIG_FILE).exists()]
 
 
 class VerlCheckpoint(TorchDistCheckpoint):
     """The checkpoints of one step; file names are relative to the step's folder."""
+
+    @classmethod
+    @override
+    def recognizes(cls, folder: Path) -> bool:
+        own = any((folder / name).exists() for name in (CONFIG_FILE, METADATA_FILE))
+        return not own and bool(_parts(folder))
 
     @override
     def _read_index(self) -> DcpIndex:

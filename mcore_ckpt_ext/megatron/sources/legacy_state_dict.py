@@ -28,7 +28,7 @@ from mcore_ckpt_ext.collectives import agreed
 from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.backend import is_finished
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.formats.legacy.reader import is_legacy
+from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_FILE
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
@@ -59,7 +59,7 @@ _FOLLOWS_LAYOUT = (
 def folder_to_present(directory: str | None, arguments: Any) -> Path | None:
     """Return the iteration folder that Megatron would load, if stock may be unable to load it; else None."""
     folder = folder_named(directory, arguments)
-    if folder is None or is_legacy(folder):
+    if folder is None or LegacyCheckpoint.recognizes(folder):
         return folder
     plain = plain_backend(folder)
     foreign = (is_finished(folder, ZARR) and not _reads_zarr()) or plain not in (None, arguments.ckpt_format)
@@ -124,7 +124,7 @@ def load_weights_alone(
         return stock()
     with presented(scope, folder, chunks):
         result = stock()
-    form = "legacy" if is_legacy(folder) else open_checkpoint(folder).format
+    form = "legacy" if LegacyCheckpoint.recognizes(folder) else open_checkpoint(folder).format
     announce(f"weights of the {form} checkpoint {folder} divided for the running layout; random state is reinitialized")
     return result
 

@@ -14,8 +14,7 @@ import torch
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.torch_dist.stacked_weights import StackedWeights
-from mcore_ckpt_ext.formats.zarr.format import ZarrFormat
-from mcore_ckpt_ext.formats.zarr.reader import read_index
+from mcore_ckpt_ext.formats.zarr.reader import ZarrCheckpoint, read_index
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer, read_slice
@@ -124,6 +123,6 @@ def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_none_is_not_taken_for_one(tmp_path: Path) -> None:
-    assert not ZarrFormat().recognizes(tmp_path)
-    assert not ZarrFormat().recognizes(fixture_named("p01").iteration)
-    assert ZarrFormat().recognizes(fixture_named("p31").iteration)
+    assert not ZarrCheckpoint.recognizes(tmp_path)
+    assert not ZarrCheckpoint.recognizes(fixture_named("p01").iteration)
+    assert ZarrCheckpoint.recognizes(fixture_named("p31").iteration)
