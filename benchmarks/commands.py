@@ -15,7 +15,6 @@ another layout).
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from command_line import parser_of
 from memory import forget, remember  # memory.py in this folder
 
 _HERE = Path(__file__).parent
@@ -41,6 +41,7 @@ _FLUSH = "find {} -type f -exec sync {{}} +"
 _READ = """
 import os, sys, threading
 from pathlib import Path
+
 files = [path for folder in sys.argv[1:] for path in sorted(Path(folder).rglob("*")) if path.is_file()]
 def read(part):
     block = memoryview(bytearray(1 << 19))
@@ -189,9 +190,7 @@ def _ratios(own: list[float], imports: list[float], references: dict[str, list[f
 
 def main() -> None:
     """Make the checkpoint, measure in turn, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=int, default=3)
+    parser = parser_of(__doc__, runs=3)
     parser.add_argument("--states", nargs="+", choices=_READY, default=list(_READY), help="of the page cache")
     parser.add_argument("--loads", action="store_true", help="also run loading.py (needs megatron-core)")
     for name, default in SIZES.items():

@@ -12,7 +12,6 @@ worker.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ import sys
 from pathlib import Path
 
 import synthetic
+from command_line import parser_of
 
 _CONVERT = """
 import json, resource, sys, torch, mcore_ckpt_ext
@@ -70,12 +70,8 @@ def _measured(program: str, *arguments: object) -> dict[str, float]:
 
 def main() -> None:
     """Measure, and print the rows of the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=int, default=5)
+    parser = parser_of(__doc__, runs=5, layers=12, hidden=1536, feed_forward=4096, vocabulary=32000)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    for name, default in (("layers", 12), ("hidden", 1536), ("feed-forward", 4096), ("vocabulary", 32000)):
-        parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     folder: Path = options.folder
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "feed_forward", "vocabulary")}

@@ -10,7 +10,6 @@ process after its imports; pages of mapped files count if the process has them m
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -21,6 +20,7 @@ import time
 from pathlib import Path
 
 import torch
+from command_line import parser_of
 from safetensors.torch import save_file
 
 MEASURED = """
@@ -53,6 +53,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 HEADS, GROUPS = 32, 8
 """,
     work="""
@@ -163,11 +164,7 @@ def measured(program: str, source: Path, destination: Path, *more: str) -> dict[
 
 def main() -> None:
     """Measure, and print the rows of the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=int, default=5)
-    for name, default in (("layers", 24), ("hidden", 2560), ("feed-forward", 8192), ("vocabulary", 32000)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = parser_of(__doc__, runs=5, layers=24, hidden=2560, feed_forward=8192, vocabulary=32000)
     options = parser.parse_args()
     folder: Path = options.folder
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "feed_forward", "vocabulary")}

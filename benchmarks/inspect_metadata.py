@@ -25,15 +25,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from mcore_ckpt_ext.layout.grad_buffer import BufferParameter, pack
@@ -61,22 +54,22 @@ class _Writer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.entries: dict[str, Any] = {}
-        self.storage: dict[MetadataIndex, _StorageInfo] = {}
+        self.storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
         self.plans: dict[int, list[WriteItem]] = {}
         self.ends: dict[str, int] = {}
         self.objects: list[tuple[str, int, bytes]] = []
 
     def chunk(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, offsets: Any, sizes: Any, rank: int) -> None:
         """Add one chunk of an array, written by a rank."""
-        properties = TensorProperties(dtype=dtype)
-        entry = self.entries.setdefault(key, TensorStorageMetadata(properties, torch.Size(shape), []))
-        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        properties = dcp.TensorProperties(dtype=dtype)
+        entry = self.entries.setdefault(key, dcp.TensorStorageMetadata(properties, torch.Size(shape), []))
+        chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         entry.chunks.append(chunk)
         numel = chunk.sizes.numel()
-        self._place(MetadataIndex(key, chunk.offsets), rank, numel * dtype.itemsize + ARCHIVE_OVERHEAD)
-        again = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        data = TensorWriteData(again, TensorProperties(dtype=dtype), torch.Size(shape))
-        item = WriteItem(MetadataIndex(key, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data)
+        self._place(dcp.MetadataIndex(key, chunk.offsets), rank, numel * dtype.itemsize + ARCHIVE_OVERHEAD)
+        again = dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        data = TensorWriteData(again, dcp.TensorProperties(dtype=dtype), torch.Size(shape))
+        item = WriteItem(dcp.MetadataIndex(key, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data)
         self.plans.setdefault(rank, []).append(item)
 
     def object(self, key: str, value: Any, rank: int) -> None:
@@ -84,8 +77,8 @@ class _Writer:
         buffer = io.BytesIO()
         torch.save([value], buffer)
         data = buffer.getvalue()
-        self.entries[key] = BytesStorageMetadata()
-        file, offset = self._place(MetadataIndex(key), rank, len(data))
+        self.entries[key] = dcp.BytesStorageMetadata()
+        file, offset = self._place(dcp.MetadataIndex(key), rank, len(data))
         self.objects.append((file, offset, data))
 
     def finish(self, common: dict[str, Any]) -> None:
@@ -97,7 +90,7 @@ class _Writer:
             with (self.folder / file).open("r+b") as stream:
                 stream.seek(offset)
                 stream.write(data)
-        metadata = Metadata(self.entries, storage_data=self.storage)
+        metadata = dcp.Metadata(self.entries, storage_data=self.storage)
         metadata.all_local_plans = [SavePlan(self.plans.get(rank, [])) for rank in range(TENSOR * PIPELINE * DATA)]
         (self.folder / ".metadata").write_bytes(pickle.dumps(metadata))
         torch.save(common, self.folder / "common.pt")
@@ -106,7 +99,7 @@ class _Writer:
             ' "common_backend": "torch", "common_backend_version": 1}'
         )
 
-    def _place(self, index: MetadataIndex, rank: int, length: int) -> tuple[str, int]:
+    def _place(self, index: dcp.MetadataIndex, rank: int, length: int) -> tuple[str, int]:
         file = f"__{rank}_0.distcp"
         offset = self.ends.get(file, 0)
         self.ends[file] = offset + length
@@ -159,7 +152,7 @@ def make_checkpoint(folder: Path) -> int:
         groups = [{"lr": 1e-4, "step": 4, "wd_mult": 1.0}]
         writer.object(f"{prefix}.optimizer/shard_0_1", {"param_groups": groups}, rank)
     writer.finish(_common())
-    return sum(len(entry.chunks) for entry in writer.entries.values() if isinstance(entry, TensorStorageMetadata))
+    return sum(len(entry.chunks) for entry in writer.entries.values() if isinstance(entry, dcp.TensorStorageMetadata))
 
 
 def _add_weights(writer: _Writer, pipeline: int, tensor: int, named: list[Any]) -> None:

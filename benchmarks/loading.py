@@ -44,6 +44,7 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 import megatron_on_devices  # noqa: E402 - the path is set above
 import torch  # noqa: E402
+from command_line import parser_of  # noqa: E402 - command_line.py in this folder
 from megatron_on_cpu import launch, toy_jobs  # noqa: E402
 from memory import forget, fresh, remember, touch  # noqa: E402 - memory.py in this folder
 
@@ -204,11 +205,7 @@ def read_plainly(
 
 def main() -> None:
     """Save, load in turn, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=1024)
+    parser = parser_of(__doc__, runs=5, layers=24, hidden=1024)
     parser.add_argument("--ranks", type=int, help=f"default: {CPU_RANKS}, or one for each device")
     parser.add_argument("--device", default=CPU, help="kind of device of the ranks, such as cuda (default: cpu)")
     parser.add_argument("--megatron", type=Path)

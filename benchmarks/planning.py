@@ -32,6 +32,7 @@ from typing import Any
 
 import deepseek
 import synthetic
+from command_line import parser_of
 from megatron.core import dist_checkpointing
 
 from mcore_ckpt_ext.collectives import agreed_here
@@ -180,11 +181,9 @@ def folder_of(folder: Path, name: str, ranks: int) -> Path:
 
 def main() -> None:
     """Make the checkpoints, and measure in turn."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser = parser_of(__doc__, runs=5)
     parser.add_argument("--model", nargs="+", choices=["llama", "deepseek"], default=["llama", "deepseek"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8192, 16384])
-    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--once", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:

@@ -20,6 +20,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
+from command_line import parser_of  # noqa: E402 - command_line.py in this folder
 from megatron_on_cpu import launch, toy_jobs  # noqa: E402 - the path is set above
 
 PLUGIN = Path(__file__).with_name("proof_rank.py")
@@ -47,13 +48,7 @@ def run(options: argparse.Namespace, pipeline: int, name: str, *, loads: bool) -
 
 def main() -> None:
     """Save once, load several times, print the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--pipeline", type=int, default=4)
+    parser = parser_of(__doc__, runs=3, layers=24, hidden=1024, ranks=8, pipeline=4)
     options = parser.parse_args()
     if not (options.folder / "checkpoints").exists():
         run(options, options.pipeline, "saved", loads=False)

@@ -11,13 +11,13 @@ the process after its imports.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
 from pathlib import Path
 
 import torch
+from command_line import parser_of
 from huggingface import MEASURED, OURS, copy, make, measured
 from safetensors.torch import load_file, save_file
 
@@ -31,6 +31,7 @@ BY_TORCH = MEASURED.format(
     imports="""
 import torch
 from safetensors.torch import load_file, save_file
+
 SIDE = 128
 """,
     work="""
@@ -80,11 +81,7 @@ def quantise(folder: Path) -> int:
 
 def main() -> None:
     """Measure, and print the rows of the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=int, default=3)
-    for name, default in (("layers", 48), ("hidden", 2560), ("feed-forward", 8192), ("vocabulary", 32000)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = parser_of(__doc__, runs=3, layers=48, hidden=2560, feed_forward=8192, vocabulary=32000)
     options = parser.parse_args()
     source, out, other = (options.folder / name for name in ("fp8", "out", "other"))
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "feed_forward", "vocabulary")}

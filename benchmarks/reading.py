@@ -22,6 +22,7 @@ from pathlib import Path
 
 import synthetic
 import torch
+from command_line import parser_of
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout.local_model import ModelRank
@@ -86,12 +87,8 @@ WAYS: dict[str, Callable[[Path], tuple[float, int]]] = {"ours": ours, "stock": s
 
 def main() -> None:
     """Make the checkpoint, and measure in turn."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=int, default=5)
+    parser = parser_of(__doc__, runs=5, layers=12, hidden=1536, feed_forward=4096, vocabulary=32000)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    for name, default in (("layers", 12), ("hidden", 1536), ("feed-forward", 4096), ("vocabulary", 32000)):
-        parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     if options.way:
         print(json.dumps(WAYS[options.way](options.folder)))

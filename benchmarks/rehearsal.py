@@ -24,6 +24,7 @@ from pathlib import Path
 
 import planning
 import synthetic
+from command_line import parser_of
 
 from mcore_ckpt_ext.rehearsal.rehearse import rehearse
 from mcore_ckpt_ext.rehearsal.target import sizes_in
@@ -44,11 +45,9 @@ def rehearse_once(folder: Path, model: str, ranks: int) -> dict[str, float]:
 
 def main() -> None:
     """Make the checkpoints, and measure in turn."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser = parser_of(__doc__, runs=3)
     parser.add_argument("--model", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2048, 16384])
-    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--once", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:

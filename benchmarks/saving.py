@@ -28,6 +28,7 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
+from command_line import parser_of  # noqa: E402 - command_line.py in this folder
 from megatron_on_cpu import launch, toy_jobs  # noqa: E402 - the path is set above
 
 PLUGIN = Path(__file__).with_name("saving_rank.py")
@@ -63,13 +64,7 @@ def job(folder: Path, options: argparse.Namespace, name: str, plugged: bool, slo
 
 def main() -> None:
     """Run all jobs and print the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=60)
+    parser = parser_of(__doc__, runs=5, layers=8, hidden=256, ranks=8, steps=60)
     parser.add_argument("--remainders", action="store_true")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)

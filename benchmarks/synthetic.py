@@ -20,6 +20,7 @@ from typing import Any
 
 import deepseek
 import torch
+from command_line import parser_of
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -303,10 +304,7 @@ def _noise_filler() -> Any:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    for name, default in (("layers", 12), ("hidden", 1536), ("feed-forward", 4096), ("vocabulary", 32000)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = parser_of(__doc__, layers=12, hidden=1536, feed_forward=4096, vocabulary=32000)
     options = vars(parser.parse_args())
     print(f"{make(options.pop('folder'), **options, file_bytes=1 << 29):,} bytes")
 

@@ -202,6 +202,11 @@ def io_hint(error: OSError) -> str:
     return "check the disk and the file system, or use another iteration"
 
 
+def unreadable_file(message: str, error: OSError, path: object) -> UnreadableCheckpointError:
+    """Return the error for a file that the operating system does not let us read."""
+    return UnreadableCheckpointError(message, found=error.strerror, where=str(path), hint=io_hint(error))
+
+
 def join_some(names: Sequence[str], limit: int = 4) -> str:
     """Join the first names and the number of the others: `a, b, c, d and 12 more`."""
     more = len(names) - limit

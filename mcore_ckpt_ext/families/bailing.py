@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing_extensions import override
-
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
@@ -14,7 +12,6 @@ from mcore_ckpt_ext.families.family import Rule, set_in, with_experts
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Setting, Size
-from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
@@ -77,6 +74,7 @@ class BailingMoeV2(WithMtp):
 
     model_type = "bailing_moe_v2"
     architecture = "BailingMoeV2ForCausalLM"
+    contained_in = "GLM-4.5"
     rules = (*RULES, *parts.mtp_layers(RULES, final_norm="final_layernorm"))
     repeated = ()
     without_effect = (*WITHOUT_EFFECT, "mtp_loss_scaling_factor")
@@ -86,10 +84,6 @@ class BailingMoeV2(WithMtp):
         ),
         mtp_layers(),
     )
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that GLM-4.5 is"]
 
 
 class BailingMoE(BailingMoeV2):

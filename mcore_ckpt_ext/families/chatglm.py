@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from typing_extensions import override
-
 from mcore_ckpt_ext.families.common_settings import RMS_NORM
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Rule, set_in
@@ -54,6 +52,7 @@ class ChatGLM(Family):
 
     model_type = "chatglm"
     architecture = "ChatGLMForConditionalGeneration"
+    contained_in = "GLM-4-9B"
     left_out = (r"\.rotary_pos_emb\.inv_freq$",)
     rules = (
         Rule("transformer.embedding.word_embeddings.weight", "embedding.word_embeddings.weight"),
@@ -88,7 +87,3 @@ class ChatGLM(Family):
         }),
         Constant("rope_ratio", 1, {}), Requires({"swiglu": True}), Implies({"init_method_std": 0.02}),
     )  # fmt: skip
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that GLM-4-9B is"]

@@ -80,7 +80,4 @@ class KimiK2(DeepSeekV3):
     """DeepSeek-V3's code, which Kimi-K2's folders contain by this name; transformers has no such class."""
 
     model_type = "kimi_k2"
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that DeepSeek-V3 is"]
+    contained_in = "DeepSeek-V3"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing_extensions import override
-
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import INITIAL, RMS_NORM, tied
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires, Size
-from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
 _ATTENTION = f"{_THEIRS}.attn.attention"
@@ -21,6 +18,7 @@ class Exaone(Family):
 
     model_type = "exaone"
     architecture = "ExaoneForCausalLM"
+    contained_in = "Llama"
     rules = (
         Rule("transformer.wte.weight", "embedding.word_embeddings.weight"),
         Rule(f"{_THEIRS}.ln_1.weight", f"{_OURS}.self_attention.linear_qkv.layer_norm_weight"),
@@ -47,7 +45,3 @@ class Exaone(Family):
         Constant("activation_function", "silu", {"swiglu": True}),
         Requires({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that Llama is"]

@@ -58,6 +58,7 @@ class Family:
         model_type: `model_type` in `config.json`.
         architecture: class of transformers.
         alternative_architecture: another class in `config.json` of this family.
+        contained_in: a family that covers all models of this one, and is preferred unless the user names this one.
         rules: rules for all tensors, in the order of transformers' `state_dict`.
         repeated: rules for tensors that repeat others: written, and only compared when read.
         read_rules: rules for other forms of the same tensors in published folders; never written.
@@ -78,6 +79,7 @@ class Family:
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     alternative_architecture: ClassVar[str | None] = None
+    contained_in: ClassVar[str] = ""
     rules: ClassVar[Sequence[Rule]]
     settings: ClassVar[Sequence[Setting]]
     repeated: ClassVar[Sequence[Rule]] = ()
@@ -210,7 +212,7 @@ class Family:
 
     def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
         """Return the reasons to prefer another family for a matching model, unless the user names this one."""
-        return []
+        return [f"all that {self.contained_in} is"] if self.contained_in else []
 
     def unmapped_tensors(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
         """Return the tensors of a folder that Megatron does not have; they are reported, not converted."""

@@ -15,7 +15,6 @@ from mcore_ckpt_ext.families.deepseek import (
 )
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, mtp_layers
 from mcore_ckpt_ext.families.settings import Constant
-from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 def _pattern(config: Config) -> list[int]:
@@ -41,13 +40,10 @@ class Glm4MoELite(DeepSeekV3):
     """DeepSeek-V3's layers with another name and other defaults."""
 
     model_type = "glm4_moe_lite"
+    contained_in = "DeepSeek-V3"
     architecture = "Glm4MoeLiteForCausalLM"
     settings = (
         *latent_settings(queries=768, keys=192, values=256, epsilon=1e-5), *expert_sizes(64, 4, 1536), _LAYERS,
         *sigmoid_routing(1, 1, 1.8), mtp_layers(), Constant("rope_interleave", True, {}),
         Constant("partial_rotary_factor", 1.0, {}),
     )  # fmt: skip
-
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        """Return that DeepSeek-V3 has all of these settings."""
-        return ["all that DeepSeek-V3 is"]

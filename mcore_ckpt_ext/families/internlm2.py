@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing_extensions import override
-
 from mcore_ckpt_ext.families.attention_settings import implied_head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE, UP
 from mcore_ckpt_ext.families.settings import Constant, Mapped
-from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
@@ -24,6 +21,7 @@ class InternLM2(Family):
 
     model_type = "internlm2"
     architecture = "InternLM2ForCausalLM"
+    contained_in = "Llama"
     rules = (
         Rule("model.tok_embeddings.weight", "embedding.word_embeddings.weight"),
         Rule(f"{_THEIRS}.attention.wqkv.weight", f"{_OURS}.self_attention.linear_qkv.weight"),
@@ -42,7 +40,3 @@ class InternLM2(Family):
         RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         Constant("bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that Llama is"]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing_extensions import override
-
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Constant, Forbidden
-from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 class InternLM3(Family):
     """Llama with another name; transformers builds and saves it as Llama."""
 
     model_type = "internlm3"
+    contained_in = "Llama"
     architecture, alternative_architecture = "InternLM3ForCausalLM", "LlamaForCausalLM"
     rules = parts.DECODER
     settings = (
@@ -22,7 +20,3 @@ class InternLM3(Family):
         Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
         Forbidden("mlp_bias", "qkv_bias", "bias"),
     )  # fmt: skip
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that Llama is"]

@@ -48,16 +48,13 @@ class Ministral3(Family):
 
     model_type = "ministral3"
     architecture = "Ministral3ForCausalLM"
+    contained_in = "Llama or Mistral"
     rules = parts.DECODER
     settings = (
         *SIZES, query_groups(8), head_size(always=True, default=128), _positions(), tied(by_default=False), *TRAINING,
         SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), sliding_window(None),
         Requires({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that Llama or Mistral is"]
 
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:

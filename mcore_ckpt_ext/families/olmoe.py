@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from typing_extensions import override
-
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import experts_everywhere, llama_like
 from mcore_ckpt_ext.families.config_checks import Config
@@ -36,6 +34,7 @@ class OLMoE(FullWidthQKNorm):
     model_type = "olmoe"
     spec = "olmoe.olmoe_provider.olmoe_layer_spec"
     architecture = "OlmoeForCausalLM"
+    contained_in = "Qwen3-MoE"  # but for the width of its norms, which is checked
     rules = (*parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts())
     read_rules = parts.STACKED_EXPERTS
     settings = (
@@ -46,7 +45,3 @@ class OLMoE(FullWidthQKNorm):
         Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
         Requires({"qk_layernorm": True, "moe_router_score_function": "softmax"}),
     )  # fmt: skip
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that Qwen3-MoE is, but for the width of its norms, which is checked"]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing_extensions import override
-
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import implied_head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import unscaled_rope
 from mcore_ckpt_ext.families.settings import Mapped, Requires
-from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 class Orion(Family):
@@ -21,6 +18,7 @@ class Orion(Family):
 
     model_type = "orion"
     architecture = "OrionForCausalLM"
+    contained_in = "StableLM"
     rules = (
         parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT, *parts.MLP, *parts.layer_norms(), parts.OUTPUT[1],
     )  # fmt: skip
@@ -33,7 +31,3 @@ class Orion(Family):
             "add_qkv_bias": False,
         }),
     )  # fmt: skip
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that StableLM is"]

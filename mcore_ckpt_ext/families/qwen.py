@@ -63,6 +63,7 @@ class Qwen(Family):
 
     model_type = "qwen"
     architecture = "QWenLMHeadModel"
+    contained_in = "Qwen2"
     rules = (
         Rule("transformer.wte.weight", "embedding.word_embeddings.weight"),
         Rule(f"{_THEIRS}.ln_1.weight", f"{_OURS}.self_attention.linear_qkv.layer_norm_weight"),
@@ -93,10 +94,6 @@ class Qwen(Family):
         Constant("tie_word_embeddings", False, {"untie_embeddings_and_output_weights": True}),
         Requires({"swiglu": True, "rotary_interleaved": False}),
     )  # fmt: skip
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that Qwen2 is"]
 
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:

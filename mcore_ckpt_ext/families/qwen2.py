@@ -61,6 +61,7 @@ class MiMo(Qwen2):
     """Qwen2's code, which MiMo's folders contain under this name; transformers has no such class."""
 
     model_type = "mimo"
+    contained_in = "Qwen2"
     architecture, alternative_architecture = "MiMoForCausalLM", "Qwen2ForCausalLM"
     without_effect = (*Qwen2.without_effect, "attention_bias")
     megatron_left_out: ClassVar[Sequence[str]] = (r"\.local_tokens_per_expert$",)
@@ -82,7 +83,3 @@ class MiMo(Qwen2):
     def unmapped_tensors(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
         left = set() if arguments.mtp_num_layers else {name for name in names if _OF_MTP.match(name)}
         return super().unmapped_tensors(names, arguments, config) | left
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that Qwen2 is"]

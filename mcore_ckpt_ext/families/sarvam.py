@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing_extensions import override
-
 from mcore_ckpt_ext.families.bailing import RULES, WITHOUT_EFFECT, settings_of_ling
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 class SarvamMoE(Family):
@@ -20,10 +17,7 @@ class SarvamMoE(Family):
 
     model_type = "sarvam_moe"
     architecture = "SarvamMoEForCausalLM"
+    contained_in = "GLM-4.5"
     rules = RULES
     without_effect = (*WITHOUT_EFFECT, "attn_implementation")
     settings = settings_of_ling(head=256, positions=rope(10000.0), experts=(128, 6, 1024), groups=(1, 1), scaling=2.5)
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that GLM-4.5 is"]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing_extensions import override
-
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Constant, Mapped
-from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 class SeedOss(Family):
@@ -16,6 +13,7 @@ class SeedOss(Family):
 
     model_type = "seed_oss"
     architecture = "SeedOssForCausalLM"
+    contained_in = "Qwen2"
     rules = (*parts.DECODER, *parts.attention("bias"))
     settings = (
         *llama_like(head_dim=True, head_dim_default=128, groups=8),
@@ -23,7 +21,3 @@ class SeedOss(Family):
         Constant("attention_out_bias", False, {}), Constant("mlp_bias", False, {}),
         Mapped("attention_dropout", "attention_dropout", 0.1), Mapped("residual_dropout", "hidden_dropout", 0.1),
     )  # fmt: skip
-
-    @override
-    def prefer_other_family(self, arguments: ModelArguments) -> list[str]:
-        return ["all that Qwen2 is"]

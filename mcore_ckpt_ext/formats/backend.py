@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, io_hint
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, unreadable_file
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.json_text import parsed
 
@@ -24,9 +24,7 @@ def sharded_backend(folder: Path) -> str:
     try:
         return str(parsed(read_file(folder, CONFIG_FILE))["sharded_backend"])
     except PermissionError as error:
-        raise UnreadableCheckpointError(
-            "no permission to read the checkpoint", found=error.strerror, where=str(path), hint=io_hint(error)
-        ) from error
+        raise unreadable_file("no permission to read the checkpoint", error, path) from error
     except OSError as error:
         raise UnreadableCheckpointError(
             "this is not a finished torch_dist checkpoint: Megatron writes metadata.json last",

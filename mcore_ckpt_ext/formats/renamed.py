@@ -75,7 +75,7 @@ class NameMap:
         if not any(region.name in self._changed for region in stored.slice.regions):
             return stored
         regions = tuple(replace(region, name=self.of(region.name)) for region in stored.slice.regions)
-        return replace(stored, slice=replace(stored.slice, regions=regions))
+        return stored._replace(slice=replace(stored.slice, regions=regions))
 
 
 class _RenamedDerivation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_model import ModelRank
@@ -68,8 +68,7 @@ class OptimizerGroup:
         return f"optimizer {self.child}, dp_group_idx_{self.index} ({self.rank})"
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """A local parameter at elements `[start, start + numel)` of a bucket."""
 
     name: str

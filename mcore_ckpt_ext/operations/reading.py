@@ -39,7 +39,7 @@ def without_shifts(source: Source) -> SourceView:
 
 def _without_shifts(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
     return [
-        replace(one, extent=replace(one.extent, shift=0.0)) if isinstance(one.extent, TransposeCodec) else one
+        one._replace(extent=replace(one.extent, shift=0.0)) if isinstance(one.extent, TransposeCodec) else one
         for one in slices
     ]
 

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, io_hint, reraise_as_unreadable
+from mcore_ckpt_ext.errors import (
+    CheckpointError,
+    UnreadableCheckpointError,
+    reraise_as_unreadable,
+    unreadable_file,
+)
 from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.lazy_torch import torch
@@ -220,10 +225,7 @@ def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers
         results = map_shares(team, lambda share: pool.map(digest, share), unread, sizes.__getitem__)
     for name, result in zip(unread, results, strict=True):
         if isinstance(result, OSError):
-            raise UnreadableCheckpointError(
-                "a file of the checkpoint cannot be read", found=result.strerror, where=str(folder / name),
-                hint=io_hint(result),
-            ) from result  # fmt: skip
+            raise unreadable_file("a file of the checkpoint cannot be read", result, folder / name) from result
         digests[name] = result
     return digests
 

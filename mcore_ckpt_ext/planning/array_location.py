@@ -6,9 +6,12 @@ name, and its number of elements `numel`. The payload within an archive is locat
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
+
+from typing_extensions import override
 
 
 class ArchivedTensor(NamedTuple):
@@ -51,8 +54,44 @@ class RawArray(NamedTuple):
     crc: int | None = None
 
 
+PlainExtent = ArchivedTensor | ArchivedRecord | RawArray
+
+
+class _Matrix(ABC):
+    """A matrix that is computed from the array with its numbers, and lies where that array lies."""
+
+    __slots__ = ()
+    rows: int
+    columns: int
+
+    @property
+    @abstractmethod
+    def stored(self) -> PlainExtent | ScaleCodec:
+        """The array with its numbers."""
+
+    @property
+    def file(self) -> str:
+        """The file of the array."""
+        return self.stored.file
+
+    @property
+    def offset(self) -> int:
+        """The offset of the array."""
+        return self.stored.offset
+
+    @property
+    def length(self) -> int:
+        """The length of the array."""
+        return self.stored.length
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the matrix."""
+        return self.rows * self.columns
+
+
 @dataclass(frozen=True, slots=True)
-class ScaleCodec:
+class ScaleCodec(_Matrix):
     """A quantized matrix; its elements are the numbers that the codes represent.
 
     Attributes:
@@ -65,8 +104,8 @@ class ScaleCodec:
         packed: whether the codes are 4-bit floats (E2M1, as in OCP's MX formats).
     """
 
-    codes: ArchivedTensor | ArchivedRecord | RawArray
-    scales: ArchivedTensor | ArchivedRecord | RawArray
+    codes: PlainExtent
+    scales: PlainExtent
     rows: int
     columns: int
     block: tuple[int, int]
@@ -74,31 +113,13 @@ class ScaleCodec:
     packed: bool = False
 
     @property
-    def file(self) -> str:
-        """The file of the codes."""
-        return self.codes.file
-
-    @property
-    def offset(self) -> int:
-        """The offset of the codes."""
-        return self.codes.offset
-
-    @property
-    def length(self) -> int:
-        """The length of the codes."""
-        return self.codes.length
-
-    @property
-    def numel(self) -> int:
-        """Number of elements, not of codes."""
-        return self.rows * self.columns
-
-
-PlainExtent = ArchivedTensor | ArchivedRecord | RawArray
+    @override
+    def stored(self) -> PlainExtent:
+        return self.codes
 
 
 @dataclass(frozen=True, slots=True)
-class TransposeCodec:
+class TransposeCodec(_Matrix):
     """A matrix whose elements, counted row by row, have another order in the array that stores it.
 
     Attributes:
@@ -120,29 +141,14 @@ class TransposeCodec:
     shift: float = 0.0
 
     @property
-    def file(self) -> str:
-        """The file of the array."""
-        return self.array.file
-
-    @property
-    def offset(self) -> int:
-        """The offset of the array."""
-        return self.array.offset
-
-    @property
-    def length(self) -> int:
-        """The length of the array."""
-        return self.array.length
+    @override
+    def stored(self) -> PlainExtent | ScaleCodec:
+        return self.array
 
     @property
     def dtype(self) -> str:
         """The dtype of the array."""
         return self.array.dtype
-
-    @property
-    def numel(self) -> int:
-        """Number of elements of the matrix."""
-        return self.rows * self.columns
 
 
 Extent = PlainExtent | ScaleCodec | TransposeCodec

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -23,8 +23,7 @@ ITEM_SIZE: Mapping[str, int] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class StoredSlice:
+class StoredSlice(NamedTuple):
     """A slice of model space whose elements are stored contiguously from element `first` of `extent` on."""
 
     slice: Slice
@@ -155,8 +154,7 @@ class OneCopy:
         return self._tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """Runs from one stored array to the destination with index `target`."""
 
     extent: Extent
@@ -164,8 +162,7 @@ class Copy:
     runs: Runs
 
 
-@dataclass(frozen=True, slots=True)
-class ZeroFill:
+class ZeroFill(NamedTuple):
     """Elements `[start, stop)` of the destination with index `target`, which become zero."""
 
     target: int

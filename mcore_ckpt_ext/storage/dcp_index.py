@@ -15,8 +15,8 @@ from mcore_ckpt_ext.errors import (
     INTERRUPTED,
     CheckpointError,
     UnreadableCheckpointError,
-    io_hint,
     shorten,
+    unreadable_file,
 )
 from mcore_ckpt_ext.planning.array_location import ArchivedRecord
 from mcore_ckpt_ext.storage.checked_files import read_file
@@ -186,12 +186,7 @@ def _file(folder: Path) -> bytes:
     try:
         return read_file(folder, METADATA_FILE, INDEX_BYTES)
     except OSError as error:
-        raise UnreadableCheckpointError(
-            "the checkpoint's index cannot be read",
-            found=error.strerror,
-            where=str(folder / METADATA_FILE),
-            hint=io_hint(error),
-        ) from error
+        raise unreadable_file("the checkpoint's index cannot be read", error, folder / METADATA_FILE) from error
 
 
 def _parsed(data: bytes, path: Path) -> DcpIndex:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, io_hint
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, unreadable_file
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import checked_name
@@ -167,10 +167,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UnreadableCheckpointError(
-            "the digests of the checkpoint's files cannot be read", found=error.strerror, where=str(path),
-            hint=io_hint(error),
-        ) from error  # fmt: skip
+        raise unreadable_file("the digests of the checkpoint's files cannot be read", error, path) from error
     except ValueError as error:
         raise UnreadableCheckpointError(
             "the digests of the checkpoint's files are damaged", found=str(error), where=str(path),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
-from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, io_hint
+from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, unreadable_file
 from mcore_ckpt_ext.storage.checked_files import open_file
 from mcore_ckpt_ext.storage.crc32 import crc32
 
@@ -171,12 +171,7 @@ class FolderReader:
         try:
             return _Descriptor(self.folder, str(path))
         except OSError as error:
-            raise UnreadableCheckpointError(
-                "a file of the checkpoint cannot be opened",
-                found=error.strerror,
-                where=str(self.folder / path),
-                hint=io_hint(error),
-            ) from error
+            raise unreadable_file("a file of the checkpoint cannot be opened", error, self.folder / path) from error
 
 
 def checked_name(file: str, folder: Path) -> PurePosixPath:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, io_hint, shorten
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, shorten, unreadable_file
 from mcore_ckpt_ext.storage.json_text import parsed
 
 _HEAD = "# mcore_ckpt_ext manifest 1"
@@ -69,9 +69,7 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError(f"more than {_LIMIT:,} bytes")
         return _parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UnreadableCheckpointError(
-            "the manifest cannot be read", found=error.strerror, where=str(path), hint=io_hint(error)
-        ) from error
+        raise unreadable_file("the manifest cannot be read", error, path) from error
     except ValueError as error:
         raise UnreadableCheckpointError(
             "this file is not a manifest, or is damaged", found=shorten(str(error)), where=str(path),

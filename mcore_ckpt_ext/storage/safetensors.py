@@ -13,8 +13,8 @@ from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
     format_value,
-    io_hint,
     shorten,
+    unreadable_file,
     with_indefinite_article,
 )
 from mcore_ckpt_ext.planning.array_location import RawArray
@@ -223,9 +223,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError("no object")
     except OSError as error:
-        raise UnreadableCheckpointError(
-            "a file of the checkpoint cannot be read", found=error.strerror, where=str(path), hint=io_hint(error)
-        ) from error
+        raise unreadable_file("a file of the checkpoint cannot be read", error, path) from error
     except ValueError as error:
         raise UnreadableCheckpointError(
             "a file of the checkpoint is damaged", found=str(error), where=str(path)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +71,11 @@ def test_running_out_of_memory_on_one_rank_stops_all() -> None:
         }
         expected = model.state_dict()
         for name, call in calls.items():
-            if dist.get_rank() == 0:
-                original, left = gathering._room, [2]
-                gathering._room = _failing_after(left, original)
-            assert "MemoryError" in refusal(call), name
-            if dist.get_rank() == 0:
-                gathering._room = original
+            with _failing_on_first_rank(gathering, "_room", after=2):
+                assert "MemoryError" in refusal(call), name
         # The copies of what lies in no chunk, not the room to gather in.
-        if dist.get_rank() == 0:
-            original = state.own_copy
-            state.own_copy = _failing_after([1], original)
-        assert "MemoryError" in refusal(lambda: model.state_dict())
-        if dist.get_rank() == 0:
-            state.own_copy = original
+        with _failing_on_first_rank(state, "own_copy", after=1):
+            assert "MemoryError" in refusal(lambda: model.state_dict())
         again = model.state_dict()
         assert list(again) == list(expected)
         assert all(torch.equal(again[name], value) for name, value in expected.items() if "_extra" not in name)
@@ -96,12 +91,8 @@ def test_running_out_of_memory_on_one_rank_stops_all() -> None:
         train(booster, model, optimizer, range(1))
         calls = {"state_dict": lambda: model.state_dict(), "optimizer": lambda: optimizer.state_dict()}
         for name, call in calls.items():
-            if dist.get_rank() == 0:
-                original, left = tensor_parallel.room_for, [2]
-                tensor_parallel.room_for = _failing_after(left, original)
-            assert "MemoryError" in refusal(call), name
-            if dist.get_rank() == 0:
-                tensor_parallel.room_for = original
+            with _failing_on_first_rank(tensor_parallel, "room_for", after=2):
+                assert "MemoryError" in refusal(call), name
             assert bool(call())
         for dtype in (torch.int8, torch.bool):
             assert "invalid dtype for parameters" in refusal(lambda dtype=dtype: model.state_dict(dtype=dtype))
@@ -109,14 +100,22 @@ def test_running_out_of_memory_on_one_rank_stops_all() -> None:
     ranks.run(2, job, timeout=60)
 
 
-def _failing_after(left: list[int], original: Any) -> Any:
+@contextmanager
+def _failing_on_first_rank(module: Any, name: str, after: int) -> Iterator[None]:
+    """Let a function of a module run out of memory on rank 0 from a call on."""
+    original, calls = getattr(module, name), count()
+
     def function(*arguments: Any, **keywords: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
+        if next(calls) >= after:
             raise MemoryError("no room")
         return original(*arguments, **keywords)
 
-    return function
+    if dist.get_rank() == 0:
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
 
 
 def test_numpy_scalars_and_legacy_archives_are_read(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.targets import Target
 from mcore_ckpt_ext.transfer import read_slice
+from mcore_ckpt_ext.versions import Version
 
 FOLDER_VARIABLE = "TEST_DATA_UNPACKED"
 _DATA = Path(__file__).parents[1] / "data"
@@ -44,6 +45,10 @@ FIXTURES = sorted(path.name.removesuffix(_SUFFIX) for path in _DATA.glob(f"*{_SU
 APART = [name for name in FIXTURES if name[:2] in ("p4", "p5")]
 # Written wrongly by Megatron itself.
 CORRUPTED = [name for name in FIXTURES if "corrupt" in name]
+# Those with all of Megatron's arguments, and the release that wrote them.
+RELEASES = {
+    "p07": Version(0, 7), "p06": Version(0, 8), "p05": Version(0, 12), "p01": Version(0, 16), "p10": Version(0, 19),
+}  # fmt: skip
 # Used in turn by tests of all checkpoints.
 INTACT = [name for name in FIXTURES if name not in CORRUPTED and name not in APART]
 # Optimizer formats that need a layout: flat gradient buffers.
@@ -75,9 +80,16 @@ class Fixture:
         return json.loads((self.folder / "truth.json").read_text())
 
     def copy_to(self, target: Path) -> Fixture:
-        """Copy the checkpoint for a test that damages it."""
+        """Copy the checkpoint for a test that damages it; the files of its iteration are writable."""
         shutil.copytree(self.folder, target)
+        make_writable(target / "ckpt" / self.iteration.name)
         return Fixture(target)
+
+
+def make_writable(folder: Path) -> None:
+    """Allow changes of a folder and its files, as copies of fixtures are read-only."""
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o755)
 
 
 def fixture_named(name: str) -> Fixture:
@@ -118,8 +130,7 @@ def _shared_folder() -> Path:
 def optimizer_alone(name: str, folder: Path) -> Path:
     """Save the optimizer of a checkpoint without model and arguments, as loops do that store the model elsewhere."""
     shutil.copytree(fixture_named(name).iteration, folder)
-    for path in (folder, *folder.iterdir()):
-        path.chmod(0o755)
+    make_writable(folder)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     of_optimizers = ("optimizer.", "chained_", "common_state")
     for key in [key for key in metadata.state_dict_metadata if not key.startswith(of_optimizers)]:

@@ -8,8 +8,11 @@ import torch
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.layout.additive_checksum import digest_of, written
+from mcore_ckpt_ext.layout.sidecar import RecordedDigests
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
+from mcore_ckpt_ext.optimizers.remainders import split
 from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.transfer import read_slice
@@ -67,3 +70,18 @@ def wrong_masters(fixture: Fixture) -> set[str]:
             stored = read_slice(written, checkpoint.transfer, kind, whole)
             wrong |= set() if torch.equal(stored, expected.reshape(-1)) else {name}
     return wrong
+
+
+def recorded_digests(fixture: Fixture, *kinds: str) -> tuple[RecordedDigests, ...]:
+    """Return the digests of a live state with remainders as masters, and those of further kinds, as a save records."""
+    (buffers,) = open_checkpoint(fixture.run).optimizer.buffers
+    of_groups = []
+    for (child, index), group in buffers.groups.items():
+        names = [placed.name for placements in buffers.packing_of(group).packing.values() for placed in placements]
+        of_names = {}
+        for name in names:
+            state = {kind: fixture.truth[f"{kind}.{name}"].flatten() for kind in kinds}
+            state["param_remainder"] = split(fixture.truth[f"fp32_param.{name}"].flatten())[1]
+            of_names[name] = {kind: written(digest_of(values)) for kind, values in state.items()}
+        of_groups.append(RecordedDigests(child, index, of_names))
+    return tuple(of_groups)

@@ -19,18 +19,10 @@ from mcore_ckpt_ext.job.model_arguments import MODEL_ARGUMENTS, complete
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR
 from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.versions import Version, parse_version
-from tests.harness.checkpoints import INTACT, Fixture, fixture_named
+from mcore_ckpt_ext.versions import parse_version
+from tests.harness.checkpoints import INTACT, RELEASES, Fixture, fixture_named
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
-# Checkpoints with all of Megatron's arguments, and the release that wrote them.
-WRITTEN = {
-    "p07": Version(0, 7),
-    "p06": Version(0, 8),
-    "p05": Version(0, 12),
-    "p01": Version(0, 16),
-    "p10": Version(0, 19),
-}
 
 
 def test_absent_values_are_unset() -> None:
@@ -133,10 +125,10 @@ def test_a_row_has_a_default_that_its_argument_can_have(name: str) -> None:
     assert values.default in (None, REQUIRED) or values.kind.accepts(values.default)
 
 
-@pytest.mark.parametrize("fixture", WRITTEN)
+@pytest.mark.parametrize("fixture", RELEASES)
 def test_a_row_is_of_the_releases_whose_jobs_have_its_argument(fixture: str) -> None:
     values = open_checkpoint(fixture_named(fixture).run).arguments.raw
-    parsed = {name for name, row in ROWS.items() if WRITTEN[fixture] in row.releases}
+    parsed = {name for name, row in ROWS.items() if RELEASES[fixture] in row.releases}
     assert parsed - values.keys() == set()
     assert {name for name in ROWS.keys() - parsed if values.get(name)} == set()
 

@@ -31,10 +31,7 @@ MASTERS = 53536
 @pytest.fixture
 def bridge(tmp_path: Path) -> Fixture:
     """A copy of the folder that Megatron-Bridge's classes describe."""
-    copied = fixture_named("p49").copy_to(tmp_path / "copy")
-    for path in (copied.iteration, *copied.iteration.iterdir()):
-        path.chmod(0o755)
-    return copied
+    return fixture_named("p49").copy_to(tmp_path / "copy")
 
 
 def edit_run_config(fixture: Fixture, change: Callable[[dict[str, Any]], object]) -> None:
@@ -164,7 +161,6 @@ def test_a_description_that_is_none(bridge: Fixture, text: str) -> None:
 def test_a_description_next_to_megatrons_arguments(tmp_path: Path) -> None:
     """They count; that the file says something else, or nothing, is reported."""
     copied = fixture_named("p02").copy_to(tmp_path / "copy")
-    copied.iteration.chmod(0o755)
     config = copied.iteration / "run_config.yaml"
     said = (fixture_named("p49").iteration / "run_config.yaml").read_text()
     config.write_text(said)

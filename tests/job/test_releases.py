@@ -9,20 +9,12 @@ from mcore_ckpt_ext.job import releases
 from mcore_ckpt_ext.job.arguments.table import ROWS as ROWS_OF_ARGUMENTS
 from mcore_ckpt_ext.job.releases import Capability
 from mcore_ckpt_ext.versions import KNOWN, OLDEST, Version
-from tests.harness.checkpoints import fixture_named
+from tests.harness.checkpoints import RELEASES, fixture_named
 
 HEAD = Version(0, 20)  # as the development head calls itself
 TORCH = [Version(2, minor) for minor in range(3, 14)]
 ROWS = {name: row for name, row in vars(releases).items() if isinstance(row, Capability)}
 SHOWN = {name: row for name, row in ROWS.items() if row.shown_by}
-# Checkpoints with all of Megatron's arguments, and the release that wrote them.
-WRITTEN = {
-    "p07": Version(0, 7),
-    "p06": Version(0, 8),
-    "p05": Version(0, 12),
-    "p01": Version(0, 16),
-    "p10": Version(0, 19),
-}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -40,11 +32,11 @@ def test_first_and_last() -> None:
     assert [version.minor for version in KNOWN if releases.LOADS_BUCKET_SPACE.is_of(version)] == list(range(7, 13))
 
 
-@pytest.mark.parametrize("fixture", WRITTEN)
+@pytest.mark.parametrize("fixture", RELEASES)
 @pytest.mark.parametrize("name", SHOWN)
 def test_releases_inferred_from_an_argument_are_right(name: str, fixture: str) -> None:
     arguments = open_checkpoint(fixture_named(fixture).run).arguments
-    assert SHOWN[name].is_shown_by(arguments) == SHOWN[name].is_of(WRITTEN[fixture])
+    assert SHOWN[name].is_shown_by(arguments) == SHOWN[name].is_of(RELEASES[fixture])
 
 
 def test_who_splits_a_layer_wise_optimizer() -> None:
@@ -68,10 +60,10 @@ def test_each_release_but_the_oldest_has_an_argument() -> None:
         assert name not in ROWS_OF_ARGUMENTS or ROWS_OF_ARGUMENTS[name].releases[0] == release
 
 
-@pytest.mark.parametrize("fixture", WRITTEN)
+@pytest.mark.parametrize("fixture", RELEASES)
 def test_arguments_place_a_job_between_releases(fixture: str) -> None:
     first, last = releases.releases_by_arguments(open_checkpoint(fixture_named(fixture).run).arguments)
-    assert (first[0] if first else OLDEST) == WRITTEN[fixture] == (last[0] if last else KNOWN[-1])
+    assert (first[0] if first else OLDEST) == RELEASES[fixture] == (last[0] if last else KNOWN[-1])
 
 
 def test_the_releases_that_do_something_and_those_that_do_not() -> None:

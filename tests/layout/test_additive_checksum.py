@@ -19,8 +19,8 @@ from mcore_ckpt_ext.layout.additive_checksum import added, digest_of, read, writ
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, RecordedDigests, Sidecar
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.optimizers import digests
-from mcore_ckpt_ext.optimizers.remainders import split
 from tests.harness.checkpoints import Fixture, fixture_named
+from tests.harness.damage import recorded_digests
 
 NAME = "decoder.layers.1.mlp.linear_fc1.weight"
 
@@ -104,18 +104,7 @@ def test_digests_that_are_none_make_no_sidecar(digests: object) -> None:
 def recorded(tmp_path: Path) -> Fixture:
     """Masters as remainders, with the digests of the live state in a sidecar that tells nothing else."""
     fixture = fixture_named("p47").copy_to(tmp_path / "copy")
-    (buffers,) = open_checkpoint(fixture.run).optimizer.buffers
-    of_groups = []
-    for (child, index), group in buffers.groups.items():
-        names = [placed.name for placements in buffers.packing_of(group).packing.values() for placed in placements]
-        state = {name: split(fixture.truth[f"fp32_param.{name}"].flatten())[1] for name in names}
-        moments = {name: fixture.truth[f"exp_avg.{name}"].flatten() for name in names}
-        of_names = {
-            name: {"param_remainder": written(digest_of(state[name])), "exp_avg": written(digest_of(moments[name]))}
-            for name in names
-        }
-        of_groups.append(RecordedDigests(child, index, of_names))
-    (fixture.iteration / FILE_NAME).write_text(sidecar_with(tuple(of_groups)).to_json())
+    (fixture.iteration / FILE_NAME).write_text(sidecar_with(recorded_digests(fixture, "exp_avg")).to_json())
     return fixture
 
 

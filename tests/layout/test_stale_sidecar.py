@@ -14,13 +14,13 @@ from mcore_ckpt_ext import open_checkpoint, verify
 from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.additive_checksum import digest_of, written
-from mcore_ckpt_ext.layout.sidecar import FILE_NAME, RecordedDigests, Sidecar
+from mcore_ckpt_ext.layout.additive_checksum import written
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME, Sidecar
 from mcore_ckpt_ext.megatron.load_decision import packs_otherwise
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
-from mcore_ckpt_ext.optimizers.remainders import split
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, SharedIndex, digest_of_index, using_index
 from tests.harness.checkpoints import Fixture, everything_in, fixture_named
+from tests.harness.damage import recorded_digests
 from tests.harness.jobs import differing
 
 LAYOUT = {"tensor": 1, "pipeline": 2, "virtual_pipeline": 1, "expert": 1, "expert_tensor": 1, "context": 1, "data": 2}
@@ -30,14 +30,7 @@ LAYOUT = {"tensor": 1, "pipeline": 2, "virtual_pipeline": 1, "expert": 1, "exper
 def remainders(tmp_path: Path) -> Fixture:
     """Masters as remainders, whose order chunk borders leave no doubt of; with the sidecar of its own save."""
     fixture = fixture_named("p47").copy_to(tmp_path / "copy")
-    (buffers,) = open_checkpoint(fixture.run).optimizer.buffers
-    digests = []
-    for (child, index), group in buffers.groups.items():
-        names = [placed.name for placements in buffers.packing_of(group).packing.values() for placed in placements]
-        state = {name: split(fixture.truth[f"fp32_param.{name}"].flatten())[1] for name in names}
-        of_names = {name: {"param_remainder": written(digest_of(state[name]))} for name in names}
-        digests.append(RecordedDigests(child, index, of_names))
-    sidecar = Sidecar("mcore_ckpt_ext 1.0.0", "0.19.0", 4, LAYOUT, (), None, tuple(digests))
+    sidecar = Sidecar("mcore_ckpt_ext 1.0.0", "0.19.0", 4, LAYOUT, (), None, recorded_digests(fixture))
     Disk().publish(fixture.iteration, sidecar.to_json(), None, "")
     return fixture
 

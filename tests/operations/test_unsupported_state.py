@@ -82,7 +82,6 @@ READ = [name for name in FIXTURES if name[:3] not in ("p50", "p51")]
 def strange(request: pytest.FixtureRequest, tmp_path: Path) -> Fixture:
     """Each of the real checkpoints, with two tensors more than anybody knows."""
     copied = fixture_named(request.param).copy_to(tmp_path / "strange")
-    copied.iteration.chmod(0o755)
     ADDING[mcore_ckpt_ext.open_checkpoint(copied.run).format](copied.iteration)
     return copied
 

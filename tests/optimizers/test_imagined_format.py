@@ -13,7 +13,7 @@ import torch
 from mcore_ckpt_ext import TorchDist, compare, convert, inspect, open_checkpoint, verify
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.optimizers import table
-from tests.harness.checkpoints import assert_is_the_truth, fixture_named
+from tests.harness.checkpoints import assert_is_the_truth, fixture_named, make_writable
 from tests.optimizers.imagined_format import ENCODINGS, GLOBAL_TENSORS
 
 
@@ -22,8 +22,7 @@ def imagined(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the imagined release: `fully_reshardable` of 0.16 under other keys, and labeled as such."""
     fixture, folder = fixture_named("p04"), tmp_path_factory.mktemp("imagined") / "iter_0000004"
     shutil.copytree(fixture.iteration, folder)
-    for path in (folder, *folder.iterdir()):
-        path.chmod(0o755)
+    make_writable(folder)
     index = folder / ".metadata"
     metadata = pickle.loads(index.read_bytes())
 

@@ -15,16 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
@@ -39,7 +32,7 @@ from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredChunk
 from tests.harness.checkpoints import fixture_named
 
-Damage = Callable[[Metadata], None]
+Damage = Callable[[dcp.Metadata], None]
 
 # A gradient buffer of one bucket, beyond 2**31 elements, in so many pieces.
 PIECES, PIECE = 4000, 1 << 20
@@ -52,12 +45,12 @@ def by_torch(pieces: int = PIECES) -> bytes:
     chunks = []
     for number in range(pieces):
         offsets, sizes = torch.Size((number * PIECE,)), torch.Size((PIECE,))
-        chunks.append(ChunkStorageMetadata(offsets, sizes))
+        chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
         place = torch.distributed.checkpoint.filesystem._StorageInfo("__0_0.distcp", number * 5 * PIECE, 5 * PIECE)
-        places[MetadataIndex("buffer", offsets, number)] = place
-    properties = TensorProperties(torch.float32)
-    entries["buffer"] = TensorStorageMetadata(properties, torch.Size((pieces * PIECE,)), chunks)
-    return pickle.dumps(Metadata(entries, None, places))
+        places[dcp.MetadataIndex("buffer", offsets, number)] = place
+    properties = dcp.TensorProperties(torch.float32)
+    entries["buffer"] = dcp.TensorStorageMetadata(properties, torch.Size((pieces * PIECE,)), chunks)
+    return pickle.dumps(dcp.Metadata(entries, None, places))
 
 
 def by_this_package(pieces: int = PIECES) -> bytes:
@@ -170,7 +163,7 @@ def test_an_index_shared_by_another_rank_is_parsed_and_lacks_the_plans(
 
 def test_an_entry_with_a_shape_has_a_name(tmp_path: Path) -> None:
     """Whatever else were its name, the first rank alone would fail to hand the index to the others."""
-    shapes = {MetadataIndex("buffer"): {"nd_reformulated_orig_global_shape": (FEW, PIECE)}}
+    shapes = {dcp.MetadataIndex("buffer"): {"nd_reformulated_orig_global_shape": (FEW, PIECE)}}
     with pytest.raises(UnreadableCheckpointError, match="the name of an array is"):
         index_of(with_plans([], mcore_data=shapes), tmp_path)
 
@@ -217,7 +210,7 @@ def test_chunks_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
 
 
 def of_record(**what: Any) -> Damage:
-    def damage(metadata: Metadata) -> None:
+    def damage(metadata: dcp.Metadata) -> None:
         places = metadata.storage_data
         places[next(iter(places))] = replace(next(iter(places.values())), **what)
 
@@ -227,21 +220,21 @@ def of_record(**what: Any) -> Damage:
 def of_chunk(**what: Any) -> Damage:
     """Of a chunk, and of its record, which is looked up by its offsets."""
 
-    def damage(metadata: Metadata) -> None:
+    def damage(metadata: dcp.Metadata) -> None:
         chunk = metadata.state_dict_metadata["buffer"].chunks[0]
         vars(chunk).update(what)
         place = metadata.storage_data.pop(next(iter(metadata.storage_data)))
-        at = MetadataIndex("buffer")
+        at = dcp.MetadataIndex("buffer")
         vars(at)["offset"] = chunk.offsets  # torch would take no such number
         metadata.storage_data[at] = place
 
     return damage
 
 
-def of_object(metadata: Metadata) -> None:
-    metadata.state_dict_metadata["object"] = BytesStorageMetadata()
+def of_object(metadata: dcp.Metadata) -> None:
+    metadata.state_dict_metadata["object"] = dcp.BytesStorageMetadata()
     place = next(iter(metadata.storage_data.values()))
-    metadata.storage_data[MetadataIndex("object")] = replace(place, offset=float("inf"))
+    metadata.storage_data[dcp.MetadataIndex("object")] = replace(place, offset=float("inf"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +14,6 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import (
     CheckpointError,
     UnreadableCheckpointError,
-    UnsupportedCheckpointError,
     join_some,
     with_indefinite_article,
 )
@@ -29,6 +27,7 @@ from mcore_ckpt_ext.families.rope import dynamic_notices
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS
 from mcore_ckpt_ext.formats.format import OpenOptions
+from mcore_ckpt_ext.formats.hugging_face.duplicates import same_bytes
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, is_huggingface, read_tensors, written_by_us
 from mcore_ckpt_ext.formats.hugging_face.listing import list_model
 from mcore_ckpt_ext.formats.hugging_face.model import LOCAL, TRANSFORMER_ENGINE, common_state, described_model, mismatch
@@ -42,13 +41,12 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.planning.array_location import RawArray, ScaleCodec
+from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.budget import Budget
 
 NAME = "hf"
 _SHOWN = 6
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
-_BLOCK = 1 << 24
 _ENTRY_BYTES, _STEPS_A_REGION = 60, 16  # least size of a tensor's entry in a header; cost of creating a region
 
 
@@ -202,7 +200,11 @@ class HuggingFaceCheckpoint(WeightsAlone):
         for copy in copies:
             original = stored.get(originals.get(copy.regions[0].name, ""))
             repeated = found.pop(copy.name, None)
-            if repeated is not None and original is not None and not self._same_bytes(repeated, original):
+            if (
+                repeated is not None
+                and original is not None
+                and not same_bytes(self.reader, self.transfer, repeated, original)
+            ):
                 raise UnreadableCheckpointError(
                     "a multi-token prediction (MTP) layer has its own weights where Megatron shares those of the model",
                     where=copy.name,
@@ -215,29 +217,11 @@ class HuggingFaceCheckpoint(WeightsAlone):
         embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
         if self.model.untie_embeddings_and_output_weights or copy is None or embedding is None:
             return
-        if copy.shape != embedding.shape or not self._same_bytes(copy, embedding):
+        if copy.shape != embedding.shape or not same_bytes(self.reader, self.transfer, copy, embedding):
             raise UnreadableCheckpointError(
                 "config.json ties the output layer to the embedding, but the two differ", where="lm_head.weight",
                 hint='set "tie_word_embeddings": false in config.json if the output layer has its own weights',
             )  # fmt: skip
-
-    def _same_bytes(self, one: StoredTensor, other: StoredTensor) -> bool:
-        if isinstance(one.extent, ScaleCodec) or isinstance(other.extent, ScaleCodec):
-            raise UnsupportedCheckpointError(
-                "two tied tensors are quantized and cannot be compared", where=str(self.folder),
-                hint="use the model's bf16 release, or dequantize it first",
-            )  # fmt: skip
-        places = []
-        for tensor in (one, other):
-            payload = self.transfer.locate(tensor.extent)
-            places.append((payload.file, payload.offset + tensor.first * payload.dtype.itemsize, payload.dtype))
-        if places[0][2] != places[1][2]:
-            return False
-        total = prod(one.shape) * places[0][2].itemsize
-        return places[0] == places[1] or all(
-            len({self.reader.read(file, at + start, min(_BLOCK, total - start)) for file, at, _ in places}) == 1
-            for start in range(0, total, _BLOCK)
-        )
 
     @cached_property
     def common(self) -> dict[str, Any]:

@@ -200,7 +200,7 @@ class ReadOnce:
 def _some(copy: Copy, low: int, high: int) -> Iterator[Copy]:
     """Yield the part of a copy whose source lies in `[low, high)`, if any."""
     if low < high and len(runs := copy.runs.within(low, high)):
-        yield replace(copy, runs=runs)
+        yield copy._replace(runs=runs)
 
 
 def _pass_on(data: torch.Tensor, message: Message, rank: int) -> None:

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.targets import Target
-from tests.harness.checkpoints import Fixture, assert_is_the_truth, fixture_named
+from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.damage import without_digests
 
 WRITTEN = "iter_0000004"
@@ -31,10 +31,7 @@ SOURCES = ("p02", "p06", "p08", "p09", "p21", "p22", "p31", "p41", "p42", "p45",
 
 @pytest.fixture
 def fsdp(tmp_path: Path) -> Fixture:
-    copied = fixture_named("p50").copy_to(tmp_path / "copy")
-    for path in (copied.iteration, *copied.iteration.iterdir()):
-        path.chmod(0o755)
-    return copied
+    return fixture_named("p50").copy_to(tmp_path / "copy")
 
 
 def edit(folder: Path, change: Callable[[Any], None]) -> None:
@@ -53,15 +50,6 @@ def by_torch(folder: Path, keys: list[str]) -> dict[str, Any]:
     }
     dcp.load(found, checkpoint_id=folder)
     return found
-
-
-def test_everything_equals_the_truth() -> None:
-    checkpoint = open_checkpoint(fixture_named("p50").run)
-    assert_is_the_truth(checkpoint, fixture_named("p50"))
-    groups = checkpoint.param_groups()
-    assert [(group["wd_mult"], group["step"]) for group in groups] == [(1.0, 4), (0.0, 4)]
-    assert (checkpoint.iteration, str(checkpoint.layout), checkpoint.format) == (4, "TP1 x PP1 x DP4", "fsdp_dtensor")
-    assert {item.key: item.carried for item in checkpoint.unread()} == {"rng_state": False}
 
 
 def test_inspection_of_fsdp_dtensor() -> None:

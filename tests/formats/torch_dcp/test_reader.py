@@ -18,7 +18,7 @@ from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.targets import Target
-from tests.harness.checkpoints import Fixture, assert_is_the_truth, fixture_named
+from tests.harness.checkpoints import Fixture, fixture_named
 
 MASTER = "optimizer.fp32_from_fp16_params"
 MOMENT = "optimizer.optimizer.state"
@@ -26,10 +26,7 @@ MOMENT = "optimizer.optimizer.state"
 
 @pytest.fixture
 def fsdp2(tmp_path: Path) -> Fixture:
-    copied = fixture_named("p51").copy_to(tmp_path / "copy")
-    for path in (copied.iteration, *copied.iteration.iterdir()):
-        path.chmod(0o755)
-    return copied
+    return fixture_named("p51").copy_to(tmp_path / "copy")
 
 
 def edit(folder: Path, change: Callable[[dict[str, Any], dict[Any, Any]], None]) -> None:
@@ -38,15 +35,6 @@ def edit(folder: Path, change: Callable[[dict[str, Any], dict[Any, Any]], None])
     metadata = pickle.loads(path.read_bytes())
     change(metadata.state_dict_metadata, metadata.storage_data)
     path.write_bytes(pickle.dumps(metadata))
-
-
-def test_everything_equals_the_truth() -> None:
-    checkpoint = open_checkpoint(fixture_named("p51").run)
-    assert_is_the_truth(checkpoint, fixture_named("p51"))
-    groups = checkpoint.param_groups()
-    assert [(group["wd_mult"], group["step"]) for group in groups] == [(1.0, 4), (0.0, 4)]
-    assert (checkpoint.iteration, str(checkpoint.layout), checkpoint.format) == (4, "TP1 x PP1 x DP4", "torch_dcp")
-    assert {item.key: item.carried for item in checkpoint.unread()} == {"rng_state": False}
 
 
 def test_experts_are_counted_from_zero(fsdp2: Fixture) -> None:

@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from mcore_ckpt_ext.megatron.saving import atomic_write
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk, finished_iterations
@@ -25,19 +18,19 @@ TRACKER = "latest_checkpointed_iteration.txt"
 disk = Disk()
 
 
-def index_of_two_ranks() -> Metadata:
+def index_of_two_ranks() -> dcp.Metadata:
     """A weight of two chunks and an object, of 100 bytes each, in one file a rank."""
-    chunks = [ChunkStorageMetadata(torch.Size([first]), torch.Size([4])) for first in (0, 4)]
+    chunks = [dcp.ChunkStorageMetadata(torch.Size([first]), torch.Size([4])) for first in (0, 4)]
     entries = {
-        "weight": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([8]), chunks),
-        "state": BytesStorageMetadata(),
+        "weight": dcp.TensorStorageMetadata(dcp.TensorProperties(torch.float32), torch.Size([8]), chunks),
+        "state": dcp.BytesStorageMetadata(),
     }
     records = {
-        MetadataIndex("weight", [0]): _StorageInfo("__0_0.distcp", 0, 100),
-        MetadataIndex("weight", [4]): _StorageInfo("__1_0.distcp", 0, 100),
-        MetadataIndex("state"): _StorageInfo("__0_0.distcp", 100, 100),
+        dcp.MetadataIndex("weight", [0]): _StorageInfo("__0_0.distcp", 0, 100),
+        dcp.MetadataIndex("weight", [4]): _StorageInfo("__1_0.distcp", 0, 100),
+        dcp.MetadataIndex("state"): _StorageInfo("__0_0.distcp", 100, 100),
     }
-    return Metadata(entries, storage_data=records)
+    return dcp.Metadata(entries, storage_data=records)
 
 
 def written(folder: Path) -> Path:
@@ -53,9 +46,9 @@ def test_a_whole_checkpoint_has_no_problem(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "name"), [(MetadataIndex("weight", [4]), "weight"), (MetadataIndex("state"), "state")]
+    ("index", "name"), [(dcp.MetadataIndex("weight", [4]), "weight"), (dcp.MetadataIndex("state"), "state")]
 )
-def test_a_record_that_no_rank_wrote_is_named(index: MetadataIndex, name: str, tmp_path: Path) -> None:
+def test_a_record_that_no_rank_wrote_is_named(index: dcp.MetadataIndex, name: str, tmp_path: Path) -> None:
     metadata = index_of_two_ranks()
     (metadata.storage_data or {}).pop(index)
     problems = list(problems_on_disk(metadata, written(tmp_path)))

@@ -58,7 +58,6 @@ def test_a_master_that_is_not_that_of_its_weight(tmp_path: Path) -> None:
     copied = fixture_named("p33").copy_to(tmp_path / "copy")  # raw arrays, without checksums
     name = "decoder.final_layernorm.weight"
     path, position = payload_position(open_checkpoint(copied.run), "weight", name, 3)
-    path.chmod(0o755)
     flip(path, position)
     reader, _ = drafted(copied.run)
     with pytest.raises(dcp.api.CheckpointException) as refusal:
