@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typing_extensions import override
 
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
 _FIELDS = {name: target.options() for name, target in TARGETS.items()}
 
 
-@dataclass(frozen=True)
-class _Option:
+class _Option(NamedTuple):
     """An option of some targets: the field that it sets, and its flag."""
 
     field: str

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.join import add_join
-from mcore_ckpt_ext.cli.json_output import print_result
-from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, message, table
-from mcore_ckpt_ext.cli.page import check_place, comparison_page, write_page
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
+from mcore_ckpt_ext.cli.page import check_place, comparison_page
 from mcore_ckpt_ext.cli.progress import Progress
+from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import format_bytes, join_some
@@ -67,16 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
             tensors_only=arguments.tensors_only,
             team=team,
         )
+    exit_code = 0 if found.equal else 1
     if team.rank > 0:
-        return 0 if found.equal else 1
-    if arguments.html is not None:
-        write_page(arguments.html, comparison_page(found))
-        message(f"wrote {arguments.html}")
-    if arguments.json:
-        print_result("diff", found, 0 if found.equal else 1)
-    else:
-        _show(found, None if arguments.all else _SHOWN)
-    return 0 if found.equal else 1
+        return exit_code
+    show = partial(_show, most=None if arguments.all else _SHOWN)
+    return report(arguments, "diff", found, page=comparison_page, show=show, exit_code=exit_code)
 
 
 def _show(found: Comparison, most: int | None) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.folding import alike, without_numbers
-from mcore_ckpt_ext.cli.json_output import print_result
-from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, message, table
-from mcore_ckpt_ext.cli.page import check_place, inspection_page, write_page
+from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, table
+from mcore_ckpt_ext.cli.page import check_place, inspection_page
+from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.errors import format_bytes
 
 if TYPE_CHECKING:
@@ -43,14 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         facts=facts_of(arguments),
         weights=arguments.weights,
     )
-    if arguments.html is not None:
-        write_page(arguments.html, inspection_page(found))
-        message(f"wrote {arguments.html}")
-    if arguments.json:
-        print_result("inspect", found, 0)
-    else:
-        _show(found, show_all=arguments.all)
-    return 0
+    return report(arguments, "inspect", found, page=inspection_page, show=partial(_show, show_all=arguments.all))
 
 
 def _layout(found: Inspection) -> str:

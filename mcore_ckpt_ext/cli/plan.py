@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
-from mcore_ckpt_ext.cli.json_output import print_result
-from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, message, table
-from mcore_ckpt_ext.cli.page import check_place, plan_page, write_page
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
+from mcore_ckpt_ext.cli.page import check_place, plan_page
 from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_rehearsal
+from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
 from mcore_ckpt_ext.errors import UsageError, format_bytes, shorten
@@ -83,14 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         facts=facts_of(arguments),
         arguments=parse_assignments(arguments.argument),
     )
-    if arguments.html is not None:
-        write_page(arguments.html, plan_page(found))
-        message(f"wrote {arguments.html}")
-    if arguments.json:
-        print_result("plan", found, 0 if found.fits else 1)
-    else:
-        _show(found)
-    return 0 if found.fits else 1
+    return report(arguments, "plan", found, page=plan_page, show=_show, exit_code=0 if found.fits else 1)
 
 
 def _pins(texts: list[str]) -> dict[str, int]:

@@ -6,9 +6,9 @@ import argparse
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.join import add_join
-from mcore_ckpt_ext.cli.json_output import print_result
-from mcore_ckpt_ext.cli.output import BAD, GOOD, Painted, heading, line, message, table
-from mcore_ckpt_ext.cli.page import plan_page, write_page
+from mcore_ckpt_ext.cli.output import BAD, GOOD, Painted, heading, line, table
+from mcore_ckpt_ext.cli.page import plan_page
+from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.errors import UsageError, format_bytes
 from mcore_ckpt_ext.job.assignments import parse_assignments
 
@@ -75,14 +75,7 @@ def run_rehearsal(arguments: argparse.Namespace) -> int:
     exit_code = 0 if found.will_succeed else 1
     if team.rank > 0:
         return exit_code
-    if arguments.html is not None:
-        write_page(arguments.html, plan_page(found))
-        message(f"wrote {arguments.html}")
-    if arguments.json:
-        print_result("plan", found, exit_code)
-    else:
-        _show(found)
-    return exit_code
+    return report(arguments, "plan", found, page=plan_page, show=_show, exit_code=exit_code)
 
 
 def _show(found: Rehearsal) -> None:

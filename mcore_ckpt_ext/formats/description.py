@@ -62,6 +62,11 @@ class Description:
         return replace(self, arguments=self.arguments.replace(**{**model, **self.arguments.raw}))
 
 
+def stored_arguments(common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return Megatron's parsed arguments in a common state, by name; empty if it has none."""
+    return dict(vars(common[ARGUMENTS])) if ARGUMENTS in common else {}
+
+
 def megatron_arguments(args: Mapping[str, Any], folder: Path, sidecar: Sidecar | None) -> JobArguments:
     """Describe a job by Megatron's own arguments in its checkpoint.
 

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from mcore_ckpt_ext.errors import reraise_as_unreadable
-from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
+from mcore_ckpt_ext.optimizers.stored_scales import ProvableSource, proof_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Source
-from mcore_ckpt_ext.transfer import Transfer, read_slice
+from mcore_ckpt_ext.transfer import read_slice
 
 
-class ProvenSource(Source, Protocol):
+class ProvenSource(ProvableSource, Source, Protocol):
     """The part of a checkpoint's interface that a handle needs."""
-
-    @property
-    def folder(self) -> Path:
-        """The iteration folder."""
-
-    @property
-    def transfer(self) -> Transfer:
-        """Reads the checkpoint's files."""
-
-    @property
-    def proof(self) -> Proof:
-        """The master check for the masters that the checkpoint stores."""
 
     def masters_are_derived(self, name: str) -> bool:
         """Return whether a parameter's masters derive from its weights, so that nothing needs verifying."""

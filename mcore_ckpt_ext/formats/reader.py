@@ -11,7 +11,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, format_value
 from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, auxiliary_files
-from mcore_ckpt_ext.formats.description import ARGUMENTS, megatron_arguments
+from mcore_ckpt_ext.formats.description import megatron_arguments, stored_arguments
 from mcore_ckpt_ext.formats.format import OpenOptions
 from mcore_ckpt_ext.formats.grid import weight_grid
 from mcore_ckpt_ext.formats.listing import Listing
@@ -211,11 +211,6 @@ class FormatReader(FormatTraits, ABC):
         """Return stored keys that this package ignores; with `objects`, also those in small pickled objects."""
         return []
 
-    @property
-    def args(self) -> dict[str, Any]:
-        """Megatron's parsed arguments of the job that wrote the checkpoint, by name; dtypes as `Dtype`."""
-        return dict(vars(self.common[ARGUMENTS])) if ARGUMENTS in self.common else {}
-
     @cached_property
     def arguments(self) -> JobArguments:
         """The known arguments of the job that wrote the checkpoint.
@@ -223,7 +218,7 @@ class FormatReader(FormatTraits, ABC):
         Raises:
             UnreadableCheckpointError: an argument has an invalid value.
         """
-        return megatron_arguments(self.args, self.folder, self.sidecar)
+        return megatron_arguments(stored_arguments(self.common), self.folder, self.sidecar)
 
     @cached_property
     def layout(self) -> ParallelLayout:
@@ -338,8 +333,9 @@ class FormatReader(FormatTraits, ABC):
         arguments, iteration = None, None
         with suppress(CheckpointError):  # reported by the code that uses the common state
             iteration = self.common.get("iteration")
-            own = megatron_arguments(self.args, self.folder, None)
-            arguments = own if self.args and own.is_complete else None
+            stored = stored_arguments(self.common)
+            own = megatron_arguments(stored, self.folder, None)
+            arguments = own if stored and own.is_complete else None
         return find_sidecar(self.folder, arguments, iteration)
 
     @property

@@ -52,6 +52,18 @@ class Target:
         """Return the names of the format's options."""
         return set(signature(cls).parameters)
 
+    def __post_init__(self) -> None:
+        """Check the options that can be checked without a source.
+
+        Raises:
+            UsageError: an option has an invalid value.
+        """
+        options = self.options()
+        check_sizes(**{name: getattr(self, name) for name in options if name.endswith("_size")})
+        check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)
+        if "megatron_version" in options:
+            version_number(self.megatron_version)
+
     @property
     def for_bridge(self) -> bool:
         """True if Megatron-Bridge will read it."""

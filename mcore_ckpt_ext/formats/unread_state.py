@@ -95,12 +95,9 @@ def tensors_in(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
         yield path, prod(tree.shape) * tree.storage.dtype.itemsize
     elif is_tensor(tree):
         yield path, tree.nbytes
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
+    elif isinstance(tree, (Mapping, list, tuple)):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from tensors_in(value, (*path, str(key)))
-    elif isinstance(tree, (list, tuple)):
-        for number, value in enumerate(tree):
-            yield from tensors_in(value, (*path, str(number)))
 
 
 def joined(found: Iterable[UnreadState]) -> list[UnreadState]:

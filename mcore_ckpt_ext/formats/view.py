@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.description import ARGUMENTS
+from mcore_ckpt_ext.formats.description import stored_arguments
 from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle
 from mcore_ckpt_ext.formats.messages import contradictions
 from mcore_ckpt_ext.formats.parts import (
@@ -123,7 +123,7 @@ class CheckpointView:
     @property
     def args(self) -> dict[str, Any]:
         """Megatron's parsed arguments of the job that wrote the checkpoint, by name; dtypes as `Dtype`."""
-        return dict(vars(self.common[ARGUMENTS])) if ARGUMENTS in self.common else {}
+        return stored_arguments(self.common)
 
     @property
     def arguments(self) -> JobArguments:

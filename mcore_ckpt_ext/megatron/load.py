@@ -146,7 +146,9 @@ class _Load:
         if _resumes_optimizer(scope, self._optimizer):
             assessment = assess_load(scope, self._given, directory, has_new_tokens=bool(self._new_tokens))
             if assessment is not None:
-                return (self._load_stock(assessment), None) if assessment.stock_loads else self._resumed(assessment)
+                return (
+                    (self._load_stock(assessment), None) if assessment.decision.is_stock else self._resumed(assessment)
+                )
         elif _takes_optimizer(arguments, self._optimizer):
             refuse_another_kind(scope, self._given, directory)
             return self._by_stock(), None
@@ -190,9 +192,9 @@ class _Load:
 
     def _load_stock(self, assessment: LoadAssessment) -> Any:
         """Load an optimizer by stock Megatron; this package reads the tensors if the layout changed."""
-        by_us = LOAD.chosen(self._arguments) == AUTO and assessment.is_moved
+        by_us = LOAD.chosen(self._arguments) == AUTO and assessment.decision.is_moved
         with (
-            self._without_random_states(assessment.lacks_random_states),
+            self._without_random_states(assessment.decision.omits_random_states),
             reading_fast(read_once=READ_ONCE.chosen(self._arguments)) if by_us else nullcontext(),
         ):
             result = self._by_stock()
@@ -253,7 +255,7 @@ class _Load:
         new = new_tokens(prepared.checkpoint.vocabulary_rows, arguments)
         self._accept_new_tokens(new)
         grid = requested_grid(arguments, megatron_version())
-        fresh = prepared.random_state_grid != grid or assessment.lacks_random_states
+        fresh = prepared.random_state_grid != grid or assessment.decision.omits_random_states
         source = presented(self._scope, assessment.folder, self._chunks) if assessment.is_presented else nullcontext()
         less = {"no_load_optim": True, "no_load_rng": fresh or arguments.no_load_rng, **_strictness(arguments)}
         is_read_by_others = assessment.is_presented or LOAD.chosen(arguments) == STOCK

@@ -51,21 +51,6 @@ class LoadAssessment:
     is_presented: bool = False
 
     @property
-    def lacks_random_states(self) -> bool:
-        """True if stock Megatron requests random states that are not stored."""
-        return self.decision.omits_random_states
-
-    @property
-    def stock_loads(self) -> bool:
-        """True if stock Megatron loads the optimizer."""
-        return self.decision.is_stock
-
-    @property
-    def is_moved(self) -> bool:
-        """True if the parallel layout has changed."""
-        return self.decision.is_moved
-
-    @property
     def may_be_shifted(self) -> bool:
         """True if masters may be shifted (see `optimizers.workarounds.fully_reshardable_padding`)."""
         return any(one.name == FULLY_RESHARDABLE for one in encodings_named(self.decision.optimizer_format))
@@ -89,7 +74,7 @@ def assess_load(
         ResumeRefusedError: on every rank, if the assessment fails on some rank.
     """
     assessment = _assess_on_all_ranks(scope, call, directory, has_new_tokens)
-    if assessment is not None and assessment.stock_loads and not assessment.is_presented:
+    if assessment is not None and assessment.decision.is_stock and not assessment.is_presented:
         chunks = functools.partial(scope["unwrap_model"], call["ddp_model"])
         assessment = replace(
             assessment, decision=with_order_compared(assessment.decision, assessment.folder, chunks, call["optimizer"])

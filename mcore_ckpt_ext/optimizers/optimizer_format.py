@@ -5,20 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.layout.packing_candidates import Proposal
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.stored_scales import ProvableSource
 from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredObject
-from mcore_ckpt_ext.transfer import Transfer
 
 Version = tuple[int, int]
 
@@ -40,16 +38,8 @@ def is_of_group(key: str) -> bool:
     return bool(_BESIDE_BUFFERS.search(key))
 
 
-class Holder(Protocol):
+class Holder(ProvableSource, Protocol):
     """The part of a checkpoint's interface that an encoding needs."""
-
-    @property
-    def folder(self) -> Path:
-        """The iteration folder."""
-
-    @property
-    def transfer(self) -> Transfer:
-        """Reads the checkpoint's files."""
 
     @property
     def arguments(self) -> JobArguments:
@@ -62,10 +52,6 @@ class Holder(Protocol):
     @property
     def models(self) -> LocalModels:
         """The local parameters of the ranks that wrote it."""
-
-    @property
-    def proof(self) -> Proof:
-        """The master check for its masters."""
 
     @property
     def sidecar(self) -> Sidecar | None:

@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, unreadable_file
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
@@ -37,8 +37,7 @@ _DATA_SUFFIXES = (".distcp", SUFFIX)
 _SHOWN = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedFile:
+class ChangedFile(NamedTuple):
     """A file that has changed since it was written; `editable` if people edit files of this name."""
 
     name: str

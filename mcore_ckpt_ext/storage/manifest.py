@@ -13,8 +13,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, shorten, unreadable_file
 from mcore_ckpt_ext.storage.json_text import parsed
@@ -28,8 +29,7 @@ _ESCAPED = re.compile(r"\\(.)")
 _LIMIT = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class TensorDigest:
+class TensorDigest(NamedTuple):
     """The SHA-256 of a tensor's elements in row-major order, little-endian; shape in elements."""
 
     kind: str
@@ -54,7 +54,7 @@ class Manifest:
 def manifest_text(manifest: Manifest) -> str:
     """Return the text of a manifest."""
     files = [_file_line(name, digest) for name, digest in sorted(manifest.files.items())]
-    tensors = [f"{_TENSOR}{json.dumps(asdict(one))}" for one in manifest.tensors]
+    tensors = [f"{_TENSOR}{json.dumps(one._asdict())}" for one in manifest.tensors]
     return "\n".join([_HEAD, *files, *tensors, _end(len(files), len(tensors)), ""])
 
 

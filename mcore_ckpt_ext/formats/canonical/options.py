@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mcore_ckpt_ext.formats.target import LAYER_SPECS, LayerSpec, Target, check_choice
+from mcore_ckpt_ext.formats.target import LayerSpec, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,3 @@ class Canonical(Target):
     for_any_optimizer: ClassVar[bool] = True
 
     transformer_impl: LayerSpec | None = None
-
-    def __post_init__(self) -> None:
-        """Check the options that can be checked without a source.
-
-        Raises:
-            UsageError: an option has an invalid value.
-        """
-        check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)

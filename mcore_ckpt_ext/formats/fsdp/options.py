@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mcore_ckpt_ext.formats.target import LAYER_SPECS, LayerSpec, Target, check_choice, check_sizes, version_number
+from mcore_ckpt_ext.formats.target import LayerSpec, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,3 @@ class FsdpDtensor(Target):
     megatron_version: str | None = None
     expert_model_parallel_size: int | None = None
     transformer_impl: LayerSpec | None = None
-
-    def __post_init__(self) -> None:
-        """Check the options that can be checked without a source.
-
-        Raises:
-            UsageError: an option has an invalid value.
-        """
-        check_sizes(expert_model_parallel_size=self.expert_model_parallel_size)
-        check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)
-        version_number(self.megatron_version)

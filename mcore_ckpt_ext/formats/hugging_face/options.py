@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
+from typing_extensions import override
+
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.target import Target, check_choice, check_sizes
 from mcore_ckpt_ext.job.assignments import parse_assignments
@@ -64,14 +66,11 @@ class HuggingFace(Target):
         """Return additional folders to read."""
         return () if self.tokenizer is None else (self.tokenizer,)
 
+    @override
     def __post_init__(self) -> None:
-        """Check the options that can be checked without a source.
-
-        Raises:
-            UsageError: an option has an invalid value.
-        """
+        super().__post_init__()
         parse_assignments(self.arguments)
-        check_sizes(vocab_size=self.vocab_size, max_shard_size=self.max_shard_size, lora_alpha=self.lora_alpha)
+        check_sizes(lora_alpha=self.lora_alpha)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("kind", self.kind, EXPORTED_KINDS)
         check_choice("quantize", self.quantize, QUANTIZATIONS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mcore_ckpt_ext.formats.target import LAYER_SPECS, LayerSpec, Target, check_choice, check_sizes, version_number
+from mcore_ckpt_ext.formats.target import LayerSpec, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +42,3 @@ class Legacy(Target):
     expert_model_parallel_size: int | None = None
     vocab_size: int | None = None
     transformer_impl: LayerSpec | None = None
-
-    def __post_init__(self) -> None:
-        """Check the options that can be checked without a source.
-
-        Raises:
-            UsageError: an option has an invalid value.
-        """
-        check_sizes(
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
-            expert_model_parallel_size=self.expert_model_parallel_size,
-            vocab_size=self.vocab_size,
-        )
-        check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)
-        version_number(self.megatron_version)

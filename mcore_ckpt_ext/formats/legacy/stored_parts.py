@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from math import prod
 from typing import Any
 
 from mcore_ckpt_ext.formats.stored_parts import StoredPart
-from mcore_ckpt_ext.formats.unread_state import OTHER
+from mcore_ckpt_ext.formats.unread_state import OTHER, tensors_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
-from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 
 def parts_of_legacy(rank_files: Iterable[tuple[str, Any, Any]]) -> Iterator[StoredPart]:
     """Yield the tensors in the pickles of all ranks; see `LegacyCheckpoint.rank_files`."""
     for file, _, content in rank_files:
-        for path, tensor in _tensors(content, ()):
-            kind = _legacy_kind(path)
-            yield StoredPart(file, kind, ".".join(path), prod(tensor.shape) * tensor.storage.dtype.itemsize)
+        for path, nbytes in tensors_in(content, ()):
+            yield StoredPart(file, _legacy_kind(path), ".".join(path), nbytes)
 
 
 def _legacy_kind(path: tuple[str, ...]) -> str:
@@ -32,14 +29,3 @@ def _legacy_kind(path: tuple[str, ...]) -> str:
     if path[0] == "optimizer" or path[0].isdigit():
         return KINDS.get(path[-1], path[-1])
     return OTHER
-
-
-def _tensors(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], TensorReference]]:
-    if isinstance(tree, TensorReference):
-        yield path, tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _tensors(value, (*path, str(key)))
-    elif isinstance(tree, (list, tuple)):
-        for number, value in enumerate(tree):
-            yield from _tensors(value, (*path, str(number)))

@@ -21,6 +21,7 @@ from mcore_ckpt_ext.formats.description import (
     described,
     megatron_arguments,
     refuse_facts,
+    stored_arguments,
 )
 from mcore_ckpt_ext.formats.external_weights import (
     check_belonging,
@@ -134,7 +135,9 @@ class DescribedCheckpoint(FormatReader):
     @cached_property
     def _megatron_arguments(self) -> JobArguments | None:
         """Megatron's arguments, possibly incomplete; None if the checkpoint has none."""
-        return megatron_arguments(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
+        if ARGUMENTS not in self.common:
+            return None
+        return megatron_arguments(stored_arguments(self.common), self.folder, self.sidecar)
 
     def _described(self) -> Description:
         """Describe the job by auxiliary files and the user's options."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-from mcore_ckpt_ext.formats.target import LAYER_SPECS, LayerSpec, Target, check_choice, check_sizes, version_number
+from typing_extensions import override
+
+from mcore_ckpt_ext.formats.target import LayerSpec, Target, check_choice
 
 LOOPS = ("megatron", "bridge")
 Loop: TypeAlias = Literal["megatron", "bridge"]
@@ -44,13 +46,7 @@ class TorchDist(Target):
         """True if Megatron-Bridge will read it."""
         return self.loop == "bridge"
 
+    @override
     def __post_init__(self) -> None:
-        """Check the options that can be checked without a source.
-
-        Raises:
-            UsageError: an option has an invalid value.
-        """
-        check_sizes(expert_model_parallel_size=self.expert_model_parallel_size)
-        check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)
+        super().__post_init__()
         check_choice("loop", self.loop, LOOPS)
-        version_number(self.megatron_version)
