@@ -34,11 +34,11 @@ from mcore_ckpt_ext.operations.coverage import check_stored_once, raise_first_co
 from mcore_ckpt_ext.operations.difference_map import MapBuilder, Tally
 from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference, metadata_differences
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
-from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, threads, without_shifts
+from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, without_shifts
 from mcore_ckpt_ext.operations.replicas import differing_copies_of, shifted_names
 from mcore_ckpt_ext.operations.resumed_settings import settings_compared
 from mcore_ckpt_ext.operations.sources import open_both
-from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team, map_shares
+from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team, Workers, map_shares
 from mcore_ckpt_ext.planning.array_location import TransposeCodec
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
@@ -122,8 +122,7 @@ def _comparison(
     def one(pair: tuple[str, str]) -> TensorDifference:
         return _compare_tensor(sides, *pair, counter, pictures)
 
-    with threads(workers) as pool:
-        results = map_shares(team, lambda share: pool.map(one, share), shared, lambda pair: sides[0].nbytes(*pair))
+    results = Workers(team, workers).map(one, shared, lambda pair: sides[0].nbytes(*pair))
     unread = [_unread(side, kinds, sides) for side in sides]
     differing = [_differing_copies(side, chosen, team) for side in sides]
     compared = tuple(_kind_comparison(sides, kind, [r for r in results if r.kind == kind]) for kind in chosen)

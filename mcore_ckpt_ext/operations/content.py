@@ -13,10 +13,10 @@ from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.findings import COPIES, PROOF, VALUES, Check, Finding, Results, error, warning
-from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, threads
+from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached
 from mcore_ckpt_ext.operations.recording import TensorHash
 from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
-from mcore_ckpt_ext.operations.workers import Team, map_shares
+from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
 from mcore_ckpt_ext.optimizers.tied_copies import bits_of
@@ -189,10 +189,9 @@ def check_parameters(
     state: bool,
     unreadable: set[str],
     checksums: Checksums,
-    workers: int,
+    workers: Workers,
     advance: Callable[[int], None],
     results: Results,
-    team: Team,
     *,
     digest_tensors: bool = False,
 ) -> list[TensorDigest]:
@@ -203,10 +202,9 @@ def check_parameters(
         state: True if its optimizer state can be read.
         unreadable: see `ContentCheck`.
         checksums: see `ContentCheck`.
-        workers: the number of threads.
+        workers: the threads that share the parameters.
         advance: called with the number of bytes that were read.
         results: receives findings and checks.
-        team: the processes that share the parameters.
         digest_tensors: see `ContentCheck`.
 
     Returns:
@@ -227,8 +225,7 @@ def check_parameters(
         return 1 if tensor is None else prod(tensor.shape)
 
     names = dict.fromkeys([*checkpoint.names(WEIGHT), *(checkpoint.optimizer.names() if state else ())])
-    with threads(workers) as pool:
-        reports = map_shares(team, lambda share: pool.map(check, share), list(names), size)
+    reports = workers.map(check, list(names), size)
     results.findings.extend(finding for report in reports for finding in report.findings)
     proven, joined = (sum(getattr(report, field) for report in reports) for field in ("proven", "joined"))
     if proven or not joined:

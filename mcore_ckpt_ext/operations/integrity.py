@@ -23,7 +23,7 @@ from mcore_ckpt_ext.operations.findings import (
     error,
     warning,
 )
-from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team, map_shares
+from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.checked_files import open_file, read_file
 from mcore_ckpt_ext.storage.checksums import Confirmed, verify_array
@@ -87,20 +87,18 @@ class StoredChecksums:
         """Estimate of the number of bytes to read."""
         return self._guarded + self._manifest_bytes
 
-    def check(
-        self, confirmed: Confirmed, workers: int, advance: Advance, results: Results, team: Team = ONE_PROCESS
-    ) -> None:
-        """Compare all checksums except those in `confirmed`, which are known to be right; a team shares them."""
-        team.all(lambda: read_rest(confirmed, workers))
-        for verified, verified_records in team.gather((confirmed.verified, confirmed.verified_records)):
+    def check(self, confirmed: Confirmed, workers: Workers, advance: Advance, results: Results) -> None:
+        """Compare all checksums except those in `confirmed`, which are known to be right."""
+        workers.team.all(lambda: read_rest(confirmed, workers.count))
+        for verified, verified_records in workers.team.gather((confirmed.verified, confirmed.verified_records)):
             confirmed.add(verified, verified_records)
         if self._manifest_bytes:
-            results.findings.extend(check_manifest(self._checkpoint.folder, workers, advance, team))
+            results.findings.extend(check_manifest(self._checkpoint.folder, workers, advance))
             results.checks.append(Check(MANIFEST, f"SHA-256 of {self._manifest_bytes:,} bytes"))
         left = [archive for archive in self._archives if archive not in confirmed.verified]
-        results.findings.extend(check_archives(self._checkpoint, left, workers, advance, confirmed, team))
+        results.findings.extend(check_archives(self._checkpoint, left, workers, advance, confirmed))
         bare = [array for array in self._arrays if (array.file, array.offset, array.length) not in confirmed.verified]
-        results.findings.extend(check_bare_arrays(self._checkpoint, bare, workers, advance, team))
+        results.findings.extend(check_bare_arrays(self._checkpoint, bare, workers, advance))
         if self._guarded:
             results.checks.append(Check(CHECKSUMS, f"CRC-32 of {self._guarded:,} bytes"))
         if not self._manifest_bytes and _has_bare_numbers(self._checkpoint):
@@ -130,10 +128,9 @@ def labels(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
 def check_archives(
     checkpoint: CheckpointView,
     archives: Sequence[Archive],
-    workers: int,
+    workers: Workers,
     advance: Advance,
     confirmed: Confirmed,
-    team: Team = ONE_PROCESS,
 ) -> list[Finding]:
     """Compare the CRC-32 of every record of every archive, except records that are known to be right."""
     known = labels(checkpoint)
@@ -152,7 +149,7 @@ def check_archives(
             advance(length)
         return None
 
-    return _shared(team, check, archives, workers, lambda archive: archive[2])
+    return _shared(workers, check, archives, lambda archive: archive[2])
 
 
 def read_rest(confirmed: Confirmed, workers: int) -> None:
@@ -164,7 +161,7 @@ def read_rest(confirmed: Confirmed, workers: int) -> None:
 
 
 def check_bare_arrays(
-    checkpoint: CheckpointView, arrays: Sequence[RawArray], workers: int, advance: Advance, team: Team = ONE_PROCESS
+    checkpoint: CheckpointView, arrays: Sequence[RawArray], workers: Workers, advance: Advance
 ) -> list[Finding]:
     """Compare the CRC-32 of every array that is stored as bare elements, if it has one."""
 
@@ -177,10 +174,10 @@ def check_bare_arrays(
             advance(array.length)
         return None
 
-    return _shared(team, check, arrays, workers, lambda array: array.length)
+    return _shared(workers, check, arrays, lambda array: array.length)
 
 
-def check_manifest(folder: Path, workers: int, advance: Advance, team: Team = ONE_PROCESS) -> list[Finding]:
+def check_manifest(folder: Path, workers: Workers, advance: Advance) -> list[Finding]:
     """Compare the SHA-256 of every file with `integrity.json` (`--verify-integrity`, since core_v0.18.0).
 
     Its content is `{"algorithm": "sha256", "files": {name: hex digest}}`, for the files in the same folder.
@@ -214,7 +211,7 @@ def check_manifest(folder: Path, workers: int, advance: Advance, team: Team = ON
             return (folder / Path(entry[0]).name).stat().st_size
         return 0
 
-    return _shared(team, check, list(files.items()), workers, size)
+    return _shared(workers, check, list(files.items()), size)
 
 
 def manifest_bytes(folder: Path) -> int:
@@ -239,12 +236,9 @@ def digest_of_file(folder: Path, name: str, advance: Advance = lambda count: Non
 
 
 def _shared(
-    team: Team,
+    workers: Workers,
     check: Callable[[Item], Finding | None],
     items: Sequence[Item],
-    workers: int,
     size: Callable[[Item], int],
 ) -> list[Finding]:
-    with ThreadPoolExecutor(workers) as pool:
-        found = map_shares(team, lambda share: pool.map(check, share), items, size)
-    return [finding for finding in found if finding is not None]
+    return [finding for finding in workers.map(check, items, size) if finding is not None]

@@ -24,8 +24,8 @@ from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.findings import RECORDED_FILES, RECORDED_TENSORS, Check, Results, error
 from mcore_ckpt_ext.operations.integrity import digest_of_file
-from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, blocks, cached, threads
-from mcore_ckpt_ext.operations.workers import Team, map_shares
+from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, blocks, cached
+from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.manifest import Manifest, TensorDigest, differing, is_manifest, manifest_text
@@ -111,7 +111,7 @@ class Digests:
     files: dict[str, str] = field(default_factory=dict)
 
 
-def record(path: Path, folder: Path, content: Content, digests: Digests, workers: int, team: Team) -> None:
+def record(path: Path, folder: Path, content: Content, digests: Digests, workers: Workers) -> None:
     """Write the manifest of a checkpoint, atomically.
 
     Args:
@@ -119,16 +119,15 @@ def record(path: Path, folder: Path, content: Content, digests: Digests, workers
         folder: the checkpoint's folder.
         content: its tensors.
         digests: digests of files and tensors that have been read already.
-        workers: the number of threads.
-        team: the processes that share the reading; the first one writes.
+        workers: the threads that share the reading; the first process writes.
 
     Raises:
         CheckpointError: a tensor or a file cannot be read.
         DestinationError: the manifest cannot be written.
     """
-    files = file_digests(folder, path, digests.files, workers, team)
-    manifest = Manifest(files, tuple(tensor_digests(content, digests.tensors, workers, team)))
-    team.first(lambda: write_report(path, manifest_text(manifest), what=_MANIFEST))
+    files = file_digests(folder, path, digests.files, workers)
+    manifest = Manifest(files, tuple(tensor_digests(content, digests.tensors, workers)))
+    workers.team.first(lambda: write_report(path, manifest_text(manifest), what=_MANIFEST))
 
 
 def compare(
@@ -137,9 +136,8 @@ def compare(
     folder: Path,
     content: Content | None,
     digests: Digests,
-    workers: int,
+    workers: Workers,
     results: Results,
-    team: Team,
     *,
     files_suffice: bool = True,
 ) -> None:
@@ -151,14 +149,13 @@ def compare(
         folder: the checkpoint's folder.
         content: its tensors; None if it cannot be opened.
         digests: digests of files and tensors that have been read already.
-        workers: the number of threads.
+        workers: the threads that share the reading; each process has all results.
         results: receives findings and checks.
-        team: the processes that share the reading; each has all results.
         files_suffice: all tensors are in these files, so that equal files mean equal tensors.
     """
     before = len(results.findings)
     try:
-        found = file_digests(folder, path, digests.files, workers, team)
+        found = file_digests(folder, path, digests.files, workers)
     except UnreadableCheckpointError as problem:
         results.findings.append(error(RECORDED_FILES, str(folder), str(problem)))
         return
@@ -172,7 +169,7 @@ def compare(
         results.findings.append(error(RECORDED_FILES, str(folder / name), "it is not recorded", name))
     results.checks.append(Check(RECORDED_FILES, f"SHA-256 of {len(manifest.files):,} files"))
     if len(results.findings) > before or not files_suffice:
-        compare_tensors(manifest, content, digests, workers, results, team)
+        compare_tensors(manifest, content, digests, workers, results)
     elif manifest.has_tensors:
         what = f"{len(manifest.tensors):,} tensors, in files that are as recorded"
         results.checks.append(Check(RECORDED_TENSORS, what))
@@ -182,9 +179,8 @@ def compare_tensors(
     manifest: Manifest,
     content: Content | None,
     digests: Digests,
-    workers: int,
+    workers: Workers,
     results: Results,
-    team: Team,
 ) -> None:
     """Compare the tensors of a checkpoint with a manifest, not its files; for the arguments see `record`."""
     if not manifest.has_tensors or content is None:
@@ -192,7 +188,7 @@ def compare_tensors(
         results.checks.append(Check(RECORDED_TENSORS, what, done=False))
         return
     try:
-        found = tensor_digests(content, digests.tensors, workers, team)
+        found = tensor_digests(content, digests.tensors, workers)
     except UnreadableCheckpointError as problem:
         results.findings.append(error(RECORDED_TENSORS, str(content.folder), str(problem)))
         return
@@ -201,7 +197,7 @@ def compare_tensors(
     results.checks.append(Check(RECORDED_TENSORS, f"SHA-256 of {len(manifest.tensors):,} tensors"))
 
 
-def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers: int, team: Team) -> dict[str, str]:
+def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers: Workers) -> dict[str, str]:
     """Return the SHA-256 of a folder's files, by path in the folder, without the manifest itself.
 
     Files that are not in `known` are read.
@@ -221,8 +217,7 @@ def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers
 
     unread = [name for name in sizes if name not in known]
     digests = {name: known[name] for name in sizes if name in known}
-    with threads(workers) as pool:
-        results = map_shares(team, lambda share: pool.map(digest, share), unread, sizes.__getitem__)
+    results = workers.map(digest, unread, sizes.__getitem__)
     for name, result in zip(unread, results, strict=True):
         if isinstance(result, OSError):
             raise unreadable_file("a file of the checkpoint cannot be read", result, folder / name) from result
@@ -230,7 +225,7 @@ def file_digests(folder: Path, manifest: Path, known: Mapping[str, str], workers
     return digests
 
 
-def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: int, team: Team) -> list[TensorDigest]:
+def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: Workers) -> list[TensorDigest]:
     """Return the SHA-256 of each tensor, in model space for a checkpoint.
 
     Tensors that are not in `digests` are read.
@@ -249,8 +244,7 @@ def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: i
         except CheckpointError as problem:
             return str(problem)
 
-    with threads(workers) as pool:
-        results = map_shares(team, lambda share: pool.map(digest, share), unread, tensors.size)
+    results = workers.map(digest, unread, tensors.size)
     for key, result in zip(unread, results, strict=True):
         if isinstance(result, str):
             raise UnreadableCheckpointError(result)

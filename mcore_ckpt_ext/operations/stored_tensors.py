@@ -23,9 +23,9 @@ from mcore_ckpt_ext.operations.findings import (
     error,
     warning,
 )
-from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms, threads
+from mcore_ckpt_ext.operations.reading import BLOCK_ELEMENTS, Rooms
 from mcore_ckpt_ext.operations.recording import STORED, Digests, FileHash, TensorHash
-from mcore_ckpt_ext.operations.workers import Team, map_shares
+from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.crc32 import crc32
@@ -59,10 +59,9 @@ def listed_bytes(listing: Listing) -> int:
 
 def check_stored_tensors(
     listing: Listing,
-    workers: int,
+    workers: Workers,
     advance: Callable[[int], None],
     results: Results,
-    team: Team,
     *,
     digest_tensors: bool = False,
     digest_files: bool = False,
@@ -71,10 +70,9 @@ def check_stored_tensors(
 
     Args:
         listing: the listing of the folder.
-        workers: the number of threads.
+        workers: the threads that share archives and tensors.
         advance: called with the number of bytes that were read.
         results: receives findings and checks.
-        team: the processes that share archives and tensors.
         digest_tensors: also compute the SHA-256 of each tensor.
         digest_files: also compute that of safetensors files, each of which is then read by one thread.
 
@@ -83,12 +81,9 @@ def check_stored_tensors(
     """
     check = _ElementCheck(listing, advance, digest_tensors=digest_tensors)
     files, single = _by_file(listing) if digest_files else ({}, list(listing))
-    with threads(workers) as pool:
-        of_archives = map_shares(
-            team, lambda share: pool.map(check.archive, share), listing.archives, listing.reader.size
-        )
-        of_files = map_shares(team, lambda share: pool.map(check.file, share), list(files.items()), _bytes_of_file)
-        checked = map_shares(team, lambda share: pool.map(check.tensor, share), single, _bytes_of)
+    of_archives = workers.map(check.archive, listing.archives, listing.reader.size)
+    of_files = workers.map(check.file, list(files.items()), _bytes_of_file)
+    checked = workers.map(check.tensor, single, _bytes_of)
     digests = Digests()
     for file, (of_tensors, digest) in zip(files, of_files, strict=True):
         checked += of_tensors

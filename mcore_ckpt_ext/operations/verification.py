@@ -49,7 +49,7 @@ from mcore_ckpt_ext.operations.recording import Content, Digests, check_destinat
 from mcore_ckpt_ext.operations.recording import record as write_manifest
 from mcore_ckpt_ext.operations.state_check import StateCheck
 from mcore_ckpt_ext.operations.stored_tensors import check_listing, check_stored_tensors, listed_bytes
-from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team
+from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team, Workers
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checksums import Confirmed
 from mcore_ckpt_ext.storage.manifest import read_manifest
@@ -110,8 +110,9 @@ def verify(
     located = find_checkpoint(as_path(path))
     folder = located.folder or as_path(path)
     opens = partial(open_checkpoint, folder, facts=facts, weights=weights)
+    shared = Workers(team, workers)
     run = _Run(
-        folder, quick, workers, progress, opens, team, digest_tensors=record is not None or tensors_only,
+        folder, quick, shared, progress, opens, digest_tensors=record is not None or tensors_only,
         digest_files=record is not None or (against is not None and not tensors_only),
     )  # fmt: skip
     run.results.findings.extend(located.findings)
@@ -121,15 +122,15 @@ def verify(
         if not problems:
             run.verify_or_note()
         if manifest is not None and tensors_only:
-            compare_tensors(manifest, run.content, run.digests, workers, run.results, team)
+            compare_tensors(manifest, run.content, run.digests, shared, run.results)
         elif manifest is not None and against is not None:
             paths, whole = (Path(against), folder), weights is None
-            compare(manifest, *paths, run.content, run.digests, workers, run.results, team, files_suffice=whole)
+            compare(manifest, *paths, run.content, run.digests, shared, run.results, files_suffice=whole)
     checks, findings = tuple(run.results.checks), tuple(run.results.findings)
     found = Verification(str(run.folder), quick, checks, findings, iteration=_iteration(run.content))
     if record is None or run.content is None or not found.sound:
         return found
-    write_manifest(Path(record), folder, run.content, run.digests, workers, team)
+    write_manifest(Path(record), folder, run.content, run.digests, shared)
     return replace(found, recorded=str(record))
 
 
@@ -140,15 +141,14 @@ class _Run:
         self,
         folder: Path,
         quick: bool,
-        workers: int,
+        workers: Workers,
         progress: Progress,
         opens: Callable[[], CheckpointView],
-        team: Team,
         *,
         digest_tensors: bool = False,
         digest_files: bool = False,
     ) -> None:
-        self.folder, self._opens, self._team = folder, opens, team
+        self.folder, self._opens = folder, opens
         self.results = Results()
         self.content: Content | None = None
         self.digests = Digests()
@@ -204,7 +204,7 @@ class _Run:
             # The tensors of model space differ from the stored ones.
             digests = self._digest_tensors and self.content is listing
             self.digests = check_stored_tensors(
-                listing, self._workers, counter.add, self.results, self._team, digest_tensors=digests,
+                listing, self._workers, counter.add, self.results, digest_tensors=digests,
                 digest_files=self._digest_files,
             )  # fmt: skip
             counter.finish()
@@ -240,13 +240,13 @@ class _Run:
         try:
             if not _has_optimizer_alone(checkpoint):  # without weights its state cannot be checked
                 state: list[bool] = []
-                self._team.all(lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
+                self._workers.team.all(lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
                 self.digests.tensors = check_parameters(
-                    checkpoint, state[0], failed, confirmed, self._workers, counter.add, content, self._team,
+                    checkpoint, state[0], failed, confirmed, self._workers, counter.add, content,
                     digest_tensors=self._digest_tensors,
                 )  # fmt: skip
         finally:
-            checksums.check(confirmed, self._workers, counter.add, self.results, self._team)
+            checksums.check(confirmed, self._workers, counter.add, self.results)
             self.results.extend(content)
         counter.finish()
 

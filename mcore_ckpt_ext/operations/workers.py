@@ -1,13 +1,17 @@
 """Processes that share the work of a command: steps for all or one of them, and shared failures.
 
-`convert`, `verify`, `diff` and rehearsals take a `Team`. `map_shares` distributes items that have a result each.
+`convert`, `verify`, `diff` and rehearsals take a `Team`. `map_shares` distributes items that have a result each, and
+`Workers` also to the threads of each process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol, TypeVar
+
+from mcore_ckpt_ext.operations.reading import threads
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -109,3 +113,20 @@ def map_shares(
     for share in team.gather(dict(zip(own, results, strict=True))):
         found.update(share)
     return [found[position] for position in range(len(items))]
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The threads of the processes that share work: `count` in each process of `team`."""
+
+    team: Team
+    count: int
+
+    def map(self, work: Callable[[Item], Result], items: Sequence[Item], size: Callable[[Item], int]) -> list[Result]:
+        """Return the results of all items, in their order, in every process; see `map_shares`.
+
+        Raises:
+            CheckpointError: some process failed, or has ended; on every process.
+        """
+        with threads(self.count) as pool:
+            return map_shares(self.team, lambda share: pool.map(work, share), items, size)

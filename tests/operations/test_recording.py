@@ -18,7 +18,7 @@ from mcore_ckpt_ext.operations.findings import RECORDED_FILES, RECORDED_TENSORS,
 from mcore_ckpt_ext.operations.integrity import digest_of_file
 from mcore_ckpt_ext.operations.recording import tensor_digests
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.operations.workers import ONE_PROCESS
+from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Workers
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.manifest import read_manifest
 from mcore_ckpt_ext.targets import Target
@@ -132,7 +132,7 @@ def test_every_kind_of_checkpoint_can_be_recorded(name: str, tmp_path: Path) -> 
     assert found.recorded
     # The tensors were digested while they were verified; reading them for that alone gives the same.
     checkpoint = mcore_ckpt_ext.open_checkpoint(run)
-    assert tensor_digests(checkpoint, (), 2, ONE_PROCESS) == [*read_manifest(tmp_path / "manifest").tensors]
+    assert tensor_digests(checkpoint, (), Workers(ONE_PROCESS, 2)) == [*read_manifest(tmp_path / "manifest").tensors]
     found = mcore_ckpt_ext.verify(run, against=tmp_path / "manifest", tensors_only=True)
     assert (found.sound, differences(found)) == (True, [])
 

@@ -25,11 +25,11 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed, with_first_moments, without_optimizer
 from mcore_ckpt_ext.formats.weights_view import WeightsView, relocated
 from mcore_ckpt_ext.model_space.names import parse
-from mcore_ckpt_ext.model_space.slices import Region
+from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.state_view import StateView
-from mcore_ckpt_ext.planning.plan import DerivedSource, IndexedSource, Source
+from mcore_ckpt_ext.planning.plan import DerivedSource, IndexedSource, Source, StoredSlice
 from mcore_ckpt_ext.planning.source_view import SourceView
 from tests.harness.checkpoints import CORRUPTED, FIXTURES, fixture_named, optimizer_alone
 from tests.harness.peft import adapter, peft_folder
@@ -137,8 +137,10 @@ def under(names: NameMap, value: Any) -> Any:
         return type(value)(under(names, one) for one in value)
     if is_dataclass(value) and not isinstance(value, type) and "name" in {field.name for field in fields(value)}:
         return replace(value, name=names.of(value.name))
-    if type(value).__name__ in ("StoredSlice", "Slice"):
-        return replace(value, **{field.name: under(names, getattr(value, field.name)) for field in fields(value)})
+    if isinstance(value, StoredSlice):
+        return value._replace(slice=under(names, value.slice))
+    if isinstance(value, Slice):
+        return replace(value, regions=under(names, value.regions))
     return value
 
 
