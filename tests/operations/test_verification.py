@@ -437,7 +437,7 @@ TENSOR = LogicalTensor("x", (4, 6), "float32")
          ["6 of 24 elements are not stored anywhere; the first is 12"]),
         ([[[stored("x", (0, 0), (3, 6))]]], ["6 of 24 elements are not stored anywhere; the first is 18"]),
         ([[[stored("x", (0, 0), (2, 6)), stored("x", (2, 0), (3, 6))]]], ["a part lies outside of its shape"]),
-        ([[[replace(stored("x", (0, 0), (4, 6)), slice=Slice((Region("x", (0, 0), (4, 6)),), 6, 24))]]],
+        ([[[stored("x", (0, 0), (4, 6))._replace(slice=Slice((Region("x", (0, 0), (4, 6)),), 6, 24))]]],
          ["6 of 24 elements are not stored anywhere; the first is 0"]),
         ([[[stored("x", (0,), (24,))]]], ["a part lies outside of its shape"]),
         ([[[stored("x", (), ())]]], ["a part lies outside of its shape"]),
