@@ -13,7 +13,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.legacy.reader import is_legacy
+from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import as_base_checkpoint, folder_to_present
 from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
@@ -32,7 +32,7 @@ def wrap_load_args(original: Function) -> Function:
         call.apply_defaults()
         arguments = call.arguments["args"]
         folder = folder_to_present(getattr(arguments, call.arguments["load_arg"], None), arguments)
-        if folder is None or is_legacy(folder):
+        if folder is None or LegacyCheckpoint.recognizes(folder):
             return original(*positional, **keywords)
         checkpoint = open_checkpoint(folder)
         state = {**checkpoint.common, "args": Namespace(**checkpoint.args)}
