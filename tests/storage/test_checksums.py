@@ -18,7 +18,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext import Legacy, TorchDist
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.operations import integrity, verification
-from mcore_ckpt_ext.operations.workers import ONE_PROCESS
+from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Workers
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
@@ -213,7 +213,9 @@ def test_verify_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Checksums, "WORTH", 1 << 9)
     folder = mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", TorchDist()).destination
     checkpoint = mcore_ckpt_ext.open_checkpoint(folder)
-    run = verification._Run(checkpoint.folder, False, 1, lambda done, total: None, lambda: checkpoint, ONE_PROCESS)
+    run = verification._Run(
+        checkpoint.folder, False, Workers(ONE_PROCESS, 1), lambda done, total: None, lambda: checkpoint
+    )
     compared: list[str] = []
     monkeypatch.setattr(
         integrity, "check_archives", lambda of, archives, *_: compared.extend(file for file, *_ in archives) or []
@@ -228,7 +230,9 @@ def test_verify_reads_large_files_of_many_tensors_once(name: str, monkeypatch: p
     """Headers and pickles, a third of so small a checkpoint, are read more often."""
     monkeypatch.setattr(Checksums, "WORTH", 1 << 9)
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run)
-    run = verification._Run(checkpoint.folder, False, 1, lambda done, total: None, lambda: checkpoint, ONE_PROCESS)
+    run = verification._Run(
+        checkpoint.folder, False, Workers(ONE_PROCESS, 1), lambda done, total: None, lambda: checkpoint
+    )
     run.verify_or_note()
     assert [finding for finding in run.results.findings if finding.severity == "error"] == []
     assert checkpoint.reader.bytes_read < 1.6 * sum(path.stat().st_size for path in checkpoint.folder.rglob("*.*"))
