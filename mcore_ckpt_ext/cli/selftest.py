@@ -83,13 +83,14 @@ def _test(machine: Machine, arguments: argparse.Namespace, start: Start) -> int:
 
 
 def _check_paths(arguments: argparse.Namespace) -> None:
-    """Check, before minutes of training, that there are the folders to write to.
+    """Check that the folders to write to exist, and remove the result of an earlier test.
 
     Raises:
         UsageError: one does not exist, or the result would overwrite another file.
     """
     if arguments.json not in (None, _STDOUT):
         check_result_file(Path(arguments.json), "selftest")
+        Path(arguments.json).unlink(missing_ok=True)  # if this test ends early, nobody takes it for its result
     if arguments.folder is not None and not arguments.folder.is_dir():
         raise UsageError(
             "--folder names no folder", where=str(arguments.folder), hint="create it, or choose another folder"

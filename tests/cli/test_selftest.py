@@ -36,6 +36,14 @@ def test_without_a_gpu_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["ok"], found["exit_code"], found["error"]["kind"]) == (False, 2, "UsageError")
 
 
+@pytest.mark.usefixtures("without_device")
+def test_the_result_of_an_earlier_test_does_not_remain(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    report.write_text('{"command": "selftest", "ok": true}')
+    assert main(["selftest", "--json", str(report)]) == 2
+    assert not report.exists()
+
+
 def test_folders_are_checked_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A result that cannot be written is not found after minutes of training."""
     notes = tmp_path / "notes.json"
