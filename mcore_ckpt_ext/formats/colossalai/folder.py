@@ -1,4 +1,4 @@
-"""Files of the folders that ColossalAI's Booster saves: where weights lie, and the index of the optimizer's states."""
+"""The files of folders that ColossalAI's Booster saves: weights, and the index of optimizer states."""
 
 from __future__ import annotations
 
