@@ -90,7 +90,7 @@ def _check_paths(arguments: argparse.Namespace) -> None:
     """
     if arguments.json not in (None, _STDOUT):
         check_result_file(Path(arguments.json), "selftest")
-        Path(arguments.json).unlink(missing_ok=True)  # if this test ends early, nobody takes it for its result
+        Path(arguments.json).unlink(missing_ok=True)  # not to be mistaken for the result of a test that ends early
     if arguments.folder is not None and not arguments.folder.is_dir():
         raise UsageError(
             "--folder names no folder", where=str(arguments.folder), hint="create it, or choose another folder"

@@ -237,18 +237,31 @@ class _Run:
         checksums = StoredChecksums(checkpoint, failed)
         counter = ByteCounter(checksums.nbytes + _content_bytes(checkpoint), self._progress)
         confirmed, content = Confirmed(checkpoint.reader), Results()
+        damage: CheckpointError | None = None
         try:
-            if not _has_optimizer_alone(checkpoint):  # without weights its state cannot be checked
-                state: list[bool] = []
-                self._workers.team.all(lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
-                self.digests.tensors = check_parameters(
-                    checkpoint, state[0], failed, confirmed, self._workers, counter.add, content,
-                    digest_tensors=self._digest_tensors,
-                )  # fmt: skip
-        finally:
-            checksums.check(confirmed, self._workers, counter.add, self.results)
-            self.results.extend(content)
+            # No checksum is compared after any other error, such as an interrupt or a broken installation of torch.
+            with reraise_as_unreadable(self.folder):
+                self._check_elements(checkpoint, failed, confirmed, counter, content)
+        except CheckpointError as error:
+            damage = error
+        checksums.check(confirmed, self._workers, counter.add, self.results)
+        self.results.extend(content)
+        if damage is not None:
+            raise damage
         counter.finish()
+
+    def _check_elements(
+        self, checkpoint: CheckpointView, failed: set[str], confirmed: Confirmed, counter: ByteCounter,
+        content: Results,
+    ) -> None:  # fmt: skip
+        if _has_optimizer_alone(checkpoint):  # without weights its state cannot be checked
+            return
+        state: list[bool] = []
+        self._workers.team.all(lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
+        self.digests.tensors = check_parameters(
+            checkpoint, state[0], failed, confirmed, self._workers, counter.add, content,
+            digest_tensors=self._digest_tensors,
+        )  # fmt: skip
 
     def _check_known(self, checkpoint: CheckpointView) -> None:
         """Report the keys that no other check reads."""
