@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     from mcore_ckpt_ext.selftest.machine import this_machine
 
     _check_paths(arguments)
+    if arguments.json not in (None, _STDOUT):
+        Path(arguments.json).unlink(missing_ok=True)  # not to be mistaken for the result of a test that ends early
     joined = place_among_ranks(os.environ)
     if joined is None:
         return _test(this_machine(arguments.nproc), arguments, start_ranks)
@@ -83,14 +85,13 @@ def _test(machine: Machine, arguments: argparse.Namespace, start: Start) -> int:
 
 
 def _check_paths(arguments: argparse.Namespace) -> None:
-    """Check that the folders to write to exist, and remove the result of an earlier test.
+    """Check, before minutes of training, that the folders to write to exist.
 
     Raises:
         UsageError: one does not exist, or the result would overwrite another file.
     """
     if arguments.json not in (None, _STDOUT):
         check_result_file(Path(arguments.json), "selftest")
-        Path(arguments.json).unlink(missing_ok=True)  # not to be mistaken for the result of a test that ends early
     if arguments.folder is not None and not arguments.folder.is_dir():
         raise UsageError(
             "--folder names no folder", where=str(arguments.folder), hint="create it, or choose another folder"
