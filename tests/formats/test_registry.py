@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,6 +28,14 @@ def test_every_folder_of_a_format_is_listed() -> None:
     listed = {one.reader_class.__module__.rsplit(".", 2)[1] for one in FORMATS}
     assert listed == {path.parent.name for path in Path(formats.__path__[0]).glob("*/reader.py")}
     assert len({one.name for one in FORMATS}) == len(FORMATS)
+
+
+def test_formats_with_options_have_a_writer() -> None:
+    """Writers are named by text, which no type checker sees."""
+    for one in FORMATS:
+        assert (one.target is None) == (one.writer == ""), one.name
+        module, _, name = one.writer.partition(":")
+        assert not module or callable(getattr(import_module(module), name)), one.name
 
 
 @pytest.mark.parametrize(("fixture", "name"), [("p01", "torch_dist"), ("p31", "zarr")])
