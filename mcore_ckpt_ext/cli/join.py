@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from mcore_ckpt_ext.cli.ranks import STARTED_BY_TORCHRUN, started_by_srun
 
 _JOIN = "--join"
-STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""Only torchrun sets it (torch/distributed/elastic/agent/server/local_elastic_agent.py)."""
+_JOINS_BY_ITSELF = "selftest"
 
 
 def add_join(parser: argparse._ActionsContainer) -> None:
     """Add `--join`."""
     parser.add_argument(
         _JOIN, action="store_true",
-        help="split the work across the processes of the current torch.distributed job (default under torchrun)",
+        help="split the work across the processes of the current torch.distributed job or srun step (default under "
+        "torchrun)",
     )  # fmt: skip
 
 
-def reports_errors(words: Sequence[str]) -> bool:
-    """Return whether this process prints an error as JSON: of several, only rank 0 does."""
-    rank = os.environ.get("RANK", "")
-    is_shared = _JOIN in words or STARTED_BY_TORCHRUN in os.environ
+def reports_errors(words: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Return whether this process prints an error as JSON: of several that share a command, only rank 0 does.
+
+    Processes of srun share a command if it has `--join`, and a self-test in any case. Otherwise each has a command of
+    its own, with its own result.
+    """
+    rank = environment.get("RANK", "")
+    if started_by_srun(environment) and STARTED_BY_TORCHRUN not in environment:
+        is_shared = _JOIN in words or _JOINS_BY_ITSELF in words[:1]
+        rank = rank or environment["SLURM_PROCID"]
+    else:
+        is_shared = _JOIN in words or STARTED_BY_TORCHRUN in environment
     return not (is_shared and rank.isascii() and rank.isdigit() and int(rank) > 0)

@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if word in COMMANDS), "")
-    report = partial(print_error, command) if wants_json(words) and reports_errors(words) else _nothing
+    report = partial(print_error, command) if wants_json(words) and reports_errors(words, os.environ) else _nothing
     try:
         if words[:1] == [_COMPLETION]:
             return _completion(words)

@@ -1,4 +1,4 @@
-"""The team of processes, started by torchrun, that share the work of a command."""
+"""The team of processes, started by torchrun or srun, that share the work of a command."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from functools import partial
 from typing import TypeVar, cast
 
 from mcore_ckpt_ext.cli.heartbeat import Heartbeat, Store
-from mcore_ckpt_ext.cli.join import STARTED_BY_TORCHRUN
 from mcore_ckpt_ext.cli.output import message
+from mcore_ckpt_ext.cli.ranks import STARTED_BY_TORCHRUN, variables_of_srun
 from mcore_ckpt_ext.errors import CheckpointError, UsageError, format_error
 from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 # Set if the agent of torchrun hosts the store instead of the first process (torch/distributed/rendezvous.py).
 _AGENT_HOLDS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_HOW_TO_START = "start them with torchrun -m mcore_ckpt_ext ..., or leave --join out and use one process"
+_HOW_TO_START = "start them with torchrun -m mcore_ckpt_ext ... or srun, or leave --join out and use one process"
 _DIGITS = 10
 _NAMESPACE = "mcore-ckpt"
 # Polling of an exchange: the pause is a fraction of the time waited so far, between these bounds in seconds.
@@ -40,6 +40,8 @@ def the_team(*, join: bool = False) -> Iterator[Team]:
     if not join and STARTED_BY_TORCHRUN not in os.environ:
         yield SingleProcess()
         return
+    if STARTED_BY_TORCHRUN not in os.environ:
+        os.environ.update(variables_of_srun(os.environ))
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     if size < 2:
         yield SingleProcess()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.json_output import check_result_file, print_result, write_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, message, table
+from mcore_ckpt_ext.cli.ranks import place_among_ranks, variables_of_srun
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.selftest.report import Outcome, Report, Row, passed
@@ -40,16 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the test, and report the results."""
-    from mcore_ckpt_ext.cli.selftest_ranks import Team, place_among_ranks, require_shared_folder
+    from mcore_ckpt_ext.cli.selftest_ranks import Team, require_shared_folder
     from mcore_ckpt_ext.selftest.machine import this_machine
 
     _check_paths(arguments)
     if arguments.json not in (None, _STDOUT):
         Path(arguments.json).unlink(missing_ok=True)  # not to be mistaken for the result of a test that ends early
-    joined = place_among_ranks(os.environ)
-    if joined is None:
+    place = place_among_ranks(os.environ)
+    if place is None:
         return _test(this_machine(arguments.nproc), arguments, start_ranks)
-    place, variables = joined
     if arguments.nproc not in (None, place.on_node):
         raise UsageError(
             "torchrun or srun has started the ranks", found=f"{place.on_node} on this node, {place.total} in all",
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         )  # fmt: skip
     require_shared_folder(place, arguments.folder)
     machine = replace(this_machine(place.on_node), ranks=place.total)
-    os.environ.update(variables)
+    os.environ.update(variables_of_srun(os.environ))
     team = Team(place, _PATIENCE_SECONDS)
     return team.lead(partial(_test, machine, arguments)) if place.rank == 0 else team.follow()
 

@@ -8,79 +8,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from mcore_ckpt_ext.cli.join import STARTED_BY_TORCHRUN
+from mcore_ckpt_ext.cli.ranks import Place
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.selftest.jobs import Order, read_results
 from mcore_ckpt_ext.selftest.launcher import PROGRAM, Ended, Ranks, free_port, start
 
-_FIRST_PORT, _PORTS = 20_000, 10_000
-_FIRST_NODE = re.compile(r"(?P<name>[^,\[]+)(\[(?P<number>\d+))?")
 _NAMESPACE = "mcore-ckpt-selftest"
 _FOR_EVER = float("inf")
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of this process among the ranks.
-
-    Attributes:
-        rank: global rank of this process.
-        total: number of ranks.
-        local: rank of this process on its node.
-        on_node: number of ranks on its node.
-    """
-
-    rank: int
-    total: int
-    local: int
-    on_node: int
-
-
-def place_among_ranks(environment: Mapping[str, str]) -> tuple[Place, dict[str, str]] | None:
-    """Return the place of this process, and the variables for torch's store that are not set.
-
-    Args:
-        environment: environment variables of this process.
-
-    Returns:
-        None if neither torchrun nor srun has started several processes.
-    """
-    if STARTED_BY_TORCHRUN in environment:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return Place(*(int(environment[name]) for name in names)), {}
-    total = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-    if total < 2 or "SLURM_PROCID" not in environment:
-        return None
-    rank, local = int(environment["SLURM_PROCID"]), int(environment["SLURM_LOCALID"])
-    place = Place(rank, total, local, total // int(environment["SLURM_STEP_NUM_NODES"]))
-    meeting = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(total),
-        "MASTER_ADDR": first_node(environment["SLURM_STEP_NODELIST"]),
-        "MASTER_PORT": str(_FIRST_PORT + int(environment["SLURM_JOB_ID"]) % _PORTS),
-    }
-    return place, {name: value for name, value in meeting.items() if name not in environment}
-
-
-def first_node(nodes: str) -> str:
-    """Return the first node of a Slurm node list: `gpu03` for `gpu[03-05,9],login`.
-
-    Raises:
-        UsageError: the list is invalid.
-    """
-    found = _FIRST_NODE.match(nodes)
-    if found is None:
-        raise UsageError("the first node of this job is unknown", found=nodes, hint="set MASTER_ADDR")
-    return found["name"] + (found["number"] or "")
 
 
 def require_shared_folder(place: Place, folder: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Test a self-test under torchrun or srun: the numbers of the ranks, and their cooperation."""
+"""Test the cooperation of a self-test's ranks under torchrun."""
 
 from __future__ import annotations
 
@@ -8,52 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt_ext.cli.selftest_ranks import Place, first_node, place_among_ranks, require_shared_folder
+from mcore_ckpt_ext.cli.ranks import Place
+from mcore_ckpt_ext.cli.selftest_ranks import require_shared_folder
 from mcore_ckpt_ext.errors import UsageError
-
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-SRUN = {
-    "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
-    "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "1012345",
-}  # fmt: skip
-
-
-def test_under_torchrun() -> None:
-    assert place_among_ranks(TORCHRUN) == (Place(5, 8, 1, 4), {})
-
-
-def test_under_srun() -> None:
-    found = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "gpu03", "MASTER_PORT": "22345"}
-    assert place_among_ranks(SRUN) == (Place(5, 8, 1, 4), found)
-    assert place_among_ranks({**SRUN, "MASTER_ADDR": "mine", "MASTER_PORT": "1"}) == (
-        Place(5, 8, 1, 4), {"RANK": "5", "WORLD_SIZE": "8"},
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {},
-        {"RANK": "0", "WORLD_SIZE": "8"},  # of a training pod's shell
-        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"},  # of salloc's
-        {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},
-    ],
-)
-def test_one_process_alone(variables: dict[str, str]) -> None:
-    assert place_among_ranks(variables) is None
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("gpu03", "gpu03"), ("gpu[03-05,9],login", "gpu03"), ("a,b", "a"), ("rack2-node[1]", "rack2-node1")],
-)
-def test_the_first_node(nodes: str, first: str) -> None:
-    assert first_node(nodes) == first
-
-
-def test_no_node() -> None:
-    with pytest.raises(UsageError, match="the first node of this job is unknown"):
-        first_node("")
 
 
 def test_several_nodes_need_a_folder(tmp_path: Path) -> None:
@@ -67,7 +24,8 @@ def test_several_nodes_need_a_folder(tmp_path: Path) -> None:
 PROCESS = '''
 import os, sys
 from pathlib import Path
-from mcore_ckpt_ext.cli.selftest_ranks import Team, place_among_ranks
+from mcore_ckpt_ext.cli.ranks import place_among_ranks
+from mcore_ckpt_ext.cli.selftest_ranks import Team
 from mcore_ckpt_ext.selftest.jobs import Order
 
 RANK = """
@@ -79,7 +37,7 @@ if path.endswith("first"):
     sys.exit(3) if os.environ["RANK"] == "1" else time.sleep(600)
 """
 folder = Path(sys.argv[1])
-place, _ = place_among_ranks(os.environ)
+place = place_among_ranks(os.environ)
 team = Team(place, 60, (sys.executable, "-c", RANK))
 
 def test(start):
