@@ -3,16 +3,16 @@
     python scripts/mutation_run.py [--functions 100] [--seed N] [--processes 2] [--only PATTERN] [--reached FOLDER]
 
 Each chosen function is changed in one place (a comparison turned round, a condition negated, a number shifted, a result
-replaced by None, ...) in a copy of the repository, and the tests that can notice it run there until one fails: those
-that enter the function, the nearest and quickest first, then those of the nearest files that start other processes. A
-change that no test notices is printed with its line: it needs a test, or a reason. At the end, the tests that noticed
-a change run once more without it, and a change is not counted if its test fails then, too. Run it with the Python of
-an environment where the tests run (`.venv/bin/python`). Exit status: 0 if at least nine of ten changes were noticed, 1
-otherwise.
+replaced by None, ...) in a copy of the repository, and the tests of `run_tests.py --quick` that can notice it run there
+until one fails: those that enter the function, the nearest and quickest first, then those of the nearest files that
+start other processes. A change that no test notices is printed with its line: it needs a test, or a reason. At the end,
+the tests that noticed a change run once more without it, and a change is not counted if its test fails then, too. Run
+it with the Python of an environment where the tests run (`.venv/bin/python`). Exit status: 0 if at least nine of ten
+changes were noticed, 1 otherwise.
 
-Which tests enter which function is recorded first (`reached_functions.py`), by all tests that need no job, in minutes;
-`--reached` names a folder for the record, which is used if it is there. The processes that run tests are forked from
-this one, which has imported torch.
+Which tests enter which function is recorded first (`reached_functions.py`), in minutes; `--reached` names a folder for
+the record, which is used if it is there. The processes that run tests are forked from this one, which has imported
+torch.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from queue import Queue
 
-from changed_tests import importers, rings_of_tests
+from changed_tests import NEEDS_A_JOB, importers, rings_of_tests
 from forked_tests import failed_tests, import_slow_modules
 from mutants import Mutant, mutants
 from reached_functions import VARIABLE, Function, RecordedTest, recorded_tests
+from run_tests import QUICK
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENOUGH = 0.9
-_LEFT_OUT = ("tests/jobs/", "tests/slow/")
-_COLOSSALAI = "tests/colossalai/"
-_LIMIT = 600.0  # seconds that tests of ColossalAI may take
 # Tests of a change run in two groups, each of at most so many tests, or until they take so many seconds.
 _GROUPS = ((40, 30.0), (400, 120.0))
 
@@ -78,7 +76,7 @@ def main() -> int:
 
 def _broken(where: Path, noticing: Iterable[str | None]) -> set[str]:
     """Return those tests that also fail without a change."""
-    names = {test for test in noticing if test and "::" in test and not test.startswith(_COLOSSALAI)}
+    names = {test for test in noticing if test and "::" in test}
     return set(failed_tests(where, names, 60 + 60.0 * len(names), at_most=0)) if names else set()
 
 
@@ -98,8 +96,7 @@ def _recorded(where: Path, folder: Path) -> tuple[list[RecordedTest], frozenset[
     if not folder.exists():
         folder.mkdir(parents=True)
         environment = {**os.environ, "PYTHONPATH": f"{where}:{where / 'scripts'}", VARIABLE: str(folder)}
-        left_out = [f"--ignore={name}" for name in (*_LEFT_OUT, _COLOSSALAI, "tests/peers/test_run.py")]
-        options = ["-q", "-n2", "--dist=worksteal", "-p", "reached_functions", *left_out]
+        options = ["-q", "-n2", "--dist=worksteal", "-p", "reached_functions", *QUICK]
         command = [sys.executable, "-m", "pytest", *options]
         started = time.monotonic()
         subprocess.run(command, cwd=where, env=environment, check=False, stdout=subprocess.DEVNULL)
@@ -141,14 +138,9 @@ class _Tests:
             if group:
                 yield group
 
-    def of_colossalai(self, mutant: Mutant) -> list[str]:
-        """Return the nearest files of ColossalAI's tests, for a module that only they import."""
-        files = next(iter(self._rings(mutant)), [])
-        return files if all(file.startswith(_COLOSSALAI) for file in files) else []
-
     def _rings(self, mutant: Mutant) -> list[list[str]]:
         """Return the files of the nearest two rings of tests."""
-        rings = (ring for ring in rings_of_tests([mutant.path], self.importing, _LEFT_OUT) if ring)
+        rings = (ring for ring in rings_of_tests([mutant.path], self.importing, NEEDS_A_JOB) if ring)
         return [ring for _, ring in zip(range(2), rings, strict=False)]
 
 
@@ -189,27 +181,6 @@ def _failures(mutant: Mutant) -> Iterator[str | None]:
     for group in _tests.groups(mutant):
         limit = 120 + 5 * sum(test.seconds for test in group)
         yield next(iter(failed_tests(_copy, {test.name for test in group}, limit)), None)
-    if tests := _tests.of_colossalai(mutant):
-        yield tests[0] if _fails_there(tests) else None
-
-
-def _fails_there(tests: Sequence[str]) -> bool:
-    """Run tests of ColossalAI, in its environment; return whether one fails."""
-    command = [REPOSITORY / ".venv-colossalai/bin/python", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(_copy)}
-    try:
-        done = subprocess.run(
-            command,
-            cwd=_copy,
-            env=environment,
-            check=False,
-            timeout=_LIMIT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired:
-        return True
-    return done.returncode in (1, 2)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ PROCESSES = min(len(os.sched_getaffinity(0)) + 1, 4)
 IN_TURN = ("-n", str(PROCESSES), "--dist", "loadfile", "--no-loadscope-reorder")
 # Without jobs, tests of a file share little, so a free process takes tests from the other.
 BALANCED = ("-n", str(PROCESSES), "--dist", "worksteal")
-QUICK = (*BALANCED, "-m", "not thorough", f"--ignore={JOBS}", f"--ignore={PEERS}")
+QUICK = ("-m", "not thorough", f"--ignore={JOBS}", f"--ignore={PEERS}")
 
 
 def main() -> int:
@@ -74,7 +74,7 @@ def main() -> int:
             return status
         with _shared_checkpoints():
             if beside is None:
-                return _pytest(python, QUICK).returncode
+                return _pytest(python, [*BALANCED, *QUICK]).returncode
             if arguments:
                 named = beside if any(COLOSSALAI in argument for argument in arguments) else python
                 return _pytest(named, arguments).returncode
