@@ -117,7 +117,7 @@ def prepare(
     checkpoint, job, spell = agreed_here("opening the checkpoint", under_its_names)
     if not checkpoint.names(WEIGHT):
         live = {name: weight for weight_specs in gather(job.weight_specs()) for name, weight in weight_specs.items()}
-        checkpoint = checkpoint.format_reader.with_weights_of_a_job(live).view
+        checkpoint = checkpoint.with_weights_of_a_job(live)
 
     def plan() -> Prepared:
         check_job(checkpoint, views, spell, arguments)

@@ -28,7 +28,7 @@ def has_adapters_alone(checkpoint: CheckpointView) -> bool:
 
 def for_model(checkpoint: CheckpointView, model: CheckpointView) -> CheckpointView:
     """Attach the model, stored in another folder, to a checkpoint that contains only adapters."""
-    return replace(checkpoint, adapters=replace(checkpoint.adapters, model=model))
+    return replace(checkpoint, base_model=model)
 
 
 def with_bridge_names(checkpoint: CheckpointView) -> CheckpointView:
@@ -37,7 +37,7 @@ def with_bridge_names(checkpoint: CheckpointView) -> CheckpointView:
     if not any(map(is_swift_name, names)):
         return checkpoint
     view = renamed(checkpoint, {name: to_bridge_name(name) for name in names})
-    return replace(view, adapters=replace(view.adapters, by_rank=True))
+    return replace(view, adapters_by_rank=True)
 
 
 def check_names(checkpoint: CheckpointView, target: Target) -> None:
@@ -76,8 +76,8 @@ def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, passed: M
     Raises:
         UnsupportedCheckpointError: no family fits, or several do.
     """
-    if checkpoint.adapters.model is not None:
-        return fit_of_adapters(checkpoint.adapters.model, family, passed)
+    if checkpoint.base_model is not None:
+        return fit_of_adapters(checkpoint.base_model, family, passed)
     if (fit := checkpoint.format_reader.fit) is not None:
         return fit
     # All families are imported, which takes longer than to open most checkpoints.
@@ -102,4 +102,4 @@ def adapters_in(checkpoint: CheckpointView, fit: Fit) -> Adapters:
     own = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in own}
     ranks = None if "tensor" in checkpoint.layout.unknown else checkpoint.layout.tensor
-    return adapters_of(fit.family.tensors(fit.arguments), shapes, ranks, by_rank=checkpoint.adapters.by_rank)
+    return adapters_of(fit.family.tensors(fit.arguments), shapes, ranks, by_rank=checkpoint.adapters_by_rank)

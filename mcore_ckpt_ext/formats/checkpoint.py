@@ -12,8 +12,8 @@ from mcore_ckpt_ext.errors import CheckpointError, ProofError, UnsupportedCheckp
 from mcore_ckpt_ext.formats.adapter_only import for_model, has_adapters_alone
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, sharded_backend
 from mcore_ckpt_ext.formats.description import refuse_facts
-from mcore_ckpt_ext.formats.format import OpenOptions
 from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle
+from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.registry import FORMATS, format_of
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
@@ -105,7 +105,7 @@ def _with_weights(
     checkpoint = open_checkpoint(folder, order_sources=order_sources, facts=facts)
     if has_adapters_alone(checkpoint):
         return for_model(checkpoint, source)
-    return checkpoint.format_reader.with_weights_of(source).view
+    return checkpoint.with_weights_of(source)
 
 
 def _unknown(folder: Path) -> CheckpointError:

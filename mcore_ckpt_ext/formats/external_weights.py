@@ -60,7 +60,7 @@ def check_external_weights(source: CheckpointView, checkpoint: CheckpointView) -
         )  # fmt: skip
     if not source.names(WEIGHT):
         raise UsageError("the folder of --weights has no weights", where=str(source.folder), hint=NAME_THEM)
-    if mismatch := source.format_reader.mismatch_with(checkpoint):
+    if mismatch := source.format_reader.mismatch_with(checkpoint.arguments):
         raise mismatch
 
 

@@ -6,7 +6,7 @@ names its reader and writer instead of importing them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -14,33 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.target import Target
-from mcore_ckpt_ext.job.facts import NOTHING, Facts
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
     from mcore_ckpt_ext.formats.laid_out import OutputPlan
+    from mcore_ckpt_ext.formats.open_options import OpenOptions
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
-    from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-
-
-@dataclass(frozen=True)
-class OpenOptions:
-    """Options for opening a folder.
-
-    Attributes:
-        order_sources: parameter orders to try when the packing of the gradient buffers is recovered.
-        family: the family of a Hugging Face folder if its `config.json` does not name a supported one.
-        transformer_impl: the layer spec under whose names a Hugging Face folder is read.
-        facts: properties of the job that wrote a checkpoint without Megatron's arguments.
-        model: the model of the adapters, if the folder contains only adapters.
-    """
-
-    order_sources: Sequence[ParameterOrder] = ()
-    family: Family | None = None
-    transformer_impl: str = "transformer_engine"
-    facts: Facts = NOTHING
-    model: CheckpointView | None = None
 
 
 @dataclass(frozen=True)

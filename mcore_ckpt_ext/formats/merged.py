@@ -13,7 +13,7 @@ from mcore_ckpt_ext.formats.adapter_only import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.formats.adapter_order import about_norms
 from mcore_ckpt_ext.formats.adapter_scaling import Scaling
 from mcore_ckpt_ext.formats.low_rank import Merged, Part, parts_of
-from mcore_ckpt_ext.formats.parts import Merger, StoredWeights, Weights, lazy
+from mcore_ckpt_ext.formats.parts import StoredWeights, Weights, lazy
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
@@ -83,7 +83,8 @@ def merged_view(
         states=replace(view.states, extra=lazy(lambda: _of_base(base.extra_states()))),
         unread_keys=unread,
         messages=lambda seen: [*notes, *view.messages(seen)],
-        merger=Merger(sources, notes),
+        merged_from=sources,
+        merge_notes=notes,
     )
 
 

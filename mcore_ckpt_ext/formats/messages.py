@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mcore_ckpt_ext.errors import join_some
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.anatomy import pipelined_block
 from mcore_ckpt_ext.model_space.names import split_layer
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_number
 
-if TYPE_CHECKING:
-    from mcore_ckpt_ext.formats.view import CheckpointView
+
+def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:
+    """Return a contradiction between the arguments and the vocabulary's rows; None if they agree."""
+    recorded, rows = checkpoint.arguments.padded_vocab_size, checkpoint.vocabulary_rows
+    if recorded is None or recorded == rows:
+        return None
+    return f"the arguments say padded_vocab_size {recorded}, but the vocabulary has {rows} rows, which are used"
 
 
 def contradictions(checkpoint: CheckpointView) -> list[str]:
-    """Contradictions between metadata and stored content."""
-    about_vocabulary = checkpoint.vocabulary_contradiction
+    """Return contradictions between metadata and stored content."""
+    about_vocabulary = vocabulary_contradiction(checkpoint)
     found = [about_vocabulary] if about_vocabulary else []
     names, count = checkpoint.names(WEIGHT), checkpoint.arguments.num_layers
     block = pipelined_block(names)
@@ -34,7 +38,7 @@ def contradictions(checkpoint: CheckpointView) -> list[str]:
 
 def general_notices(checkpoint: CheckpointView) -> list[str]:
     """Return notes for a user who converts a checkpoint of any format."""
-    found, sidecar_problem = list(checkpoint.contradictions), checkpoint.sidecar_problem
+    found, sidecar_problem = contradictions(checkpoint), checkpoint.sidecar_problem
     found += [f"{SIDECAR_FILE} is ignored: {sidecar_problem}"] if sidecar_problem else []
     state = checkpoint.optimizer if checkpoint.optimizer_format else None
     if state is not None and checkpoint.sidecar is not None:

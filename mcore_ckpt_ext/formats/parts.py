@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -20,9 +20,6 @@ from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import Copies, Source
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer
-
-if TYPE_CHECKING:
-    from mcore_ckpt_ext.formats.view import CheckpointView
 
 Value = TypeVar("Value")
 
@@ -146,19 +143,6 @@ class States:
 
 
 @dataclass(frozen=True)
-class Adapters:
-    """Properties of a checkpoint that contains only adapters.
-
-    Attributes:
-        model: the checkpoint that describes their model; None if the adapters' own checkpoint does.
-        by_rank: whether the rows of both projections of a gated `linear_fc1` are ordered by rank, as in ms-swift.
-    """
-
-    model: CheckpointView | None = None
-    by_rank: bool = False
-
-
-@dataclass(frozen=True)
 class WholeModel:
     """The text part of a vision-language model, under the names of the text model.
 
@@ -169,16 +153,3 @@ class WholeModel:
 
     kind: str
     text: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Merger:
-    """The origin of a model with merged adapters.
-
-    Attributes:
-        sources: the base and the adapters; only one if both are in the same folder.
-        messages: notes for the user of the merged model.
-    """
-
-    sources: Sequence[CheckpointView]
-    messages: Sequence[str]

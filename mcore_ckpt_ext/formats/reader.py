@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -12,14 +12,14 @@ from typing import Any
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, format_value
 from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, auxiliary_files
 from mcore_ckpt_ext.formats.description import megatron_arguments, stored_arguments
-from mcore_ckpt_ext.formats.format import OpenOptions
 from mcore_ckpt_ext.formats.grid import weight_grid
 from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.messages import general_notices
+from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
 from mcore_ckpt_ext.formats.stacking import sharded_keys
-from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_by_name
+from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.traits import FormatTraits
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -33,8 +33,8 @@ from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.array_location import RawArray
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, iteration_number
-from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.transfer import Transfer
 
@@ -47,12 +47,10 @@ class FormatReader(FormatTraits, ABC):
     Attributes:
         format: the name of the format.
         weights_derived_from_masters: whether only masters are stored, so that weights are rounded masters.
-        index: the arrays and objects by Megatron's keys; None if the format has no index.
     """
 
     format: str
     weights_derived_from_masters = False
-    index: DcpIndex | None = None
 
     def __init__(self, folder: Path, order_sources: Sequence[ParameterOrder] = ()) -> None:
         """Open a folder.
@@ -135,9 +133,13 @@ class FormatReader(FormatTraits, ABC):
                 unbuildable=self.unbuildable,
             ),
             states=States(self.extra_states, self.random_states, self.random_state_grid),
+            stored_parts=self.stored_parts,
             unread_keys=lambda objects: self.unread(objects=objects),
             messages=self.notices_of,
             ranks=self.models,
+            for_legacy_files=self.for_legacy_files,
+            with_weights_of=self.with_weights_of,
+            with_weights_of_a_job=self.with_weights_of_a_job,
         )
 
     @property
@@ -291,16 +293,22 @@ class FormatReader(FormatTraits, ABC):
 
     def stored_parts(self) -> Iterator[StoredPart]:
         """Yield every stored part of every array and object, from metadata alone."""
-        return parts_by_name(self.view)
+        return self.parts_of(self.view.kinds())
 
-    def for_legacy_files(self) -> FormatReader:
-        """Return the reader without the state that legacy files cannot contain."""
-        return self
+    def parts_of(self, kinds: Iterable[str]) -> Iterator[StoredPart]:
+        """Yield every slice of every tensor of some kinds."""
+        for kind in kinds:
+            for name in self.view.names(kind):
+                for stored in self.view.stored(kind, name):
+                    nbytes = stored.slice.numel * ITEM_SIZE[stored.extent.dtype]
+                    yield StoredPart(stored.extent.file, kind, name, nbytes)
 
-    def with_weights_of(self, source: CheckpointView) -> FormatReader:
-        """Return a reader that takes the weights from another checkpoint.
+    def for_legacy_files(self, view: CheckpointView) -> CheckpointView:
+        """Return a view of this checkpoint without the state that legacy files cannot contain."""
+        return view
 
-        This is for an optimizer stored without weights.
+    def with_weights_of(self, source: CheckpointView) -> CheckpointView:
+        """Open the checkpoint, an optimizer stored without weights, with the weights of another one.
 
         Args:
             source: the checkpoint with the weights.
@@ -314,13 +322,13 @@ class FormatReader(FormatTraits, ABC):
             where=str(self.folder), hint="leave --weights out",
         )  # fmt: skip
 
-    def with_weights_of_a_job(self, weights: Mapping[str, WeightSpec]) -> FormatReader:
-        """Return a reader that takes the weights from a live job, for an optimizer stored without them.
+    def with_weights_of_a_job(self, weights: Mapping[str, WeightSpec]) -> CheckpointView:
+        """Open the checkpoint, an optimizer stored without weights, with the weights of a live job.
 
         Args:
             weights: the specification of each weight, by model-space name.
         """
-        return self
+        return self.view
 
     @property
     def sidecar(self) -> Sidecar | None:
@@ -337,8 +345,3 @@ class FormatReader(FormatTraits, ABC):
             own = megatron_arguments(stored, self.folder, None)
             arguments = own if stored and own.is_complete else None
         return find_sidecar(self.folder, arguments, iteration)
-
-    @property
-    def stored_index(self) -> DcpIndex | None:
-        """The index by its stored keys; None if the format has none."""
-        return self.index

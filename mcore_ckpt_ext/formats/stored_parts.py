@@ -1,14 +1,8 @@
-"""Lists the content of each file: bytes by kind and tensor, from metadata alone."""
+"""A part of the content of a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-
-if TYPE_CHECKING:
-    from mcore_ckpt_ext.formats.view import CheckpointView
+from typing import NamedTuple
 
 
 class StoredPart(NamedTuple):
@@ -18,11 +12,3 @@ class StoredPart(NamedTuple):
     kind: str
     tensor: str
     nbytes: int
-
-
-def parts_by_name(checkpoint: CheckpointView, kinds: Sequence[str] | None = None) -> Iterator[StoredPart]:
-    """Yield every slice of every tensor, of all kinds or of `kinds`."""
-    for kind in checkpoint.kinds() if kinds is None else kinds:
-        for name in checkpoint.names(kind):
-            for stored in checkpoint.stored(kind, name):
-                yield StoredPart(stored.extent.file, kind, name, stored.slice.numel * ITEM_SIZE[stored.extent.dtype])

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.recognition import Fit
-    from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
-    from mcore_ckpt_ext.formats.view import CheckpointView
 
 
 class FormatTraits:
@@ -23,6 +23,7 @@ class FormatTraits:
         foreign_writer: the software that wrote it, if not Megatron.
         is_of_convert: whether it is written only by conversions of this package.
         is_of_job: whether a job saves it, with a layout and an iteration; False for folders of weights alone.
+        index: the arrays and objects by Megatron's keys; None if the format has no index.
     """
 
     is_model_folder: ClassVar[bool] = False
@@ -30,6 +31,12 @@ class FormatTraits:
     foreign_writer: ClassVar[str] = ""
     is_of_convert: ClassVar[bool] = False
     is_of_job: ClassVar[bool] = True
+    index: DcpIndex | None = None
+
+    @property
+    def stored_index(self) -> DcpIndex | None:
+        """The index by its stored keys; None if the format has none."""
+        return self.index
 
     def unbuildable(self, version: tuple[int, int]) -> str | None:
         """Return why a version of Megatron cannot build this model; None if it can."""
@@ -63,23 +70,15 @@ class FormatTraits:
         return None
 
     @property
-    def as_torch_dist(self) -> TorchDistCheckpoint | None:
-        """Return the reader itself if Megatron's `torch_dist` loader reads the folder, else None.
-
-        The loader has to read it by the same index.
-        """
-        return None
-
-    @property
     def has_norms_of_all_heads(self) -> bool:
         """Return whether query and key norms extend over all heads, which Megatron Core does not support."""
         return False
 
-    def mismatch_with(self, optimizer: CheckpointView) -> CheckpointError | None:
+    def mismatch_with(self, job: JobArguments) -> CheckpointError | None:
         """Check by metadata that the weights belong to an optimizer.
 
         Args:
-            optimizer: the checkpoint that contains the optimizer.
+            job: the arguments of the job that wrote the optimizer.
 
         Returns:
             The error to raise; None if nothing contradicts it.

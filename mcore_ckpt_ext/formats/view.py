@@ -7,28 +7,18 @@ derived from the parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.description import stored_arguments
 from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle
-from mcore_ckpt_ext.formats.messages import contradictions
-from mcore_ckpt_ext.formats.parts import (
-    Adapters,
-    Files,
-    Job,
-    Merger,
-    States,
-    StoredOptimizer,
-    StoredWeights,
-    Weights,
-    WholeModel,
-)
+from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights, WholeModel
+from mcore_ckpt_ext.formats.stored_parts import StoredPart
+from mcore_ckpt_ext.formats.traits import FormatTraits
 from mcore_ckpt_ext.formats.unread_state import UnreadState
-from mcore_ckpt_ext.formats.vocabulary import vocabulary_contradiction, vocabulary_rows
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
@@ -37,6 +27,8 @@ from mcore_ckpt_ext.layout.packing_candidates import Proposal, by_order, by_side
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, known_orders
 from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.layout.weight_spec import WeightSpec
+from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
 from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -45,9 +37,6 @@ from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, deriva
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer
 
-if TYPE_CHECKING:
-    from mcore_ckpt_ext.formats.reader import FormatReader
-
 
 @dataclass(frozen=True, eq=False)
 class CheckpointView:
@@ -55,33 +44,46 @@ class CheckpointView:
 
     Attributes:
         format: the name of its format.
-        format_reader: the reader of its format.
+        format_reader: the reader of its format, which answers for the traits of the format.
         files: the location of its bytes.
         model: its weights.
         trained: its optimizer.
         job: the job that wrote it.
         states: extra states and random states.
+        stored_parts: yields every stored part of every array and object, from metadata alone.
         unread_keys: returns all stored keys that this package does not read; True includes small pickled objects.
         messages: returns notes for a user who converts the given view of the checkpoint.
         ranks: the local parameters of the ranks that wrote it, under the names of the format's reader.
-        adapters: properties of a checkpoint that contains only adapters; None for others.
+        for_legacy_files: returns the given view without the state that legacy files cannot contain.
+        with_weights_of: opens it with the weights of another checkpoint, see `FormatReader.with_weights_of`.
+        with_weights_of_a_job: opens it with the weights of a live job, see `FormatReader.with_weights_of_a_job`.
+        base_model: the model that its adapters are for, if that is another checkpoint.
+        adapters_by_rank: whether the rows of both projections of a gated `linear_fc1` in its adapters are ordered by
+            rank, as in ms-swift.
         whole_model: the text part of a vision-language model; None for others.
-        merger: the origin of a model with merged adapters; None for others.
+        merged_from: the base and the adapters of a merged model, one if they are in the same folder; else empty.
+        merge_notes: notes for the user of a merged model.
     """
 
     format: str
-    format_reader: FormatReader
+    format_reader: FormatTraits
     files: Files
     model: StoredWeights
     trained: StoredOptimizer
     job: Job
     states: States
+    stored_parts: Callable[[], Iterator[StoredPart]]
     unread_keys: Callable[[bool], list[UnreadState]]
     messages: Callable[[CheckpointView], list[str]]
     ranks: Callable[[], LocalModels]
-    adapters: Adapters = field(default_factory=Adapters)
+    for_legacy_files: Callable[[CheckpointView], CheckpointView]
+    with_weights_of: Callable[[CheckpointView], CheckpointView]
+    with_weights_of_a_job: Callable[[Mapping[str, WeightSpec]], CheckpointView]
+    base_model: CheckpointView | None = None
+    adapters_by_rank: bool = False
     whole_model: WholeModel | None = None
-    merger: Merger | None = None
+    merged_from: Sequence[CheckpointView] = ()
+    merge_notes: Sequence[str] = ()
 
     @property
     def folder(self) -> Path:
@@ -210,17 +212,12 @@ class CheckpointView:
 
         Release checkpoints may be unpadded; then the padded size is taken from the arguments.
         """
-        return vocabulary_rows(self)
-
-    @property
-    def vocabulary_contradiction(self) -> str | None:
-        """A contradiction between the arguments and the vocabulary's rows; None if they agree."""
-        return vocabulary_contradiction(self)
-
-    @cached_property
-    def contradictions(self) -> list[str]:
-        """Contradictions between metadata and stored content."""
-        return contradictions(self)
+        recorded, table = self.arguments.padded_vocab_size, word_embeddings_in(self.names(WEIGHT))
+        tensor = self.logical_tensor(WEIGHT, table) if table else None
+        if tensor is None:
+            return recorded
+        rows, multiple = tensor.shape[0], self.arguments.make_vocab_size_divisible_by or 1
+        return recorded if self.is_release and recorded == -(-rows // multiple) * multiple else rows
 
     def notices(self) -> list[str]:
         """Return notes for a user who converts the checkpoint."""

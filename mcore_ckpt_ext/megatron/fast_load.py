@@ -21,7 +21,7 @@ from typing import Any
 from mcore_ckpt_ext.collectives import Failure, agreed, agreed_here, rank_and_size
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint, torch_dist_reader
 from mcore_ckpt_ext.megatron.live.compatibility import verify_checksums
 from mcore_ckpt_ext.megatron.live.sharded_load import (
     ShardedLoad,
@@ -169,7 +169,7 @@ def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoin
             opened = open_checkpoint(folder)
         except UnsupportedCheckpointError as error:
             return None, str(error)
-    own = opened.format_reader.as_torch_dist
+    own = torch_dist_reader(opened)
     return own, None if own is not None else f"a checkpoint in {opened.format}"
 
 

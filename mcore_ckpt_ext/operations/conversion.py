@@ -148,7 +148,7 @@ def convert(
     seen = state_before(as_path(source))
     with accepting(accept_keys):
         checkpoint = open_source(source, target, of_family, facts, weights, merge)
-    read = checkpoint.merger.sources if checkpoint.merger else [checkpoint]
+    read = checkpoint.merged_from or [checkpoint]
     folders = [*(one.folder for one in read), *([as_path(weights)] if weights is not None else [])]
     before = [seen[folder] if folder in seen else state_of(folder) for folder in folders]
     with reraise_as_unreadable(checkpoint.folder):
@@ -227,7 +227,7 @@ def _turns(checkpoint: CheckpointView, output: Output) -> bool:
 
     For merged weights it is False, because each number takes several times its own memory.
     """
-    if checkpoint.merger:
+    if checkpoint.merged_from:
         return False
     is_reordered = any(placed.arranged is not None for record in output.records for placed in record.content)
     is_reordered = is_reordered or any(record.quantised is not None for record in output.records)

@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import reraise_as_unreadable
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.messages import vocabulary_contradiction
 from mcore_ckpt_ext.formats.unread_state import OTHER
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
@@ -196,7 +197,7 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
 
 def _files(checkpoint: CheckpointView, grid: RankGrid | None, on_disk: Mapping[str, int]) -> list[StoredFile]:
     files: dict[str, StoredFile] = {}
-    for part in checkpoint.format_reader.stored_parts():
+    for part in checkpoint.stored_parts():
         file = files.get(part.file)
         if file is None:
             file = files[part.file] = _explained(checkpoint, part.file, grid, on_disk.get(part.file))
@@ -246,8 +247,8 @@ def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
     for label, name in names.items():
         if arguments.value(name) is not None and label not in experts:
             found[label] = arguments.value(name)
-    if checkpoint.vocabulary_contradiction and "vocabulary, padded" in names:
-        found["vocabulary, padded"] = checkpoint.vocabulary_contradiction
+    if "vocabulary, padded" in names and (contradiction := vocabulary_contradiction(checkpoint)):
+        found["vocabulary, padded"] = contradiction
     if not arguments.group_query_attention:
         found.pop("query groups", None)
     found["embeddings"] = "untied" if arguments.untie_embeddings_and_output_weights else "tied"

@@ -60,7 +60,7 @@ def open_source(
         return _merged(checkpoint, target, family, merge)
     from_hugging_face = checkpoint.format_reader.is_model_folder
     if not target.places_mtp:
-        checkpoint = _for_legacy_files(checkpoint)
+        checkpoint = checkpoint.for_legacy_files(checkpoint)
     if target.for_bridge or target.is_model_folder:
         checkpoint = _of_whole_or_text_model(checkpoint, target)
     if wanted is not None and not from_hugging_face:
@@ -146,11 +146,6 @@ def _merged(
 
     scaling, passed = scaling_of(checkpoint, target.lora_alpha), parse_assignments(target.arguments)
     return merged_view(base, checkpoint, scaling, family, passed)
-
-
-def _for_legacy_files(checkpoint: CheckpointView) -> CheckpointView:
-    found = checkpoint.format_reader.for_legacy_files()
-    return checkpoint if found is checkpoint.format_reader else found.view
 
 
 def _under_layer_spec(checkpoint: CheckpointView, target: Target, spec: str) -> CheckpointView:

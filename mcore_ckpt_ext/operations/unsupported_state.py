@@ -39,12 +39,12 @@ def resolve_dropped_state(
         UsageError: a kind to drop does not occur.
     """
     unread = checkpoint.unread()
-    merger = checkpoint.merger
-    if drop and (merger or target.is_model_folder):
-        what = "merged model" if merger else "Hugging Face folder"
+    merged_from = checkpoint.merged_from
+    if drop and (merged_from or target.is_model_folder):
+        what = "merged model" if merged_from else "Hugging Face folder"
         raise UsageError(f"--drop has no effect: a {what} has no optimizer", found=_spelt(drop))
-    if merger:
-        trained = [one for one in merger.sources if one.optimizer_format]
+    if merged_from:
+        trained = [one for one in merged_from if one.optimizer_format]
         return checkpoint, [*unread, *(item for one in trained for item in _stored_optimizer(one, _MERGED))]
     if target.is_model_folder:
         left = target.weights_alone and checkpoint.optimizer_format
@@ -118,7 +118,7 @@ def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
 def _stored_optimizer(checkpoint: CheckpointView, why: str) -> list[UnreadState]:
     """Return the whole optimizer, kind by kind."""
     sizes: dict[str, int] = {}
-    for part in checkpoint.format_reader.stored_parts():
+    for part in checkpoint.stored_parts():
         if part.kind not in (WEIGHT, OTHER):
             sizes[part.kind] = sizes.get(part.kind, 0) + part.nbytes
     return [UnreadState(f"optimizer state {kind}", kind, nbytes, why) for kind, nbytes in sizes.items()]

@@ -24,6 +24,7 @@ from mcore_ckpt_ext.errors import (
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.external_weights import NAME_THEM
 from mcore_ckpt_ext.formats.listing import Listing
+from mcore_ckpt_ext.formats.messages import contradictions
 from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
@@ -220,7 +221,7 @@ class _Run:
         if checkpoint.sidecar_problem:
             what = f"ignored: {checkpoint.sidecar_problem}"
             findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), what))
-        for what in (*checkpoint.format_reader.problems, *checkpoint.contradictions):
+        for what in (*checkpoint.format_reader.problems, *contradictions(checkpoint)):
             findings.append(warning(COMPLETE, str(self.folder), what))
         failed = self._check_files(checkpoint)
         self._check_weights(checkpoint)

@@ -38,7 +38,7 @@ NAMES = {"model.source", "model.sharded_keys", "trained.state", "trained.shows_r
 SPEC = NAMES | {"job.arguments", "job.unbuildable", "states.extra", "messages"}
 NO_OPTIMIZER = {"trained.format"}
 MERGED = NO_OPTIMIZER | {
-    "model.source", "model.sharded_keys", "states.extra", "unread_keys", "messages", "merger",
+    "model.source", "model.sharded_keys", "states.extra", "unread_keys", "messages", "merged_from", "merge_notes",
     "files.reader", "files.transfer",
 }  # fmt: skip
 # Under other names: a permutation of these is not the same model, and not what a conversion writes.
@@ -85,7 +85,7 @@ def replaced_in(view: CheckpointView, source: CheckpointView) -> set[str]:
         (lambda source: under_layer_spec(source, "transformer_engine"), SPEC),
         (lambda source: under_layer_spec(source, "local"), SPEC),
         (without_optimizer, NO_OPTIMIZER),
-        (lambda source: for_model(source, source), {"adapters"}),
+        (lambda source: for_model(source, source), {"base_model"}),
         (with_first_moments, set()),
     ],
     ids=["as it is", "other names", "transformer engine", "local", "no optimizer", "adapters", "steps were made"],

@@ -26,7 +26,6 @@ from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.families.rope import dynamic_notices
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS
-from mcore_ckpt_ext.formats.format import OpenOptions
 from mcore_ckpt_ext.formats.hugging_face.duplicates import same_bytes
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, is_huggingface, read_tensors, written_by_us
 from mcore_ckpt_ext.formats.hugging_face.listing import list_model
@@ -36,8 +35,10 @@ from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
 from mcore_ckpt_ext.formats.listing import Listing
+from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
@@ -258,13 +259,13 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return None if self.family.needs_engine or self.model.transformer_impl == LOCAL else LOCAL
 
     @override
-    def mismatch_with(self, optimizer: CheckpointView) -> CheckpointError | None:
-        return mismatch(self.family, self.model, optimizer.arguments, self.folder)
+    def mismatch_with(self, job: JobArguments) -> CheckpointError | None:
+        return mismatch(self.family, self.model, job, self.folder)
 
     @override
-    def for_legacy_files(self) -> HuggingFaceCheckpoint:
+    def for_legacy_files(self, view: CheckpointView) -> CheckpointView:
         # Legacy files do not record which pipeline rank has the MTP layers.
-        return self.without_mtp() if self.has_mtp else self
+        return self.without_mtp().view if self.has_mtp else view
 
     @property
     @override

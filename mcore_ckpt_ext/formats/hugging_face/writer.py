@@ -47,6 +47,7 @@ from mcore_ckpt_ext.formats.hugging_face.vision import (
     with_vision_tower,
 )
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, with_notes
+from mcore_ckpt_ext.formats.messages import contradictions
 from mcore_ckpt_ext.formats.peft.writer import lay_out as lay_out_adapters
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.assignments import parse_assignments
@@ -256,7 +257,7 @@ class HuggingFaceTarget:
         yield from notes_on(self.fit.arguments)
         yield from unknown(self.fit.arguments)
         shapes = parameter_shapes(self._tensors)
-        yield from self._checkpoint.contradictions
+        yield from contradictions(self._checkpoint)
         stored = self._checkpoint.named_tensor(WEIGHT, VOCABULARY[0]).shape[0]
         kept = shapes[VOCABULARY[0]][0]
         if stored > kept:
@@ -317,7 +318,7 @@ def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | No
     """
     if any(map(is_adapter, checkpoint.names(WEIGHT))):
         return lay_out_adapters(checkpoint, target, family)
-    merged = checkpoint.merger.messages if checkpoint.merger else ()
+    merged = checkpoint.merge_notes
     if target.lora_alpha is not None and not merged:
         raise UsageError("the checkpoint has no adapters", found="--lora-alpha", hint="leave the option out")
     layout = HuggingFaceTarget(checkpoint, target, family, tokenizer_files(target.tokenizer))

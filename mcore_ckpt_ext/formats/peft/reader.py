@@ -27,7 +27,6 @@ from mcore_ckpt_ext.families.gpt2 import GPT2
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_only import fit_of_adapters
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
-from mcore_ckpt_ext.formats.format import OpenOptions
 from mcore_ckpt_ext.formats.hugging_face.folder import (
     ADAPTER,
     StoredTensor,
@@ -38,6 +37,7 @@ from mcore_ckpt_ext.formats.hugging_face.folder import (
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
 from mcore_ckpt_ext.formats.listing import Listing
+from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.peft.listing import ADAPTER_FILES, list_adapters
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.view import CheckpointView

@@ -30,7 +30,7 @@ from mcore_ckpt_ext.formats.external_weights import (
     external_weights,
     other_weights_error,
 )
-from mcore_ckpt_ext.formats.format import OpenOptions
+from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.torch_dist.inference import infer_layout, infer_model_config, possible_layouts
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -171,13 +171,13 @@ class DescribedCheckpoint(FormatReader):
         return self.description.problems
 
     @override
-    def with_weights_of_a_job(self, weights: Mapping[str, WeightSpec]) -> Self:
+    def with_weights_of_a_job(self, weights: Mapping[str, WeightSpec]) -> CheckpointView:
         found = self._with(ExternalModel(weights))
         # A reader that fills an optimizer verifies every element, so a layout may be tried that merely fits.
-        return found._under_a_layout(_fits) or found
+        return (found._under_a_layout(_fits) or found).view
 
     @override
-    def with_weights_of(self, source: CheckpointView) -> Self:
+    def with_weights_of(self, source: CheckpointView) -> CheckpointView:
         check_external_weights(source, self.view)
         external = ExternalModel(checkpoint=source)
         external = replace(external, weights=external_weights(source, self._with(external).arguments))
@@ -186,7 +186,7 @@ class DescribedCheckpoint(FormatReader):
         if found is None:
             raise other_weights_error("they fit under no layout that its buffers allow", unproven.view, source.folder)
         check_belonging(found.view, source.folder)
-        return found
+        return found.view
 
     @property
     def has_external_weights(self) -> bool:

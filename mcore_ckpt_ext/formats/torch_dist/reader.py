@@ -33,8 +33,10 @@ from mcore_ckpt_ext.formats.unread_state import (
     optimizer_kind,
     tensors_in,
 )  # fmt: skip
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import STORES_COMMON_STATE_AS_OBJECT
 from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, name_at, stacked_axes
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.bucket_formats import optimizer_children
 from mcore_ckpt_ext.optimizers.derived_masters import with_masters
 from mcore_ckpt_ext.optimizers.groups import checked_groups, keeps_nothing
@@ -72,13 +74,9 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:
-        return parts_of_torch_dist(self)
-
-    @property
-    @override
-    def as_torch_dist(self) -> TorchDistCheckpoint | None:
-        # Formats with a derived reader have other keys, files or objects.
-        return self if type(self) is TorchDistCheckpoint else None
+        yield from parts_of_torch_dist(self.index, lambda: self.optimizer.buffers)
+        if self.has_external_weights:
+            yield from self.parts_of([WEIGHT])
 
     @override
     def evidence(self) -> Iterator[Bound]:
@@ -308,6 +306,13 @@ class TorchDistCheckpoint(DescribedCheckpoint):
                 where=where,
             )
         return loaded[0]
+
+
+def torch_dist_reader(checkpoint: CheckpointView) -> TorchDistCheckpoint | None:
+    """Return the reader of a checkpoint that Megatron's `torch_dist` loader reads by the same index, else None."""
+    reader = checkpoint.format_reader
+    # Formats with a derived reader have other keys, files or objects.
+    return reader if type(reader) is TorchDistCheckpoint else None
 
 
 def _is_read(key: str) -> bool:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_by_name
+from mcore_ckpt_ext.formats.stored_parts import StoredPart
 from mcore_ckpt_ext.formats.unread_state import OTHER, UNKNOWN, optimizer_kind
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-
-if TYPE_CHECKING:
-    from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
+from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 _GATHERED = ".param_state/shard_"
 
@@ -24,34 +21,32 @@ def kind_of(key: str) -> str:
     return WEIGHT if kind == OTHER else kind
 
 
-def parts_of_torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]:
-    """Yield the arrays and objects of an index by Megatron's keys."""
-    for key, array in checkpoint.index.arrays.items():
+def parts_of_torch_dist(index: DcpIndex, buffers: Callable[[], Sequence[Buffers]]) -> Iterator[StoredPart]:
+    """Yield the arrays and objects of an index by Megatron's keys; `buffers` returns the flat ones of the optimizer."""
+    for key, array in index.arrays.items():
         kind, size = kind_of(key), ITEM_SIZE[array.dtype]
         if kind == FP32_PARAM and array.dtype == "int16":
             kind = PARAM_REMAINDER
         for file, numel in array.places():
             yield StoredPart(file, kind, key, numel * size)
-    gathered = [key for key in checkpoint.index.objects if _GATHERED in key]
-    for key, stored in checkpoint.index.objects.items():
+    gathered = [key for key in index.objects if _GATHERED in key]
+    for key, stored in index.objects.items():
         if key not in gathered:
             yield StoredPart(stored.file, OTHER, key, stored.length)
     if gathered:
-        yield from _gathered(checkpoint, gathered)
-    if checkpoint.has_external_weights:
-        yield from parts_by_name(checkpoint.view, [WEIGHT])
+        yield from _gathered(index, gathered, buffers)
 
 
-def _gathered(checkpoint: TorchDistCheckpoint, keys: list[str]) -> Iterator[StoredPart]:
+def _gathered(index: DcpIndex, keys: Sequence[str], buffers: Callable[[], Sequence[Buffers]]) -> Iterator[StoredPart]:
     """Yield whole buffers in pickled objects, or the objects themselves if their content cannot be read."""
     try:
-        of_optimizer = checkpoint.optimizer.buffers
+        of_optimizer = buffers()
     except UnsupportedCheckpointError:
         for key in keys:
-            yield StoredPart(checkpoint.index.objects[key].file, UNKNOWN, key, checkpoint.index.objects[key].length)
+            yield StoredPart(index.objects[key].file, UNKNOWN, key, index.objects[key].length)
     else:
-        for buffers in of_optimizer:
-            yield from _flat(buffers)
+        for one in of_optimizer:
+            yield from _flat(one)
 
 
 def _flat(buffers: Buffers) -> Iterator[StoredPart]:

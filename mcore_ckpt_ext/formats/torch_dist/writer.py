@@ -22,6 +22,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration, small_file, with_files, with_notes
+from mcore_ckpt_ext.formats.messages import vocabulary_contradiction
 from mcore_ckpt_ext.formats.portable_state import (
     SHARDING_MARK,
     WRITTEN_FOR,
@@ -234,7 +235,7 @@ class TorchDistTarget:
         source = self._checkpoint
         common, arguments = dict(self._state.common), argparse.Namespace(**vars(self._state.common["args"]))
         common["args"] = arguments
-        if source.vocabulary_contradiction:
+        if vocabulary_contradiction(source):
             arguments.padded_vocab_size = source.vocabulary_rows
         arguments.ckpt_format = "torch_dist"
         arguments.use_dist_ckpt = True
