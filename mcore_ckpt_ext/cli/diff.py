@@ -68,11 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
             tensors_only=arguments.tensors_only,
             team=team,
         )
-    exit_code = 0 if found.equal else 1
-    if team.rank > 0:
-        return exit_code
-    show = partial(_show, most=None if arguments.all else _SHOWN)
-    return report(arguments, "diff", found, page=comparison_page, show=show, exit_code=exit_code)
+        exit_code = 0 if found.equal else 1
+        if team.rank == 0:
+            show = partial(_show, most=None if arguments.all else _SHOWN)
+            report(arguments, "diff", found, page=comparison_page, show=show, exit_code=exit_code)
+    return exit_code
 
 
 def _show(found: Comparison, most: int | None) -> None:

@@ -204,12 +204,14 @@ class Heartbeat:
                 signal.pthread_kill(self._main, signal.SIGINT)
 
     def _leave(self, last_words: str) -> None:
-        """Store the last message of this process; the process that hosts the store waits for the others."""
+        """Store the last message of this process, and wait for those that have to end before it.
+
+        The process that hosts the store waits for all others. If nothing has failed, these wait for the first process,
+        which reports: torchrun ends the processes that remain once one has ended with an exit code other than 0.
+        """
         self._store.set(_ended(self._rank), last_words)
-        while self._rank == self._holder:
-            others = set(range(self._size)) - self._lost
-            if self._store.check([_ended(rank) for rank in others]):
-                return
+        awaited = set(range(self._size)) if self._rank == self._holder else set() if last_words else {0}
+        while not self._store.check([_ended(rank) for rank in {self._rank, *awaited} - self._lost]):
             time.sleep(_PAUSE)
 
 

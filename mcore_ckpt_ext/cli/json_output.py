@@ -50,6 +50,8 @@ def _is_result(path: Path, command: str) -> bool:
 
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:  # another process that shares the command has just removed it
+        return True
     except (OSError, ValueError):
         return False
     return isinstance(found, dict) and found.get("command") == command

@@ -46,10 +46,26 @@ def the_team(*, join: bool = False) -> Iterator[Team]:
     if size < 2:
         yield SingleProcess()
         return
+    with connected(rank, size) as team:
+        yield team
+
+
+@contextmanager
+def connected(rank: int, size: int) -> Iterator[ConnectedProcesses]:
+    """Connect several processes, at the address in their environment variables.
+
+    Args:
+        rank: the number of this process.
+        size: the number of processes.
+
+    Raises:
+        UsageError: the address is missing.
+        CheckpointError: the processes do not connect, or one of them was lost or has failed.
+    """
     store = _meet(rank, size)
     holder = None if os.environ.get(_AGENT_HOLDS_STORE) == str(True) else 0
     with Heartbeat(store, rank, size, holder) as heartbeat:
-        team = _Together(store, rank, size, heartbeat)
+        team = ConnectedProcesses(store, rank, size, heartbeat)
         heartbeat.names = team.gather(heartbeat.names[rank])
         team.gather(None)  # from now on, every process has the names of all others
         yield team
@@ -71,7 +87,7 @@ def _meet(rank: int, size: int) -> Store:
     if rank == 0:
         message(f"waiting for the {size} processes that share the work, at {place}")
     try:
-        store, _, _ = next(rendezvous("env://"))
+        store, _, _ = next(rendezvous("env://", rank=rank, world_size=size))
     except (RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(
             "the processes that share the work could not connect", found=str(error).splitlines()[0], where=place,
@@ -90,7 +106,7 @@ def _number(variable: str) -> int:
     return int(text)
 
 
-class _Together:
+class ConnectedProcesses:
     """A team that exchanges objects through the store of its rendezvous, without further connections."""
 
     def __init__(self, store: Store, rank: int, size: int, heartbeat: Heartbeat) -> None:
@@ -136,6 +152,22 @@ class _Together:
         gathered = self._heartbeat.wait(partial(self._exchange, self._exchanges, pickle.dumps(item)))
         # These pickles come from processes of this command, as in torch's own object collectives.
         return [pickle.loads(data) for data in gathered]
+
+    def announce(self, name: str, text: str) -> None:
+        """Store a text for all processes, without waiting for them.
+
+        Raises:
+            CheckpointError: the process that hosts the store has ended.
+        """
+        self._heartbeat.wait(lambda: self._store.set(name, text))
+
+    def announced(self, name: str) -> str:
+        """Return a text that a process has stored; empty if none has.
+
+        Raises:
+            CheckpointError: the process that hosts the store has ended.
+        """
+        return self._heartbeat.wait(lambda: self._store.get(name).decode() if self._store.check([name]) else "")
 
     def _exchange(self, number: int, data: bytes) -> list[bytes]:
         keys = [f"{number}/{rank}" for rank in range(self.size)]

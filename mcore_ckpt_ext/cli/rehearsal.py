@@ -72,10 +72,10 @@ def run_rehearsal(arguments: argparse.Namespace) -> int:
             changes=parse_assignments(arguments.change),
             team=team,
         )
-    exit_code = 0 if found.will_succeed else 1
-    if team.rank > 0:
-        return exit_code
-    return report(arguments, "plan", found, page=plan_page, show=_show, exit_code=exit_code)
+        exit_code = 0 if found.will_succeed else 1
+        if team.rank == 0:
+            report(arguments, "plan", found, page=plan_page, show=_show, exit_code=exit_code)
+    return exit_code
 
 
 def _show(found: Rehearsal) -> None:

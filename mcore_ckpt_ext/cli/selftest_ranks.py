@@ -1,27 +1,25 @@
 """Runs the self-test in processes that torchrun or srun has started, one for each rank.
 
 The processes may run on several nodes. Each starts the program of its rank for every order, and ends it if another rank
-has failed. The first process sends the orders and reports the results, through a store of torch.distributed.
+has failed. The first process chooses the orders and reports the results.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
-
+from mcore_ckpt_ext.cli.processes import ConnectedProcesses
 from mcore_ckpt_ext.cli.ranks import Place
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.selftest.jobs import Order, read_results
 from mcore_ckpt_ext.selftest.launcher import PROGRAM, Ended, Ranks, free_port, start
 
-_NAMESPACE = "mcore-ckpt-selftest"
 _FOR_EVER = float("inf")
+Wanted: TypeAlias = "tuple[str, int] | int"
+"""What the first process wants of all: to run the order of a file, meeting at a port; or to end with an exit code."""
 
 
 def require_shared_folder(place: Place, folder: Path | None) -> None:
@@ -40,17 +38,18 @@ def require_shared_folder(place: Place, folder: Path | None) -> None:
 class Team:
     """The processes of all ranks; in each round, each runs the program of its rank with the same order."""
 
-    def __init__(self, place: Place, patience: float, program: Sequence[str] = PROGRAM) -> None:
-        """Connect to the other processes.
+    def __init__(
+        self, place: Place, processes: ConnectedProcesses, patience: float, program: Sequence[str] = PROGRAM
+    ) -> None:
+        """Create the team of one process.
 
         Args:
             place: place of this process.
+            processes: all processes, connected.
             patience: seconds without progress after which the ranks are ended.
             program: command line of a rank, before the order.
         """
-        self._place, self._patience, self._program = place, patience, program
-        store, _, _ = next(rendezvous("env://"))
-        self._store = PrefixStore(_NAMESPACE, store)
+        self._place, self._processes, self._patience, self._program = place, processes, patience, program
         self._round = 0
 
     def lead(self, test: Callable[[Callable[[Order], Ended]], int]) -> int:
@@ -59,47 +58,37 @@ class Team:
         Args:
             test: the test. It receives a function that runs an order on all ranks, and returns an exit code.
         """
-        code = 2  # if the test raises an error
-        try:
-            code = test(self._run_order)
-        finally:
-            self._send({"code": code})
+        code = test(self._run_order)
+        self._exchange(code)
         return code
 
     def follow(self) -> int:
         """Run the orders of the first process, and return its exit code."""
         while True:
-            wanted = json.loads(self._store.get(self._key("wanted")).decode())
-            if "code" in wanted:
-                return int(wanted["code"])
-            self._run_rank(Path(wanted["order"]), wanted["port"], lambda: 0, _FOR_EVER)
+            wanted = self._exchange(0)
+            if isinstance(wanted, int):
+                return wanted
+            path, port = wanted
+            self._run_rank(Path(path), port, lambda: 0, _FOR_EVER)
 
     def _run_order(self, order: Order) -> Ended:
         path, port = order.write().resolve(), free_port()
-        self._send({"order": str(path), "port": port})
+        self._exchange((str(path), port))
         return self._run_rank(path, port, lambda: len(read_results(order.results)), self._patience)
 
-    def _send(self, wanted: Mapping[str, Any]) -> None:
-        self._store.set(self._key("wanted"), json.dumps(wanted))
+    def _exchange(self, wanted: Wanted) -> Wanted:
+        """Return what the first process wants; what the others pass does not count."""
+        return self._processes.gather(wanted)[0]
 
     def _run_rank(self, order: Path, port: int, progress: Callable[[], object], patience: float) -> Ended:
-        place, failed = self._place, self._key("failed")
+        place, failed = self._place, f"failed in round {self._round}"
         ranks = Ranks(place.rank, 1, place.total, place.local, place.on_node, os.environ["MASTER_ADDR"], port)
         ended = start(
             ranks, order, progress=progress, patience=patience, program=self._program,
-            interruption=lambda: self._store.get(failed).decode() if self._store.check([failed]) else "",
+            interruption=lambda: self._processes.announced(failed),
         )  # fmt: skip
         if not ended.succeeded:
-            self._store.set(failed, str(ended))
-        self._wait_for_all()
+            self._processes.announce(failed, str(ended))
+        self._processes.gather(None)  # all ranks of this round have ended
         self._round += 1
         return ended
-
-    def _wait_for_all(self) -> None:
-        """Wait until all ranks of this round have ended, before the next round begins."""
-        if self._store.add(self._key("ended"), 1) == self._place.total:
-            self._store.set(self._key("all ended"), "")
-        self._store.wait([self._key("all ended")])
-
-    def _key(self, name: str) -> str:
-        return f"{self._round}/{name}"

@@ -57,14 +57,12 @@ def run(arguments: argparse.Namespace) -> int:
     with the_team(join=arguments.join) as team:
         is_measured = arguments.prometheus is not None and team.rank == 0
         found = _measured(arguments, team) if is_measured else _verify(arguments, team)
-    if team.rank > 0:
-        return _exit_code(found)
-    if arguments.json:
-        from mcore_ckpt_ext.operations.check_results import verification_result
+        if team.rank == 0 and arguments.json:
+            from mcore_ckpt_ext.operations.check_results import verification_result
 
-        print_result("verify", verification_result(found), _exit_code(found))
-    else:
-        _show(found, show_all=arguments.all)
+            print_result("verify", verification_result(found), _exit_code(found))
+        elif team.rank == 0:
+            _show(found, show_all=arguments.all)
     return _exit_code(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from mcore_ckpt_ext.cli.ranks import Place
 from mcore_ckpt_ext.cli.selftest_ranks import require_shared_folder
 from mcore_ckpt_ext.errors import UsageError
+from tests.harness.joined import free_port
 
 
 def test_several_nodes_need_a_folder(tmp_path: Path) -> None:
@@ -24,7 +26,8 @@ def test_several_nodes_need_a_folder(tmp_path: Path) -> None:
 PROCESS = '''
 import os, sys
 from pathlib import Path
-from mcore_ckpt_ext.cli.ranks import place_among_ranks
+from mcore_ckpt_ext.cli.processes import connected
+from mcore_ckpt_ext.cli.ranks import place_among_ranks, variables_of_srun
 from mcore_ckpt_ext.cli.selftest_ranks import Team
 from mcore_ckpt_ext.selftest.jobs import Order
 
@@ -38,7 +41,6 @@ if path.endswith("first"):
 """
 folder = Path(sys.argv[1])
 place = place_among_ranks(os.environ)
-team = Team(place, 60, (sys.executable, "-c", RANK))
 
 def test(start):
     for name in ("first", "second"):
@@ -46,30 +48,38 @@ def test(start):
         print("ended:", start(Order(folder / name, ())), flush=True)
     return 7
 
-code = team.lead(test) if place.rank == 0 else team.follow()
-print("code", code, flush=True)
+os.environ.update(variables_of_srun(os.environ))
+with connected(place.rank, place.total) as processes:
+    team = Team(place, processes, 60, (sys.executable, "-c", RANK))
+    code = team.lead(test) if place.rank == 0 else team.follow()
+sys.stdout.flush()
+os._exit(code)  # as the command ends
 '''
 
 
 @pytest.mark.thorough
 def test_all_ranks_are_started_again_after_one_has_failed(tmp_path: Path) -> None:
-    script = tmp_path / "process.py"
+    """As under srun, where the first process holds the store and has to end last."""
+    count, script = 3, tmp_path / "process.py"
     script.write_text(PROCESS)
-    command = ["--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command],
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    ended = [line for line in done.stdout.splitlines() if line.startswith("ended:")]
-    assert len(ended) == 2
-    assert "rank 1 ended with exit code 3" in ended[0]
-    assert ended[1] == "ended: "
-    assert done.stdout.splitlines().count("code 7") == 2
+    step = {"SLURM_STEP_NUM_TASKS": str(count), "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "127.0.0.1"}
+    environment = {**os.environ, **step, "SLURM_JOB_ID": "1", "MASTER_PORT": free_port()}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**environment, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(count)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [7] * count, outputs
+    first, second = (line for line in outputs[0][0].splitlines() if line.startswith("ended:"))
+    assert "rank 1 ended with exit code 3" in first
+    assert second == "ended: "
     ran = {
         name: [line.split() for line in (tmp_path / name / "ran").read_text().splitlines()]
         for name in ("first", "second")
     }
     for ranks in ran.values():
-        assert sorted(line[:3] for line in ranks) == [["0", "2", "0"], ["1", "2", "1"]]
+        assert sorted(line[:3] for line in ranks) == [[str(rank), str(count), str(rank)] for rank in range(count)]
         assert len({line[3] for line in ranks}) == 1
