@@ -29,7 +29,7 @@ from mcore_ckpt_ext.colossalai.files import (
 )
 from mcore_ckpt_ext.colossalai.gathering import in_pinned
 from mcore_ckpt_ext.colossalai.loading import zero_strict_load_state_dict
-from mcore_ckpt_ext.colossalai.shards import handed_over, iter_zero_strict_state_dict
+from mcore_ckpt_ext.colossalai.shards import consumer_errors_reported, handed_over, iter_zero_strict_state_dict
 from mcore_ckpt_ext.colossalai.state import Precision, Ties, precision_of, zero_strict_state_dict
 from mcore_ckpt_ext.colossalai.wrapper import Wrapped, wrapped
 
@@ -167,7 +167,7 @@ class CheckpointIOMethods:
     ) -> None:  # fmt: skip
         """Save the model like ColossalAI, but atomically; config.json names the dtype of the files."""
         if use_async:
-            with _ties_omitted(model):
+            with _ties_omitted(model), consumer_errors_reported(model, "state_dict_shard"):
                 self._non_strict_save_sharded_model(
                     model, checkpoint_path, gather_dtensor, prefix, max_shard_size, use_safetensors, use_async
                 )
@@ -204,9 +204,10 @@ class CheckpointIOMethods:
     ) -> None:  # fmt: skip
         """Save the optimizer like ColossalAI, but atomically."""
         if use_async:
-            self._non_strict_save_sharded_optimizer(
-                optimizer, checkpoint, gather_dtensor, prefix, size_per_shard, use_async
-            )
+            with consumer_errors_reported(optimizer, "state_shard"):
+                self._non_strict_save_sharded_optimizer(
+                    optimizer, checkpoint, gather_dtensor, prefix, size_per_shard, use_async
+                )
             return
         from colossalai.checkpoint_io import utils
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -134,6 +135,36 @@ def handed_over(shard: Any, size: int, fate: GroupErrors) -> Iterator[tuple[Any,
             yield shard, size
         except Exception as error:  # noqa: BLE001 - any error of the consumer has to be reported to the other ranks
             fate.failure = error
+
+
+@contextmanager
+def consumer_errors_reported(owner: Any, method: str) -> Iterator[None]:
+    """Report an error of ColossalAI's asynchronous writer to the other ranks, which wait for the next shard.
+
+    ColossalAI's function receives the shards in a loop (0.5.0, checkpoint_io/utils.py:
+    ``async_save_state_dict_shards``), so that its error does not reach the generator by itself.
+
+    Args:
+        owner: the model or optimizer that yields the shards.
+        method: name of the method that returns their generator.
+    """
+    begun_here: list[Generator[Any]] = []
+    original = getattr(owner, method)
+
+    def recorded(*arguments: Any, **keywords: Any) -> Generator[Any]:
+        begun_here.append(original(*arguments, **keywords))
+        return begun_here[-1]
+
+    setattr(owner, method, recorded)
+    try:
+        yield
+    except Exception as error:
+        for shards in begun_here:
+            with suppress(Exception):  # the same error in the words that all ranks get
+                shards.throw(error)
+        raise
+    finally:
+        delattr(owner, method)
 
 
 def _items(

@@ -7,11 +7,13 @@ import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from colossalai_on_cpu import ranks
@@ -60,8 +62,10 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
-def test_running_out_of_memory_on_one_rank_stops_all() -> None:
+def test_running_out_of_memory_on_one_rank_stops_all(tmp_path: Path) -> None:
     def job() -> None:
+        from colossalai.utils import safetensors
+
         strict.install()
         model, _ = wrap(Everything)
         calls = {
@@ -86,6 +90,23 @@ def test_running_out_of_memory_on_one_rank_stops_all() -> None:
             assert "my disk" in refusal(lambda: shards.throw(OSError("my disk")))
         else:
             assert "rank 0: OSError: my disk" in refusal(lambda: list(shards))
+        # What ColossalAI's asynchronous writer fails at, in a loop over the shards.
+        booster, model, optimizer = boost()
+        train(booster, model, optimizer, range(1))
+        saves = {
+            "model": lambda path: booster.save_model(model, path, shard=True, size_per_shard=0.02, use_async=True),
+            "optimizer": lambda path: booster.save_optimizer(
+                optimizer, path, True, size_per_shard=0.02, use_async=True
+            ),
+        }
+        for name, save in saves.items():
+            call = partial(save, str(tmp_path / name))
+            with _failing_on_first_rank(safetensors, "save", after=0):
+                if dist.get_rank() == 0:
+                    with pytest.raises(MemoryError, match="no room"):
+                        call()
+                else:
+                    assert "rank 0: MemoryError: no room" in refusal(call), name
         # Nor does ColossalAI's own gathering of tensor-parallel slices run out of it on one rank alone.
         booster, model, optimizer = boost(tensor_parallel=2)
         train(booster, model, optimizer, range(1))
