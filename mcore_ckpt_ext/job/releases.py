@@ -333,6 +333,11 @@ NORMALIZES_PLAIN_QUERIES = Capability(
     since=Version(0, 19),
     until=Version(0, 20),
 )
+RESUMES_WITH_THIS_PACKAGE = Capability(
+    "has a `load_checkpoint` in which this package is tested",
+    "megatron/training/checkpointing.py, 0.16.1 to 0.19.2; docs/reference/loops.md",
+    since=Version(0, 16),
+)
 TORCH_IS_SUPPORTED = Capability(
     "is recent enough for this package",
     "torch/distributed/checkpoint; also `dependencies` of this package",

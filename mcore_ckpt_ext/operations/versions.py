@@ -14,7 +14,12 @@ from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.portable_state import WRITTEN_FOR
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.loops.bridge import RUN_CONFIG
-from mcore_ckpt_ext.job.releases import releases_between, releases_by_arguments
+from mcore_ckpt_ext.job.releases import (
+    RESUMES_WITH_THIS_PACKAGE,
+    STORES_COMMON_STATE_AS_OBJECT,
+    releases_between,
+    releases_by_arguments,
+)
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 from mcore_ckpt_ext.versions import NEWEST, OLDEST, Version, parse_version
@@ -119,7 +124,7 @@ def _bounds(checkpoint: CheckpointView) -> Iterator[Bound]:
 def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
     """List the programs that resume the checkpoint with its optimizer.
 
-    These are stock Megatron, and Megatron with this package. Releases older than the writer are left out.
+    These are stock Megatron, from the writer's release on, and Megatron with this package.
     """
     loading = checkpoint.format_reader.loading
     if not loading.in_megatron:
@@ -145,9 +150,22 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
     if not found:
         found.append(Resumption("stock Megatron", "none", "none", _stock_note(checkpoint)))
     if checkpoint.optimizer_format is None or encodings_named(checkpoint.optimizer_format):
-        note = "tested with 0.16.1, 0.19.0 and 0.19.2"
-        found.append(Resumption("Megatron with mcore_ckpt_ext", _span(releases), "any", note))
+        found.append(_of_this_package(checkpoint, writer))
     return found
+
+
+def _of_this_package(checkpoint: CheckpointView, writer: Writer) -> Resumption:
+    """Return the releases in which this package resumes the checkpoint.
+
+    They may be earlier than the writer's, if the job uses the distributed optimizer; those that require `common.pt`
+    then reinitialize random states (`megatron/sources/legacy_state_dict.py`).
+    """
+    first = OLDEST if checkpoint.arguments.use_distributed_optimizer else min(writer.first, NEWEST)
+    releases = [version for version in releases_between(first) if RESUMES_WITH_THIS_PACKAGE.is_of(version)]
+    note, changed = "tested with 0.16.1, 0.19.0 and 0.19.2", STORES_COMMON_STATE_AS_OBJECT
+    if first < writer.first and changed.is_of(writer.first) and not checkpoint.format_reader.loading.by_rank:
+        note = f"before {changed.since} with new random states, if the release has the job's options; {note}"
+    return Resumption("Megatron with mcore_ckpt_ext", _span(releases), "any", note)
 
 
 def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> Iterator[Resumption]:
