@@ -90,14 +90,11 @@ def pack(
     rule: PackingRule = PackingRule.SINCE_0_13,
     high_bandwidth: bool = False,
 ) -> list[Bucket]:
-    """Lay out the parameters of one buffer.
+    """Lay out the parameters of one buffer, given in registration order.
 
-    Args:
-        parameters: in registration order (`named_parameters()`); the buffer contains them in reverse.
-        bucket_size: number of elements after which a bucket is closed; None for a single bucket.
-        data_parallel: number of ranks that share the buffer (context-parallel ranks included).
-        rule: the rule of the version.
-        high_bandwidth: the same as in `bucket_alignment`.
+    The buffer contains them in reverse. A bucket is closed after `bucket_size` elements; None means a single bucket.
+    `data_parallel` is the number of ranks that share the buffer, context-parallel ranks included; for `high_bandwidth`
+    see `bucket_alignment`.
     """
     packer = _Packer(bucket_alignment(data_parallel, high_bandwidth))
     cursor = end = 0

@@ -73,14 +73,9 @@ class LocalModels:
     ) -> None:
         """Keep the weights that gradient buffers can contain.
 
-        Args:
-            weights: the stored weights by name.
-            arguments: the job's arguments.
-            layout: the job's layout.
-            has_expert_optimizer: whether experts have separate buffers and an optimizer of their own (expert
-                parallelism).
-            layers: global layers of the block that a pipeline divides, by `[pipeline rank][virtual stage]`; None to
-                derive them from the arguments.
+        `has_expert_optimizer`: whether experts have separate buffers and an optimizer of their own (expert
+        parallelism). `layers`: global layers of the block that a pipeline divides, by `[pipeline rank][virtual stage]`;
+        None to derive them from the arguments.
         """
         twice = second_names(weights)
         self.weights = {
@@ -298,37 +293,25 @@ class LocalModels:
         Returns:
             None if the stored chunks have an unknown pattern.
         """
-        parts = [
-            self._regions_of_shard(part, tensor_rank, shard)
-            if self._is_sharded(part)
-            else self._part_regions(part, tensor_rank)
-            for part in self._parts.get(name, [name])
-        ]
+        parts = [self._part_regions(part, tensor_rank, shard) for part in self._parts.get(name, [name])]
         known = [part for part in parts if part is not None]
         return tuple(chain.from_iterable(known)) if len(known) == len(parts) else None
 
-    def _regions_of_shard(self, name: str, tensor_rank: int, shard: int) -> tuple[Region, ...] | None:
-        weight = self.weights[name]
-        part = ShardOfWeight(tensor_rank, self._tensor_size(name), shard, self.weight_shards)
-        return part.regions(name, weight.tensor.shape, weight.grid)
-
-    def _part_regions(self, name: str, tensor_rank: int) -> tuple[Region, ...] | None:
-        """Return the regions of one stored array.
+    def _part_regions(self, name: str, tensor_rank: int, shard: int) -> tuple[Region, ...] | None:
+        """Return the regions of one stored array; None if the stored chunks have an unknown pattern.
 
         One chunk per rank is a plain shard. Two chunks per rank, on the first axis, are a gated `linear_fc1`: the rank
         has its rows of the gate, then its rows of the up projection (`apply_swiglu_sharded_factory`,
         megatron/core/transformer/mlp.py, core_v0.7.0 to 0.19.2).
-
-        Returns:
-            None if the stored chunks have another pattern.
         """
-        weight = self.weights[name]
+        weight, ranks = self.weights[name], self._tensor_size(name)
         shape = weight.tensor.shape
+        if self._is_sharded(name):
+            return ShardOfWeight(tensor_rank, ranks, shard, self.weight_shards).regions(name, shape, weight.grid)
         cut = [axis for axis, offsets in enumerate(weight.grid) if len(offsets) > 1]
         if not cut:
             return (Region.whole(name, shape),)
         axis, offsets = cut[0], weight.grid[cut[0]]
-        ranks = self._tensor_size(name)
         parts, remainder = divmod(len(offsets), ranks)
         if len(cut) > 1 or remainder or parts > 2 or (parts == 2 and axis != 0):
             return None

@@ -82,28 +82,24 @@ class Proof:
 
     Attributes:
         words: a description of the verified relation.
-        compare: finds the first mismatch of masters and weights of the same shape.
+        first_mismatch: returns the first mismatch of masters and weights of the same shape; None if there is none.
         weakness: the larger, the less the check detects.
         fault: a description of a mismatch.
         quantised: the numbers of quantized weights; None for others.
     """
 
     words: str
-    compare: Callable[[torch.Tensor, torch.Tensor], Mismatch | None]
+    first_mismatch: Callable[[torch.Tensor, torch.Tensor], Mismatch | None]
     weakness: int
     fault: str = "a master does not round to its weight"
     quantised: _Quantised | None = None
-
-    def first_mismatch(self, masters: torch.Tensor, weights: torch.Tensor) -> Mismatch | None:
-        """Return the first mismatch of masters and weights of the same shape; None if there is none."""
-        return self.compare(masters, weights)
 
     def at_step(self, step: float) -> Proof:
         """Return the check for quantized weights whose two smallest numbers differ by `step`."""
         if self.quantised is None or step <= self.quantised.step:
             return self
         quantised = replace(self.quantised, step=step)
-        return replace(self, compare=quantised.first_far, quantised=quantised)
+        return replace(self, first_mismatch=quantised.first_far, quantised=quantised)
 
     @property
     def is_near(self) -> bool:
@@ -113,13 +109,9 @@ class Proof:
     def check(
         self, masters: torch.Tensor, weights: torch.Tensor, where: Callable[[int], str], instead: str = ""
     ) -> None:
-        """Refuse masters that do not match their weights.
+        """Refuse fp32 masters, or values in their place, that do not match weights of the same shape.
 
-        Args:
-            masters: fp32 masters, or the values that the optimizer keeps in place of them.
-            weights: weights of the same shape, stored or live.
-            where: describes the element at a position of the compared order.
-            instead: an additional hint for the user, if there is one.
+        `where` describes the element at a position of the compared order; `instead` continues the hint for the user.
 
         Raises:
             ProofError: a master does not round to its weight.
@@ -145,10 +137,7 @@ def first_mismatch(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | Non
         return None
     rounded = master.detach().to(weight.dtype).contiguous()
     bits = bits_dtype(weight.dtype.itemsize)
-    different = (rounded.view(bits) != weight.detach().contiguous().view(bits)).reshape(-1)
-    if not bool(different.any()):
-        return None
-    return _mismatch(master, weight, different)
+    return _mismatch(master, weight, (rounded.view(bits) != weight.detach().contiguous().view(bits)).reshape(-1))
 
 
 def _all_round(master: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -189,7 +178,7 @@ def first_neither(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None
     bits = weight.detach().contiguous().view(torch.int16)
     even = master.detach().to(torch.bfloat16).contiguous().view(torch.int16)
     different = ((even != bits) & (away != bits)).reshape(-1)
-    return _mismatch(master, weight, different) if bool(different.any()) else None
+    return _mismatch(master, weight, different)
 
 
 def first_far(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
@@ -204,10 +193,13 @@ def first_far(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
     floor = float(near.abs().max()) * 2**-30 if near.numel() else 0.0
     half_steps = torch.finfo(weight.dtype).eps / 2 + torch.finfo(torch.float16).eps
     different = ~((numbers - near).abs() <= near.abs() * half_steps * (1 + half_steps) + floor)
-    return _mismatch(master, weight, different) if bool(different.any()) else None
+    return _mismatch(master, weight, different)
 
 
-def _mismatch(master: torch.Tensor, weight: torch.Tensor, different: torch.Tensor) -> Mismatch:
+def _mismatch(master: torch.Tensor, weight: torch.Tensor, different: torch.Tensor) -> Mismatch | None:
+    """Return the first element that is marked as different; None if none is."""
+    if not bool(different.any()):
+        return None
     position = int(different.nonzero()[0])
     return Mismatch(
         position,
@@ -251,7 +243,7 @@ class _Quantised:
         different = ~((numbers - near).abs() <= sizes * share + floor)
         cut_off = (sizes >= largest * (1 - self.half_step / 8)) & (numbers.sign() == near.sign())
         different &= ~(cut_off & (numbers.abs() >= sizes) & (numbers.abs() <= 2 * sizes))
-        return _mismatch(master, weight, different) if bool(different.any()) else None
+        return _mismatch(master, weight, different)
 
 
 def _nearness(numbers: str, quantised: _Quantised, weakness: int) -> Proof:

@@ -137,17 +137,14 @@ def _pack_buffer(
         rule=rule,
         high_bandwidth=bool(models.arguments.ddp_pad_buckets_for_high_nccl_busbw),
     )
-    dtype, stored = _buffer_dtype(models, names[0]), models.weights[names[0]].tensor.dtype
-    return PackedBuffer(f"(torch.{dtype}, torch.{_gradient_dtype(models, stored)})", names, known, buckets)
+    stored = models.weights[names[0]].tensor.dtype
+    gradient = "float32" if models.arguments.accumulate_allreduce_grads_in_fp32 else stored
+    return PackedBuffer(f"(torch.{_buffer_dtype(models, names[0])}, torch.{gradient})", names, known, buckets)
 
 
 def _buffer_dtype(models: LocalModels, name: str) -> str:
     """Return a parameter's dtype in its buffer; checkpoints store quantized parameters dequantized."""
     return QUANTISED if is_quantised(name, models.arguments) else models.weights[name].tensor.dtype
-
-
-def _gradient_dtype(models: LocalModels, dtype: str) -> str:
-    return "float32" if models.arguments.accumulate_allreduce_grads_in_fp32 else dtype
 
 
 def buffer_ranks(models: LocalModels, rank: ModelRank) -> int:
@@ -158,9 +155,7 @@ def buffer_ranks(models: LocalModels, rank: ModelRank) -> int:
     """
     instances = models.arguments.num_distributed_optimizer_instances or 1
     layout = models.layout
-    ranks = layout.data * layout.context
-    if rank.expert is not None:
-        ranks = layout.world // (layout.expert * layout.expert_tensor * layout.pipeline)
+    ranks = layout.data * layout.context if rank.expert is None else layout.expert_data
     return max(1, ranks // instances)
 
 

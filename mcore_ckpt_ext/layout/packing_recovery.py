@@ -103,15 +103,13 @@ def _contradiction(
     others: Sequence[Proposal],
     read: Bytes,
 ) -> str | None:
-    """Return a known layer spec that also fits but contradicts the sidecar's packing.
+    """Return a known layer spec that also fits but contradicts the sidecar; None if there is none.
 
     A model's observed order, or any known spec, may confirm the sidecar. No known spec covers a user's own modules.
-
-    Returns:
-        None if there is none.
     """
     placed = _placed(recorded)
-    if models.arguments.spec or any(_places(group, other) == placed for other in others):
+    packings = (packing for other in others if (packing := other.packing_of(group)) is not None)
+    if models.arguments.spec or any(_placed(packing) == placed for packing in packings):
         return None
     for other in others:
         packing, problem = (None, None) if other.is_observed else _tried(group, other, read)
@@ -119,11 +117,6 @@ def _contradiction(
             moved = {name for key, places in _placed(packing).items() for name, _ in {*places} ^ {*placed[key]}}
             return f"{other.label} fits by itself and places parameters differently: {join_some(sorted(moved))}"
     return None
-
-
-def _places(group: OptimizerGroup, proposal: Proposal) -> dict[BucketKey, list[tuple[str, int]]] | None:
-    packing = proposal.packing_of(group)
-    return None if packing is None else _placed(packing)
 
 
 def recover_unproven(
@@ -137,15 +130,9 @@ def recover_unproven(
     """Find the packing of a group whose content cannot verify it.
 
     The content cannot, because any weight matches any remainder. The packing must be certain for another reason.
-    Recorded digests confirm it; or it was recorded or observed in a model, and fits the borders of the stored chunks;
-    or it is the only known one that fits these borders, for a model that Megatron itself builds.
-
-    Args:
-        group: the group.
-        models: the parameters that may be in it.
-        proposals: candidate packings, the most reliable first.
-        contradiction: returns why a packing contradicts digests recorded at the save; None if it does not.
-        is_recorded: whether there are such digests.
+    Recorded digests confirm it (`is_recorded`: there are any; `contradiction` returns why a packing contradicts them);
+    or it was recorded or observed in a model, and fits the borders of the stored chunks; or it is the only known one
+    that fits these borders, for a model that Megatron itself builds. The most reliable candidate comes first.
 
     Raises:
         PackingError: the recorded digests match no packing.

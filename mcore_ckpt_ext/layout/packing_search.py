@@ -37,28 +37,21 @@ def discover(
     borders: dict[BucketKey, frozenset[int]],
     read: Bytes,
 ) -> Packing:
-    """Locate every parameter of a group.
+    """Locate every parameter of a group among all that this tensor-parallel rank can have.
 
-    Args:
-        group: the stored buffers.
-        candidates: all parameters that this tensor-parallel rank can have.
-        borders: cuts that are explained by data-parallel sharding alone, by bucket.
-        read: reads samples.
+    `borders`: by bucket, the cuts that data-parallel sharding alone explains.
 
     Raises:
         PackingError: no parameter, or more than one, matches at some position.
     """
-    by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]] = {}
-    for name, regions in candidates:
-        numel = numel_of(regions)
-        by_numel.setdefault(numel, []).append((name, regions, read.weight(regions, 0, min(numel, _SAMPLE))))
+    search = _Search(group, read, candidates)
     spots = [
         spot
         for key, stored in sorted(group.buckets.items())
         for spot in (
-            _walk(group, key, stored.cuts, borders.get(key, frozenset()), by_numel, read)
+            search.between_cuts(key, stored.cuts, borders.get(key, frozenset()))
             if stored.cuts is not None
-            else _scan(group, key, stored.numel_unpadded, by_numel, read)
+            else search.by_content(key, stored.numel_unpadded)
         )
     ]
     names = _Assignment(group, spots).solve()
@@ -68,94 +61,78 @@ def discover(
     return packing
 
 
-def _walk(
-    group: OptimizerGroup,
-    key: BucketKey,
-    cuts: Sequence[int],
-    borders: frozenset[int],
-    by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]],
-    read: Bytes,
-) -> Iterable[_Spot]:
-    position = 0
-    while position < len(cuts) - 1:
-        start = cuts[position]
-        if start % group.alignment:
-            position += 1
-            continue
-        spot, after = _fitting(group, key, cuts, position, borders, by_numel, read)
-        if not spot.fitting:
-            raise PackingError(
-                "the search by content found no parameter whose weights match the masters at a place",
-                where=f"{group}, {key}, element {start}",
-                hint="the checkpoint is damaged, its weights were edited, or they belong to another iteration",
-            )
-        yield spot
-        position = after
+class _Search:
+    """Finds the parameters whose first weights match the masters at a position of a bucket."""
 
+    def __init__(
+        self, group: OptimizerGroup, read: Bytes, candidates: Iterable[tuple[str, tuple[Region, ...]]]
+    ) -> None:
+        self._group, self._read = group, read
+        self._by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]] = {}
+        for name, regions in candidates:
+            numel = numel_of(regions)
+            weight = read.weight(regions, 0, min(numel, _SAMPLE))
+            self._by_numel.setdefault(numel, []).append((name, regions, weight))
 
-def _scan(
-    group: OptimizerGroup,
-    key: BucketKey,
-    numel: int,
-    by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]],
-    read: Bytes,
-) -> Iterable[_Spot]:
-    """Yield spots like `_walk`, for an array without chunk borders, by content alone.
+    def between_cuts(self, key: BucketKey, cuts: Sequence[int], borders: frozenset[int]) -> Iterable[_Spot]:
+        """Yield spots of an array with chunk borders, which limit where parameters begin and end."""
+        position = 0
+        while position < len(cuts) - 1:
+            start = cuts[position]
+            if start % self._group.alignment:
+                position += 1
+                continue
+            spot, position = self._fitting(key, cuts, position, borders)
+            if not spot.fitting:
+                raise PackingError(
+                    "the search by content found no parameter whose weights match the masters at a place",
+                    where=f"{self._group}, {key}, element {start}",
+                    hint="the checkpoint is damaged, its weights were edited, or they belong to another iteration",
+                )
+            yield spot
 
-    At each place only one length may match.
-    """
-    start = 0
-    while start < numel:
-        if start % group.alignment:
-            start = align(start, group.alignment)
-            continue
-        sample = read.master(group, key, start, min(numel - start, _SAMPLE))
-        fitting = {
-            length: {
-                name: regions
-                for name, regions, weight in candidates
-                if torch.equal(sample[: len(weight)].to(weight.dtype), weight)
-            }
-            for length, candidates in by_numel.items()
-            if length <= numel - start
-        }
-        lengths = [length for length, names in fitting.items() if names]
-        if len(lengths) == 1:
+    def by_content(self, key: BucketKey, numel: int) -> Iterable[_Spot]:
+        """Yield spots of an array without chunk borders; at each place only one length may match."""
+        start = 0
+        while start < numel:
+            if start % self._group.alignment:
+                start = align(start, self._group.alignment)
+                continue
+            sample = self._read.master(self._group, key, start, min(numel - start, _SAMPLE))
+            fitting = {length: self._matching(sample, length) for length in self._by_numel if length <= numel - start}
+            lengths = [length for length, names in fitting.items() if names]
+            if len(lengths) != 1:
+                raise PackingError(
+                    "the search by content cannot determine which parameter is at a place",
+                    found=f"parameters of {lengths or 'no'} elements fit",
+                    where=f"{self._group}, {key}, element {start}",
+                )
             yield _Spot(key, start, fitting[lengths[0]])
             start += lengths[0]
-        else:
-            raise PackingError(
-                "the search by content cannot determine which parameter is at a place",
-                found=f"parameters of {lengths or 'no'} elements fit",
-                where=f"{group}, {key}, element {start}",
-            )
 
+    def _fitting(
+        self, key: BucketKey, cuts: Sequence[int], position: int, borders: frozenset[int]
+    ) -> tuple[_Spot, int]:
+        """Return the parameters that match at one cut, and the number of the cut at their end.
 
-def _fitting(
-    group: OptimizerGroup,
-    key: BucketKey,
-    cuts: Sequence[int],
-    position: int,
-    borders: frozenset[int],
-    by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]],
-    read: Bytes,
-) -> tuple[_Spot, int]:
-    """Return the parameters that match at one cut.
+        Their length is the only one that leaves no unexplained cut inside.
+        """
+        start = cuts[position]
+        for after in range(position + 1, len(cuts)):
+            fitting, numel = {}, cuts[after] - start
+            if numel in self._by_numel:
+                fitting = self._matching(self._read.master(self._group, key, start, min(numel, _SAMPLE)), numel)
+            if fitting or cuts[after] not in borders:
+                return _Spot(key, start, fitting), after
+        return _Spot(key, start, {}), len(cuts)
 
-    Their length is the only one that leaves no unexplained cut inside.
-    """
-    start = cuts[position]
-    for after in range(position + 1, len(cuts)):
-        numel = cuts[after] - start
-        sample = read.master(group, key, start, min(numel, _SAMPLE)) if numel in by_numel else None
-        fitting = {
+    def _matching(self, masters: torch.Tensor, numel: int) -> dict[str, tuple[Region, ...]]:
+        """Return the parameters of `numel` elements whose first weights are these masters when rounded."""
+        return {
             name: regions
-            for name, regions, weight in by_numel.get(numel, ())
-            if sample is not None and torch.equal(sample.to(weight.dtype), weight)
+            for name, regions, weight in self._by_numel[numel]
+            if torch.equal(masters[: len(weight)].to(weight.dtype), weight)
         }
-        if fitting or cuts[after] not in borders:
-            return _Spot(key, start, fitting), after
-    return _Spot(key, start, {}), len(cuts)
 
 
 def irregularity(packings: Iterable[Packing]) -> str | None:

@@ -6,6 +6,7 @@ It is one of several sources of the parameter order: its packing is checked like
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -166,11 +167,7 @@ def with_index(text: str, digest: str) -> str:
 
 
 def _check_unique(groups: Sequence[RecordedGroup]) -> None:
-    """Check that groups, and parameters within a group, are unique.
-
-    Raises:
-        ValueError: there is a duplicate.
-    """
+    """Raise ValueError unless groups, and parameters within a group, are unique."""
     check_keys([(group.child, index) for group in groups for index in group.indices])
     seen: set[tuple[int, int]] = set()
     for group in groups:
@@ -178,11 +175,9 @@ def _check_unique(groups: Sequence[RecordedGroup]) -> None:
         if len(set(keys)) < len(keys) or not seen.isdisjoint(keys):
             raise ValueError(f"the sidecar records a group of {keys[:4]} twice")
         seen.update(keys)
-        names: set[str] = set()
-        for parameter in (parameter for bucket in group.buckets for parameter in bucket.parameters):
-            if parameter.name in names:
-                raise ValueError(f"the sidecar names {parameter.name} twice in one group")
-            names.add(parameter.name)
+        names = Counter(parameter.name for bucket in group.buckets for parameter in bucket.parameters)
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise ValueError(f"the sidecar names {repeated[0]} twice in one group")
 
 
 def _save_record(data: Mapping[str, Any] | None) -> SaveRecord | None:

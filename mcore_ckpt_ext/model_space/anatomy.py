@@ -42,12 +42,6 @@ def language_prefix(name: str) -> str:
     return match[1] if match else ""
 
 
-def language_prefixes(names: Iterable[str]) -> set[str]:
-    """Return the prefixes of all language models in a model with these names; usually there is one."""
-    found = {language_prefix(name) for name in names}
-    return found - {""} or {""}
-
-
 def is_language_block(block: str) -> bool:
     """Return whether the layers of a block belong to a language model, not to a vision or audio tower."""
     return block.removeprefix(language_prefix(block)) in BLOCKS
@@ -60,7 +54,7 @@ def pipelined_block(names: Iterable[str]) -> str | None:
         None if there is no block, or if there are several (T5).
     """
     names = list(names)
-    prefixes = language_prefixes(names)
+    prefixes = {language_prefix(name) for name in names} - {""} or {""}
     present = {block for name in names if (block := block_of(name)) is not None}
     found = {f"{prefix}{block}" for prefix in prefixes for block in BLOCKS} & present
     return found.pop() if len(found) == 1 else None
@@ -96,11 +90,7 @@ def precedes_layers(name: str, prefix: str) -> bool:
     """Return whether a parameter outside the layers is before the first one, on the first pipeline stage.
 
     The language model begins with its embedding. Towers and projectors are not part of it, and are on the first stage
-    (`model_provider` of pretrain_vlm.py, core_v0.13.0 to 0.19.2).
-
-    Args:
-        name: a parameter that is in no layer of the block that the pipeline divides.
-        prefix: the prefix of the language model's names, as `language_prefix` returns it.
+    (`model_provider` of pretrain_vlm.py, core_v0.13.0 to 0.19.2). `prefix`: the `language_prefix` of the model.
     """
     return not name.startswith(prefix) or name.removeprefix(prefix).startswith(("embedding.", "position_embeddings."))
 
@@ -134,10 +124,6 @@ def leaves_out_state(key: str, names: Iterable[str]) -> bool:
     BERT's does not omit it.
 
     Source: `GPTModel.sharded_state_dict` (gpt_model.py, core_v0.7.0 to 0.19.2).
-
-    Args:
-        key: the key of the extra state.
-        names: the names of the model's weights.
     """
     is_own = key.removeprefix(language_prefix(key)).startswith("output_layer.")
     return is_own and not any(name.startswith(_HEAD) for name in names)

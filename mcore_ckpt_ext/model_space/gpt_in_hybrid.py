@@ -19,10 +19,8 @@ _FINAL_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
 def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict[str, str | None]:
     """Return the GPT's name of each parameter of a hybrid model; None for those that it does not have.
 
-    Args:
-        pattern: the pattern of the hybrid model's layers, `--hybrid-layer-pattern`.
-        layers: the GPT's number of layers; None if unknown.
-        names: model-space names of the hybrid model's parameters.
+    The hybrid model has a `--hybrid-layer-pattern`, and parameters of these names; the GPT has a number of layers, or
+    None if unknown.
 
     Raises:
         UnsupportedCheckpointError: no GPT can be loaded into such a model.

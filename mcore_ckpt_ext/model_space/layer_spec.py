@@ -20,6 +20,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
+from mcore_ckpt_ext.model_space.names import with_prefix_replaced
 
 _IN_LAYER = re.compile(r"^(.*\blayers\.\d+\.(?:transformer_layer\.)?)(.+)$")
 _ATTENTION = "self_attention."
@@ -33,11 +34,7 @@ _ONLY_ENGINE = ("mixer.", "cross_attention.", "linear_attn.")
 
 
 def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
-    """Map a model's names, which have either layer spec, to names under one of them.
-
-    Args:
-        names: model-space names of all weights.
-        engine: True for Transformer Engine's spec, False for the local one.
+    """Map a model's names of either spec to those of Transformer Engine's (`engine`), or the local one.
 
     Raises:
         UnsupportedCheckpointError: only one of the two specs has a layer of some kind.
@@ -54,7 +51,7 @@ def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
             hint="keep the layer spec: leave --transformer-impl out",
         )  # fmt: skip
     renamed = {
-        layer + suffix: layer + _replaced(suffix, dict(_pairs(suffixes, engine)))
+        layer + suffix: layer + with_prefix_replaced(suffix, _pairs(suffixes, engine))
         for layer, suffixes in layers.items()
         for suffix in suffixes
     }
@@ -84,10 +81,3 @@ def _pairs(suffixes: Collection[str], engine: bool) -> Iterator[tuple[str, str]]
     yield (separate, fused) if is_fused else (fused, separate)
     if latent:
         yield from ((separate, fused) if engine else (fused, separate) for fused, separate in _LATENT)
-
-
-def _replaced(suffix: str, pairs: dict[str, str]) -> str:
-    for old, new in pairs.items():
-        if suffix.startswith(old):
-            return new + suffix.removeprefix(old)
-    return suffix

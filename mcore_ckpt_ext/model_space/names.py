@@ -179,7 +179,7 @@ def parse_own(name: str, spec: LayerSpec) -> ParameterName:
     renaming = (*_OWN_TO_KEY[spec].items(), _FILTERS)
     name = unwrapped(name)
     if match := _PREDICTION.match(name):
-        name = f"{match[1]}.{PREDICTING_LAYER}.{_renamed(match[2], renaming)}"
+        name = f"{match[1]}.{PREDICTING_LAYER}.{with_prefix_replaced(match[2], renaming)}"
     return _parsed(name, (_SEQUENTIAL_EXPERT, _GROUPED_EXPERT), renaming)
 
 
@@ -194,7 +194,7 @@ def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool, versio
         separate[_FILTERS[1]] = _FILTERS[0]
     is_mapped = name.block is not None and is_language_block(name.block)
     name = replace(name, rest=joined_name(f".{name.rest}").removeprefix("."))
-    renamed = replace(name, rest=_renamed(name.rest, separate.items())) if is_mapped else name
+    renamed = replace(name, rest=with_prefix_replaced(name.rest, separate.items())) if is_mapped else name
     return renamed.own(grouped_experts)
 
 
@@ -203,7 +203,7 @@ def _parsed(name: str, experts: Sequence[re.Pattern[str]], renaming: Iterable[tu
     if match := _LAYER.match(name):
         block, layer, rest = match[1], int(match[2]), match[3]
         if is_language_block(block):  # the layers of vision towers have no such map (vit_layer_specs.py)
-            rest = _renamed(rest, renaming)
+            rest = with_prefix_replaced(rest, renaming)
     for pattern in experts:
         if match := pattern.match(rest):
             number, leaf = (match[2], match[3]) if match[2].isdecimal() else (match[3], match[2])
@@ -211,7 +211,8 @@ def _parsed(name: str, experts: Sequence[re.Pattern[str]], renaming: Iterable[tu
     return ParameterName(block, layer, None, None, rest)
 
 
-def _renamed(suffix: str, renaming: Iterable[tuple[str, str]]) -> str:
+def with_prefix_replaced(suffix: str, renaming: Iterable[tuple[str, str]]) -> str:
+    """Replace the prefix of a name by the first pair (old, new) that applies to it."""
     for old, new in renaming:
         if suffix.startswith(old):
             return new + suffix.removeprefix(old)
@@ -255,12 +256,7 @@ def stacked_axes(key: str) -> int:
 
 
 def name_at(key: str, stack_index: Sequence[int]) -> str:
-    """Return the model-space name of one element of a stacked array.
-
-    Args:
-        key: Megatron's sharded key.
-        stack_index: index on each of the `stacked_axes(key)` leading axes.
-    """
+    """Return the model-space name of an element of a sharded key's array, by its index on stacked axes."""
     index = list(stack_index)
     name = key
     for pattern in (_STACKED_LAYERS, _STACKED_EXPERTS):

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece, FlatState, GroupKey, kind_of_array
 from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers, flat_optimizer
-from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, Version, is_of_group
+from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, is_of_group
 from mcore_ckpt_ext.storage.budget import whole_number
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 
@@ -92,14 +92,6 @@ def _read(
     return flat_optimizer(holder, bucket_state(keys), rules, models())
 
 
-def _reshardable_by_stock(placement_changed: bool, version: Version) -> bool:
-    return LOADS_DP_RESHARDABLE.is_of(version) and not placement_changed
-
-
-def _bucket_space_by_stock(placement_changed: bool, version: Version) -> bool:
-    return LOADS_BUCKET_SPACE.is_of(version) and not placement_changed
-
-
 ENCODINGS = (
     Encoding(
         name=DP_RESHARDABLE,
@@ -107,7 +99,8 @@ ENCODINGS = (
         written_by="DistributedOptimizer since 0.15, by default",
         claims=partial(_claims, DP_RESHARDABLE),
         read=partial(_read, (PackingRule.SINCE_0_13,)),
-        stock_loads=_reshardable_by_stock,
+        stock_loads=LOADS_DP_RESHARDABLE,
+        needs_same_buffers=True,
         note="another TP, PP, VPP or EP is refused or fails",
         shows_names=False,
     ),
@@ -118,7 +111,8 @@ ENCODINGS = (
         claims=partial(_claims, BUCKET_SPACE),
         read=partial(_read, (PackingRule.UNTIL_0_7, PackingRule.UNTIL_0_8, PackingRule.UNTIL_0_12)),
         # The loader supported it up to 0.12 (`load_checkpoint`, megatron/training/checkpointing.py).
-        stock_loads=_bucket_space_by_stock,
+        stock_loads=LOADS_BUCKET_SPACE,
+        needs_same_buffers=True,
         note="left the loader in 0.13",
         shows_names=False,
     ),

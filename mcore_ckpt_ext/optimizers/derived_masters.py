@@ -109,10 +109,7 @@ def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
 def weights_as_masters(state: OptimizerState, weights: Source, trained: Collection[str] = ()) -> OptimizerState:
     """Add masters to a state that has none for fp32 weights: the weights themselves (`FP32Optimizer`).
 
-    Args:
-        state: the stored state.
-        weights: the model's arrays.
-        trained: the parameters of a state that lists none, for example of SGD without momentum.
+    `trained`: the parameters of a state that lists none, for example of SGD without momentum.
     """
 
     def weight_of(name: str) -> LogicalTensor | None:
@@ -147,10 +144,7 @@ def with_masters(
 ) -> OptimizerState:
     """Add masters to a state that stores only the values that they are derived from.
 
-    Args:
-        state: the stored state.
-        weights: the model's arrays.
-        trained: returns the parameters; called if the state lists none.
+    `trained`: returns the parameters; called if the state lists none.
     """
     if PARAM_REMAINDER in state.kinds:
         return joined_masters(state, weights)

@@ -28,10 +28,7 @@ PlacedParameter = tuple[OptimizerGroup, BucketKey, Placement]
 def differing(buffers: Buffers, kinds: Collection[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Describe where stored state differs from the saved state; empty if nothing was recorded.
 
-    Args:
-        buffers: the state.
-        kinds: the kinds to compare; by default all recorded ones.
-        share: the part of the work to do: its number, and the number of parts.
+    By default all recorded kinds are compared. `share`: the part of the work to do: its number, and how many there are.
     """
     placed = [
         (group, key, placement)
@@ -68,7 +65,8 @@ def are_of_another_save(
             for item in placed:
                 digest = of_group.get(item[2].name, {}).get(PARAM_REMAINDER)
                 found = None if digest is None else _stored(buffers, item, PARAM_REMAINDER)
-                if found is None or found == _of_zeros(numel_of(item[2].regions)):
+                zeros = torch.zeros(numel_of(item[2].regions), dtype=torch.int16)
+                if found is None or found == written(digest_of(zeros)):
                     continue
                 if found == digest:
                     return False
@@ -88,10 +86,6 @@ def _smallest(group: OptimizerGroup, packing: Packing) -> Iterator[PlacedParamet
             return
         compared += numel_of(item[2].regions)
         yield item
-
-
-def _of_zeros(numel: int) -> str:
-    return written(digest_of(torch.zeros(numel, dtype=torch.int16)))
 
 
 def check_digests(buffers: Buffers, where: str, share: tuple[int, int] = (0, 1)) -> None:

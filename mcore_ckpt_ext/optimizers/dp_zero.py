@@ -17,7 +17,7 @@ from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS, FlatArray, FlatPiece, FlatState, GroupKey
 from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers, flat_optimizer
-from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, Version, is_of_group
+from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, is_of_group
 from mcore_ckpt_ext.storage.dcp_index import extent_of
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
@@ -87,10 +87,6 @@ def _read(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -
     return flat_optimizer(holder, dp_zero_state(keys), _RULES, models())
 
 
-def _by_stock(placement_changed: bool, version: Version) -> bool:
-    return not placement_changed
-
-
 ENCODINGS = (
     Encoding(
         name=NAME,
@@ -98,7 +94,7 @@ ENCODINGS = (
         written_by="DistributedOptimizer of 0.6 to 0.14 without --ckpt-fully-parallel-save",
         claims=_claims,
         read=_read,
-        stock_loads=_by_stock,
+        needs_same_buffers=True,
         shows_names=False,
     ),
     Encoding(
@@ -107,7 +103,7 @@ ENCODINGS = (
         written_by="DistributedOptimizer of every version in legacy checkpoints",
         claims=lambda keys: (),
         read=_read,
-        stock_loads=_by_stock,
+        needs_same_buffers=True,
         shows_names=False,
     ),
 )

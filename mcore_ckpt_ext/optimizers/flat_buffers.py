@@ -56,9 +56,9 @@ class FlatBuffers(OptimizerState):
         self._by_tensor: dict[GroupKey, dict[str, list[tuple[BucketKey, Placement]]]] = {}
         self._places: dict[str, list[tuple[Mapping[tuple[BucketKey, str], FlatArray], BucketKey, Placement]]] = {}
         self._state = state
-        self._arrays = state.arrays
-        self.kinds = tuple(dict.fromkeys(kind for arrays_of in self._arrays.values() for _, kind in arrays_of))
-        self.groups = {key: self._group(*key) for key in sorted(self._arrays)}
+        self.arrays = state.arrays
+        self.kinds = tuple(dict.fromkeys(kind for arrays_of in self.arrays.values() for _, kind in arrays_of))
+        self.groups = {key: self._group(*key) for key in sorted(self.arrays)}
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
         """Return the name of a tensor with the weight's shape and the state's dtype; None if not stored."""
@@ -77,8 +77,9 @@ class FlatBuffers(OptimizerState):
         found = self._places.get(name)
         if found is None:
             found = self._places[name] = [
-                (self._arrays[group.child, group.index], key, placement)
-                for group in self._groups_of(name)
+                (self.arrays[group.child, group.index], key, placement)
+                for rank in self.models.ranks_of(name)
+                for group in self._by_rank.get(rank, [])
                 for key, placement in self._places_in(group).get(name, ())
             ]
         for arrays, key, placement in found:
@@ -88,7 +89,7 @@ class FlatBuffers(OptimizerState):
     @cached_property
     def _dtypes(self) -> Mapping[str, str]:
         found: dict[str, str] = {}
-        for arrays in self._arrays.values():
+        for arrays in self.arrays.values():
             for (_, kind), array in arrays.items():
                 found.setdefault(kind, array.dtype)
         return found
@@ -126,11 +127,6 @@ class FlatBuffers(OptimizerState):
         return "it is stale: none of its digests matches the stored state" if another else None
 
     @property
-    def arrays(self) -> Mapping[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]:
-        """The stored flat arrays, by group, then by bucket and kind."""
-        return self._arrays
-
-    @property
     @override
     def buffers(self) -> Sequence[Buffers]:
         return (self,)
@@ -142,7 +138,7 @@ class FlatBuffers(OptimizerState):
         """
         parts: dict[tuple[Region, ...], list[list[StoredSlice]]] = {}
         for group, key, placement in self._placed.get(name, ()):
-            array = self._arrays[group.child, group.index].get((key, kind))
+            array = self.arrays[group.child, group.index].get((key, kind))
             slices = [] if array is None else cut(placement, array)
             own = tuple(region for region in placement.regions if region.name == name)
             parts.setdefault(own, []).append([part for one in slices for part in _of_tensor(one, name)])
@@ -153,10 +149,8 @@ class FlatBuffers(OptimizerState):
         """All placements of all groups, by names of tensors in them, which may be parts of a parameter."""
         placed: dict[str, list[tuple[OptimizerGroup, BucketKey, Placement]]] = {}
         for group in self.groups.values():
-            for key, placements in self.packing_of(group).packing.items():
-                for placement in placements:
-                    for name in dict.fromkeys(region.name for region in placement.regions):
-                        placed.setdefault(name, []).append((group, key, placement))
+            for name, places in self._places_in(group).items():
+                placed.setdefault(name, []).extend((group, key, placement) for key, placement in places)
         return placed
 
     def proposed_packings(self) -> dict[GroupKey, RecoveredPacking | None]:
@@ -194,7 +188,7 @@ class FlatBuffers(OptimizerState):
     def _recover(self, group: OptimizerGroup) -> RecoveredPacking:
         key = (group.child, group.index)
         if key not in self._recovered:
-            if self._lacks_weights or any(kind == PARAM_REMAINDER for _, kind in self._arrays[key]):
+            if self._lacks_weights or any(kind == PARAM_REMAINDER for _, kind in self.arrays[key]):
                 contradiction, stale = partial(contradicts, self, group), self._staleness
                 proposals = [one for one in self._proposals() if not (stale and one.is_recorded)]
                 found = recover_unproven(group, self.models, proposals, contradiction, is_recorded=key in self.digests)
@@ -229,7 +223,7 @@ class FlatBuffers(OptimizerState):
             region.name: None
             for group in self.groups.values()
             for key, placements in self.packing_of(group).packing.items()
-            if kind is None or (key, kind) in self._arrays[group.child, group.index]
+            if kind is None or (key, kind) in self.arrays[group.child, group.index]
             for placement in placements
             for region in placement.regions
         }
@@ -241,7 +235,7 @@ class FlatBuffers(OptimizerState):
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
         """Return `count` fp32 masters from element `start` of a bucket."""
-        source = self._arrays[group.child, group.index][key, FP32_PARAM].around(start, start + count)
+        source = self.arrays[group.child, group.index][key, FP32_PARAM].around(start, start + count)
         first = source.pieces[0] if source.pieces else None
         if first is not None and first.start <= start and start + count <= first.stop:
             return self.transfer.elements(first.extent, first.first + start - first.start, count)
@@ -257,10 +251,6 @@ class FlatBuffers(OptimizerState):
                     return self.transfer.elements(stored.extent, stored.first + start, count)
         return read_slice(self._weights, self.transfer, "weight", Slice(regions, start, start + count))
 
-    def _groups_of(self, name: str) -> list[OptimizerGroup]:
-        ranks = self.models.ranks_of(name)
-        return [group for rank in ranks for group in self._by_rank.get(rank, [])]
-
     @cached_property
     def _by_rank(self) -> dict[ModelRank, list[OptimizerGroup]]:
         found: dict[ModelRank, list[OptimizerGroup]] = {}
@@ -271,7 +261,7 @@ class FlatBuffers(OptimizerState):
     @cached_property
     def _last_child(self) -> int:
         """The number of the last chained optimizer."""
-        return max(child for child, _ in self._arrays)
+        return max(child for child, _ in self.arrays)
 
     def _group(self, child: int, index: int) -> OptimizerGroup:
         """Return the group of a chained optimizer and `dp_group_idx`, by `get_megatron_optimizer`'s rules.
@@ -306,7 +296,7 @@ class FlatBuffers(OptimizerState):
                 expected=str(layout),
             )
         buckets: dict[BucketKey, StoredBucket] = {}
-        for (key, kind), array in self._arrays[child, index].items():
+        for (key, kind), array in self.arrays[child, index].items():
             if kind in MASTERS:
                 borders = {border for piece in array.pieces for border in (piece.start, piece.stop)}
                 buckets[key] = StoredBucket(array.numel, tuple(sorted(borders)) if self._state.chunked else None)
@@ -315,13 +305,9 @@ class FlatBuffers(OptimizerState):
 
 
 def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule], models: LocalModels) -> FlatBuffers:
-    """Return the optimizer state in flat arrays, with the parameters of `models`.
+    """Return the optimizer state in a checkpoint's flat arrays, with the parameters of `models`.
 
-    Args:
-        holder: the checkpoint.
-        state: its flat arrays.
-        rules: the packing rules of the versions that wrote such arrays.
-        models: the parameters that may be in them.
+    `rules`: the packing rules of the versions that wrote such arrays.
     """
     proposals = partial(holder.proposals, rules, models)
     return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof, holder.sidecar)

@@ -11,6 +11,7 @@ checkpoint's label may apply to only one of its optimizers, so keys decide: mast
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -21,7 +22,7 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.derived_masters import numbers_of_remainders
 from mcore_ckpt_ext.optimizers.model_space_state import STATE_KEY, ModelSpaceState
-from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, Version
+from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys
 from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.workarounds.fully_reshardable_padding import repaired, shifted_names
@@ -70,12 +71,10 @@ def _claims(name: str) -> Callable[[StoredKeys], set[str]]:
     return lambda keys: {key for key, found in encoding_of(keys).items() if found == name}
 
 
-def _read(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
-    return ModelSpaceState(keys)
-
-
-def _read_undistributed(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
-    return ModelSpaceState(keys, distributed=False)
+def _read(
+    holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels], distributed: bool = True
+) -> OptimizerState:
+    return ModelSpaceState(keys, distributed)
 
 
 def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
@@ -116,35 +115,13 @@ def _holds_numbers(state: ModelSpaceState, holder: Holder) -> bool:
     return differ
 
 
-def _reshardable_by_stock(placement_changed: bool, version: Version) -> bool:
-    return LOADS_FULLY_RESHARDABLE.is_of(version)
-
-
-def _model_space_by_stock(placement_changed: bool, version: Version) -> bool:
-    """Return whether stock Megatron loads `fully_sharded_model_space`, refused since commit 5ab481cb.
-
-    Up to 0.13 its parameter groups are matched by position, which swaps weight decay between groups on later pipeline
-    stages.
-    """
-    return LOADS_MODEL_SPACE.is_of(version)
-
-
-def _fsdp_by_stock(placement_changed: bool, version: Version) -> bool:
-    return LOADS_FSDP_DTENSOR.is_of(version)
-
-
-def _always_by_stock(placement_changed: bool, version: Version) -> bool:
-    return True
-
-
 ENCODINGS = (
     Encoding(
         name=LAYER_WISE,
         stored="arrays shaped like the weights, marked with the number of the chained optimizer",
         written_by="LayerWiseDistributedOptimizer since 0.16 (--optimizer dist_muon)",
         claims=_claims(LAYER_WISE),
-        read=_read_undistributed,
-        stock_loads=_always_by_stock,
+        read=partial(_read, distributed=False),
         distributed=False,
     ),
     Encoding(
@@ -152,8 +129,7 @@ ENCODINGS = (
         stored="arrays shaped like the weights; without masters where the weights are fp32",
         written_by="the optimizers without --use-distributed-optimizer, of every version",
         claims=_claims(NOT_DISTRIBUTED),
-        read=_read_undistributed,
-        stock_loads=_always_by_stock,
+        read=partial(_read, distributed=False),
         distributed=False,
     ),
     Encoding(
@@ -162,7 +138,8 @@ ENCODINGS = (
         written_by="DistributedOptimizer of 0.8 to 0.14, by default",
         claims=_claims(MODEL_SPACE),
         read=_read,
-        stock_loads=_model_space_by_stock,
+        stock_loads=LOADS_MODEL_SPACE,
+        # Up to 0.13 groups are matched by position; refused since commit 5ab481cb.
         note="0.8 to 0.13 load it, too, but exchange weight decay between groups when PP > 1",
     ),
     Encoding(
@@ -171,7 +148,7 @@ ENCODINGS = (
         written_by="DistributedOptimizer since 0.15 with --dist-ckpt-optim-fully-reshardable",
         claims=_claims(FULLY_RESHARDABLE),
         read=_read_repaired,
-        stock_loads=_reshardable_by_stock,
+        stock_loads=LOADS_FULLY_RESHARDABLE,
         note="0.15 to 0.19 may have written it shifted: mcore-ckpt verify PATH",
     ),
     Encoding(
@@ -180,6 +157,6 @@ ENCODINGS = (
         written_by="Megatron-FSDP since 0.14 (--use-megatron-fsdp)",
         claims=_claims(FSDP_DTENSOR),
         read=_read,
-        stock_loads=_fsdp_by_stock,
+        stock_loads=LOADS_FSDP_DTENSOR,
     ),
 )

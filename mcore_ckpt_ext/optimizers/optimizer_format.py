@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.releases import Capability
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.packing_candidates import Proposal
@@ -111,9 +112,8 @@ class Encoding:
         written_by: a description of the optimizers and versions that write it.
         claims: returns the keys of a torch_dist checkpoint in this encoding; each key is in at most one.
         read: reads the state of the claimed keys, given the parameters that no other encoding names.
-        stock_loads: returns whether Megatron itself loads an intact state correctly; the arguments are whether the
-            gradient buffers of the running job differ from those of the job that wrote it, and the version of
-            megatron-core.
+        stock_loads: the capability of the releases of Megatron that load an intact state correctly; None for all.
+        needs_same_buffers: whether they need gradient buffers like those of the job that wrote it.
         note: a note for users who resume it with stock Megatron.
         shows_names: whether the keys of arrays identify parameters; otherwise they are recovered.
         distributed: whether it belongs to a DistributedOptimizer.
@@ -125,7 +125,8 @@ class Encoding:
     written_by: str
     claims: Callable[[StoredKeys], Collection[str]]
     read: Callable[[Holder, StoredKeys, Callable[[], LocalModels]], OptimizerState]
-    stock_loads: Callable[[bool, Version], bool]
+    stock_loads: Capability | None = None
+    needs_same_buffers: bool = False
     note: str = ""
     shows_names: bool = True
     distributed: bool = True

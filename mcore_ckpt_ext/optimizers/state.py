@@ -26,10 +26,6 @@ class OptimizerState(StoredOnce, ABC):
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
         """Return the name, shape and dtype of a tensor; None if the checkpoint does not contain it."""
 
-    @abstractmethod
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """Return all slices that contain elements of a tensor."""
-
     def derivation(self, kind: str, name: str) -> Derivation | None:
         """Return the derivation of a tensor from others; None if it is stored."""
         return None

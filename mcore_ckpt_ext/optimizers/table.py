@@ -33,17 +33,17 @@ def encodings_named(name: str | None) -> list[Encoding]:
 
 
 def stock_can_load(name: str | None, placement_changed: bool, version: Version) -> bool:
-    """Return whether Megatron itself loads an intact optimizer state correctly.
+    """Return whether Megatron itself loads an intact optimizer state of a format correctly.
 
     Sources: `load_checkpoint` (megatron/training/checkpointing.py) and `DistributedOptimizer.load_state_dict` in each
-    version.
-
-    Args:
-        name: the optimizer format.
-        placement_changed: whether the gradient buffers of the running job differ from those of the job that wrote it.
-        version: the version of megatron-core, (major, minor).
+    version. `placement_changed`: whether the gradient buffers of the running job differ from those of the job that
+    wrote it.
     """
-    return all(encoding.stock_loads(placement_changed, version) for encoding in encodings_named(name))
+    return all(
+        (encoding.stock_loads is None or encoding.stock_loads.is_of(version))
+        and not (encoding.needs_same_buffers and placement_changed)
+        for encoding in encodings_named(name)
+    )
 
 
 def shows_names(name: str | None) -> bool:
@@ -77,11 +77,7 @@ def format_name(keys: StoredKeys) -> str | None:
 
 
 def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
-    """Return the optimizer state of a torch_dist checkpoint.
-
-    Args:
-        holder: the checkpoint.
-        keys: the stored state of its optimizers.
+    """Return the optimizer state of a torch_dist checkpoint, given its keys.
 
     Raises:
         UnsupportedCheckpointError: there is no state, or its format is not supported.

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError, UnsupportedCheckpointError
@@ -231,10 +232,7 @@ def plans_of(wanted: TargetSlice, source: Source, accept_lost: bool = False) -> 
 def make_plan(wanted: Sequence[TargetSlice], source: Source, accept_lost: bool = False) -> Plan:
     """Plan the transfer of all requested slices; every element is copied exactly once.
 
-    Args:
-        wanted: the slices to fill.
-        source: the checkpoint.
-        accept_lost: whether elements that the checkpoint lacks become zero instead of an error.
+    With `accept_lost`, elements that the source lacks become zero instead of an error.
 
     Raises:
         ModelMismatchError: the source lacks a tensor or a part of it, or has it in another shape.
@@ -271,7 +269,7 @@ def _plan_piece(
                 pieces.append(Piece(region, start, stop, stored.first + begin))
     found = overlaps.of(want.tensors[name].shape, target, pieces)
     copies.extend(Copy(extents[at], index, runs) for at, runs in found.runs)
-    held = _numel(tensor.shape)
+    held = prod(tensor.shape)
     for (low, high), at in zip(found.missing, found.missing_at, strict=True):
         if not (accept_lost or (want.may_pad and low >= held)):
             raise ModelMismatchError(
@@ -305,10 +303,3 @@ def _checked_tensor(want: TargetSlice, name: str, source: Source) -> LogicalTens
             hint="resume with the model arguments that the checkpoint was written with",
         )
     return tensor
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

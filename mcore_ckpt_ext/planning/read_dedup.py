@@ -76,9 +76,7 @@ def united(starts: Integers, stops: Integers) -> Integers:
 def messages_of(wants: Sequence[Spans], rank: int) -> list[Message]:
     """Return the messages that a rank sends or receives, in the order common to all ranks.
 
-    Args:
-        wants: the requests of every rank; ranks with equal requests may share one object.
-        rank: this rank.
+    `wants`: the requests of every rank; ranks with equal requests may share one object.
     """
     messages: list[Message] = []
     last: dict[Ranks, Message] = {}

@@ -12,15 +12,15 @@ from dataclasses import replace
 from mcore_ckpt_ext.job.releases import Capability
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
-from mcore_ckpt_ext.optimizers.optimizer_format import CHAIN, Encoding, Holder, StoredKeys, Version
+from mcore_ckpt_ext.optimizers.optimizer_format import CHAIN, Encoding, Holder, StoredKeys
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.versions import Version as Release
+from mcore_ckpt_ext.versions import Version
 
 GLOBAL_TENSORS = "global_tensors"
 _KEY = re.compile(CHAIN + r"optimizer\.tensors\.")
 
 LOADS_GLOBAL_TENSORS = Capability(
-    "loads `global_tensors`", "megatron/core/optimizer/distrib_optimizer.py, imagined", since=Release(0, 21)
+    "loads `global_tensors`", "megatron/core/optimizer/distrib_optimizer.py, imagined", since=Version(0, 21)
 )
 
 
@@ -33,10 +33,6 @@ def _read(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -
     return ModelSpaceState(replace(keys, arrays=arrays))
 
 
-def _by_stock(placement_changed: bool, version: Version) -> bool:
-    return LOADS_GLOBAL_TENSORS.is_of(version)
-
-
 ENCODINGS = (
     Encoding(
         name=GLOBAL_TENSORS,
@@ -44,6 +40,6 @@ ENCODINGS = (
         written_by="DistributedOptimizer since 0.21, by default",
         claims=_claims,
         read=_read,
-        stock_loads=_by_stock,
+        stock_loads=LOADS_GLOBAL_TENSORS,
     ),
 )
