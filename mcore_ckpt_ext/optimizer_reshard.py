@@ -27,7 +27,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.megatron.live.compatibility import check_lost, name_map_for, verify_checksums
 from mcore_ckpt_ext.megatron.live.job import LiveJob, RankSummary
 from mcore_ckpt_ext.megatron.live.master_check import Prover
-from mcore_ckpt_ext.megatron.live.model import NameFunction, quantization_check
+from mcore_ckpt_ext.megatron.live.model import Chunks, NameFunction, quantization_check
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 from mcore_ckpt_ext.megatron.live.planning import check_job, open_with_orders, plan_rank
 from mcore_ckpt_ext.megatron.live.reading import Reading
@@ -74,7 +74,7 @@ class Summary:
 
 def prepare(
     folder: Path,
-    chunks: Sequence[Any],
+    chunks: Chunks,
     optimizer: Any,
     arguments: JobArguments,
     *,
@@ -86,10 +86,6 @@ def prepare(
     """Open the checkpoint, recover the packing that this rank needs, plan, check each record. Collective.
 
     Args:
-        folder: the iteration folder.
-        chunks: the unwrapped model chunks.
-        optimizer: the live optimizer.
-        arguments: Megatron's arguments of the run.
         verify_all: compare the checksums of all records, shared between the ranks.
         accept_lost: take elements that the checkpoint lost from the weights (masters) or as zero (moments).
         read_once: one rank reads data that several ranks need and sends them to the others.

@@ -92,9 +92,12 @@ def pack(
 ) -> list[Bucket]:
     """Lay out the parameters of one buffer, given in registration order.
 
-    The buffer contains them in reverse. A bucket is closed after `bucket_size` elements; None means a single bucket.
-    `data_parallel` is the number of ranks that share the buffer, context-parallel ranks included; for `high_bandwidth`
-    see `bucket_alignment`.
+    The buffer contains them in reverse.
+
+    Args:
+        bucket_size: number of elements after which a bucket is closed; None for a single bucket.
+        data_parallel: number of ranks that share the buffer, context-parallel ranks included.
+        high_bandwidth: see `bucket_alignment`.
     """
     packer = _Packer(bucket_alignment(data_parallel, high_bandwidth))
     cursor = end = 0

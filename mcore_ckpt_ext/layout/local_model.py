@@ -73,9 +73,11 @@ class LocalModels:
     ) -> None:
         """Keep the weights that gradient buffers can contain.
 
-        `has_expert_optimizer`: whether experts have separate buffers and an optimizer of their own (expert
-        parallelism). `layers`: global layers of the block that a pipeline divides, by `[pipeline rank][virtual stage]`;
-        None to derive them from the arguments.
+        Args:
+            has_expert_optimizer: whether experts have separate buffers and an optimizer of their own (expert
+                parallelism).
+            layers: global layers of the block that a pipeline divides, by `[pipeline rank][virtual stage]`; None to
+                derive them from the arguments.
         """
         twice = second_names(weights)
         self.weights = {

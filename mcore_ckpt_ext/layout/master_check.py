@@ -111,7 +111,9 @@ class Proof:
     ) -> None:
         """Refuse fp32 masters, or values in their place, that do not match weights of the same shape.
 
-        `where` describes the element at a position of the compared order; `instead` continues the hint for the user.
+        Args:
+            where: describes the element at a position of the compared order.
+            instead: the end of the hint for the user.
 
         Raises:
             ProofError: a master does not round to its weight.

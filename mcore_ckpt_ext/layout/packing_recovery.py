@@ -130,9 +130,13 @@ def recover_unproven(
     """Find the packing of a group whose content cannot verify it.
 
     The content cannot, because any weight matches any remainder. The packing must be certain for another reason.
-    Recorded digests confirm it (`is_recorded`: there are any; `contradiction` returns why a packing contradicts them);
-    or it was recorded or observed in a model, and fits the borders of the stored chunks; or it is the only known one
-    that fits these borders, for a model that Megatron itself builds. The most reliable candidate comes first.
+    Recorded digests confirm it; or it was recorded or observed in a model, and fits the borders of the stored chunks;
+    or it is the only known one that fits these borders, for a model that Megatron itself builds.
+
+    Args:
+        proposals: candidate packings, the most reliable first.
+        contradiction: returns why a packing contradicts digests recorded at the save; None if it does not.
+        is_recorded: whether there are such digests.
 
     Raises:
         PackingError: the recorded digests match no packing.

@@ -7,7 +7,7 @@ not set from the weights after `--finetune` (before core_v0.14), and a `fully_re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.megatron.live.master_check import STRETCH, LiveMismatch, live_mismatches
+from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import any_keeps_remainders
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.patching.log import announce
@@ -48,24 +49,22 @@ class _Comparison:
 class WriteDetector:
     """Detects whether weights have been written since it was made, by torch's version counters."""
 
-    def __init__(self, chunks: Sequence[Any]) -> None:
+    def __init__(self, chunks: Chunks) -> None:
         self._versions = {id(p): p._version for p in _parameters(chunks)}
 
-    def detects_load(self, chunks: Sequence[Any]) -> bool:
+    def detects_load(self, chunks: Chunks) -> bool:
         """Return True if a parameter has been written to."""
         return any(p._version != self._versions.get(id(p)) for p in _parameters(chunks))
 
 
-def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None) -> bool:
+def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, weaker: Proof | None) -> bool:
     """Stop the job if masters do not round to their weights, or log a warning. Collective.
 
     It costs less than 2 % of a load, as only some stretches of large parameters are compared (see `live_mismatches`).
 
     Args:
-        chunks: the unwrapped model chunks.
-        optimizer: the live optimizer.
-        loaded: True if this rank has loaded anything.
-        weaker: see `live_mismatches`; None if this package did not fill the optimizer.
+        loaded: this rank has loaded anything. For `weaker` see `live_mismatches`; it is None if this package did not
+            fill the optimizer.
 
     Returns:
         True if every rank compared all of its masters without a mismatch; False if some masters are joined from
@@ -96,7 +95,7 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
     return False
 
 
-def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, arguments: Any) -> None:
+def repair_shifted(folder: Path, chunks: Chunks, optimizer: Any, arguments: Any) -> None:
     """Repair masters that Megatron stored under wrong names, if its own load reveals it. Collective.
 
     The bug is described in `optimizers/workarounds/fully_reshardable_padding.py`.
@@ -115,7 +114,7 @@ def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, argument
 
 
 def _comparisons(
-    chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None = None, every: int = 1
+    chunks: Chunks, optimizer: Any, loaded: bool, weaker: Proof | None = None, every: int = 1
 ) -> list[_Comparison]:
     """Return the comparisons of all ranks; an error in one does not end a load that has succeeded."""
     own: list[LiveMismatch] | None = None
@@ -133,6 +132,6 @@ def _comparisons(
     return comparisons
 
 
-def _parameters(chunks: Sequence[Any]) -> Iterator[Any]:
+def _parameters(chunks: Chunks) -> Iterator[Any]:
     for chunk in chunks:
         yield from chunk.parameters()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -50,7 +50,7 @@ from mcore_ckpt_ext.megatron.sources.megatron_fsdp import is_of_fsdp, load_into_
 from mcore_ckpt_ext.megatron.sources.torch_fsdp import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import overridden
+from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.patching.reentrancy import reentrancy_guard
 from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, SETTINGS, STOCK, VERIFY_ALL
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
@@ -310,13 +310,13 @@ def _probe_on_all_ranks(arguments: Any, load_arg: str, directory: str | None) ->
     return probes[0][0] or LoadProbe()
 
 
-def _scope(original: Function) -> MutableMapping[str, Any]:
+def _scope(original: Function) -> Scope:
     """Return the globals of Megatron's checkpointing module, beneath other wrappers of its functions."""
-    scope: MutableMapping[str, Any] = inspect.unwrap(original).__globals__
+    scope: Scope = inspect.unwrap(original).__globals__
     return scope
 
 
-def _resumes_optimizer(scope: Mapping[str, Any], optimizer: Any) -> bool:
+def _resumes_optimizer(scope: Scope, optimizer: Any) -> bool:
     """Return True if this package may have to fill the optimizer from a checkpoint that it can read."""
     arguments = scope["get_args"]()
     if not _takes_optimizer(arguments, optimizer):

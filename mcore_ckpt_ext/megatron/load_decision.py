@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.sidecar import orders_of
 from mcore_ckpt_ext.megatron.decision_facts import decision_on, facts_of_common, facts_of_presented
 from mcore_ckpt_ext.megatron.live.compatibility import another_kind_of_optimizer, check_optimizer_was_saved
+from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, is_another_kind, kind_named
 from mcore_ckpt_ext.megatron.live.sidecar_writer import recorded_groups
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts
@@ -30,6 +31,7 @@ from mcore_ckpt_ext.megatron.sources.legacy_state_dict import folder_to_present
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, shows_names
 from mcore_ckpt_ext.patching.log import is_logging_rank, own_logger
+from mcore_ckpt_ext.patching.overrides import Scope
 from mcore_ckpt_ext.settings import EXPLAIN
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_name
 
@@ -57,15 +59,13 @@ class LoadAssessment:
 
 
 def assess_load(
-    scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, *, has_new_tokens: bool
+    scope: Scope, call: Mapping[str, Any], directory: str | None, *, has_new_tokens: bool
 ) -> LoadAssessment | None:
     """Assess the checkpoint that a load takes. Collective.
 
     Args:
-        scope: the globals of Megatron's checkpointing module.
         call: the arguments of `load_checkpoint`.
         directory: the run folder.
-        has_new_tokens: True if the job has tokens without a row in the checkpoint.
 
     Returns:
         The assessment; None if there is no optimizer state that this package could fill.
@@ -85,7 +85,7 @@ def assess_load(
 
 
 def with_order_compared(
-    decision: LoadDecision, folder: Path, chunks: Callable[[], Sequence[Any]], optimizer: Any
+    decision: LoadDecision, folder: Path, chunks: Callable[[], Chunks], optimizer: Any
 ) -> LoadDecision:
     """Decide again if arrays have no parameter names and the sidecar has another order. Collective."""
     if not decision.is_stock or shows_names(decision.optimizer_format):
@@ -104,7 +104,7 @@ def explain(decision: LoadDecision, folder: Path) -> None:
 
 
 def _assess_on_all_ranks(
-    scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, has_new_tokens: bool
+    scope: Scope, call: Mapping[str, Any], directory: str | None, has_new_tokens: bool
 ) -> LoadAssessment | None:
     """Return the assessment of rank 0. Collective."""
     arguments = scope["get_args"]()
@@ -117,7 +117,7 @@ def _assess_on_all_ranks(
     return next((assessment for assessment in assessments if assessment is not None), None)
 
 
-def packs_otherwise(folder: Path, chunks: Callable[[], Sequence[Any]], optimizer: Any) -> bool:
+def packs_otherwise(folder: Path, chunks: Callable[[], Chunks], optimizer: Any) -> bool:
     """Return True if the sidecar, if any, gives parameters other places in the buffers. Collective.
 
     It matters only if arrays do not have the names of parameters. Other parameters may be trained, or their modules
@@ -152,7 +152,7 @@ def _assess_presented(
 
 
 def _assess(
-    scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, has_new_tokens: bool
+    scope: Scope, call: Mapping[str, Any], directory: str | None, has_new_tokens: bool
 ) -> LoadAssessment | None:
     """Assess the common state that Megatron's own reader returns.
 
@@ -172,7 +172,7 @@ def _assess(
     return LoadAssessment(folder, replace(decision, omits_random_states=lacking))
 
 
-def _common_state(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Any:
+def _common_state(scope: Scope, call: Mapping[str, Any], directory: str | None) -> Any:
     """Return the result of `_by_megatron`.
 
     Raises:
@@ -199,7 +199,7 @@ def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | No
     return are_lacking(checkpoint.random_state_grid(), arguments, megatron_version(), settings)
 
 
-def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> None:
+def refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str | None) -> None:
     """Refuse a state of another kind of optimizer, which this package does not fill. Collective.
 
     Megatron reports all other errors.
@@ -212,7 +212,7 @@ def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], direc
         agreed(_PHASE, lambda: _refuse_another_kind(scope, call, directory))
 
 
-def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> None:
+def _refuse_another_kind(scope: Scope, call: Mapping[str, Any], directory: str | None) -> None:
     arguments = scope["get_args"]()
     try:
         common, name, release, _ = _by_megatron(scope, call, directory)
@@ -227,7 +227,7 @@ def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], dire
         raise another_kind_of_optimizer(found, expected, str(name))
 
 
-def _by_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Any:
+def _by_megatron(scope: Scope, call: Mapping[str, Any], directory: str | None) -> Any:
     """Return the common state, the folder's name, True for a release, and the kind of checkpoint.
 
     It contains one collective (`read_metadata`), which precedes everything that can fail on single ranks, provided

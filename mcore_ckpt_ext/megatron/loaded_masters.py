@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_ckpt_ext.collectives import gather
 from mcore_ckpt_ext.megatron.live.master_check import sample_matches
-from mcore_ckpt_ext.megatron.live.model import LiveParameter
+from mcore_ckpt_ext.megatron.live.model import Chunks, LiveParameter
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import optimizer_adapters_of
 from mcore_ckpt_ext.model_space.slices import Region
 
@@ -36,12 +35,8 @@ class MasterEvidence:
         return cls([name for one in found for name in one.matching], [name for one in found for name in one.differing])
 
     @classmethod
-    def of(cls, chunks: Sequence[Any], optimizer: Any) -> MasterEvidence:
+    def of(cls, chunks: Chunks, optimizer: Any) -> MasterEvidence:
         """Return the evidence of this rank.
-
-        Args:
-            chunks: the unwrapped model chunks.
-            optimizer: the live optimizer.
 
         Raises:
             UnsupportedCheckpointError: this package does not support the kind of optimizer.

@@ -8,7 +8,7 @@ core_v0.7.0 to 0.19.2), no matter if they are padding or tokens.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mcore_ckpt_ext.collectives import refusal_text
 from mcore_ckpt_ext.errors import ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.megatron.live.model import live_parameters
+from mcore_ckpt_ext.megatron.live.model import Chunks, live_parameters
 from mcore_ckpt_ext.settings import NEW_TOKENS
 
 _TOKENIZER = ("megatron.training.global_vars", "_GLOBAL_TOKENIZER")
@@ -105,14 +105,11 @@ def described(tokens: range) -> str:
 
 
 @contextmanager
-def initialization_kept(chunks: Sequence[Any], tokens: range, optimizer: Any = None) -> Iterator[None]:
+def initialization_kept(chunks: Chunks, tokens: range, optimizer: Any = None) -> Iterator[None]:
     """Load weights within this scope; afterwards the rows of new tokens have their former values.
 
-    Args:
-        chunks: the unwrapped model chunks.
-        tokens: the tokens without a row in the checkpoint; may be empty.
-        optimizer: if given, its masters are made from the weights once more, because the load itself made them from
-            weights with zeros (`load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
+    If an optimizer is given, its masters are made from the weights once more, because the load itself made them from
+    weights with zeros (`load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
     """
     rows = list(_rows_of(chunks, tokens)) if tokens else []
     values = [one.clone() for one in rows]
@@ -124,7 +121,7 @@ def initialization_kept(chunks: Sequence[Any], tokens: range, optimizer: Any = N
         optimizer.reload_model_params()
 
 
-def _rows_of(chunks: Sequence[Any], tokens: range) -> Iterator[torch.Tensor]:
+def _rows_of(chunks: Chunks, tokens: range) -> Iterator[torch.Tensor]:
     """Yield this rank's rows of tokens, for every parameter that has one row for each token."""
     for live in live_parameters(chunks).values():
         if live.may_pad:

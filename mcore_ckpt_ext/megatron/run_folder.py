@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.job.releases import FREEZES_WHOLE_JOBS
 from mcore_ckpt_ext.megatron.running_version import megatron_version
+from mcore_ckpt_ext.patching.overrides import Scope
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_name, read_tracker
 
 _NON_PERSISTENT = "non_persistent"
 
 
-def run_folder(scope: Mapping[str, Any], arguments: Any, load_arg: str) -> tuple[str | None, bool]:
+def run_folder(scope: Scope, arguments: Any, load_arg: str) -> tuple[str | None, bool]:
     """Return the run folder that a load takes, and True if it takes weights only, as by `--finetune`.
 
     `--pretrained-checkpoint` is used if `--load` has no tracker, and implies `--finetune` (`load_checkpoint`,
     megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2); so does `--freeze-all-layers` (development head of
     August 2026).
 
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        arguments: Megatron's arguments.
-        load_arg: the name of the argument that holds the path to load from.
+    `load_arg`: the name of the argument that holds the path to load from.
     """
     directory, pretrained = getattr(arguments, load_arg), getattr(arguments, "pretrained_checkpoint", None)
     exists = scope["checkpoint_exists"]

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,7 +30,7 @@ from mcore_ckpt_ext.megatron.saving.save import Save
 from mcore_ckpt_ext.megatron.saving.strategies import MegatronWriters, ResiliencyWriters
 from mcore_ckpt_ext.megatron.saving.validation import judged, problems_on_disk, stored_bytes
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import overridden
+from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.patching.reentrancy import reentrancy_guard
 from mcore_ckpt_ext.patching.singletons import PROCESS
 from mcore_ckpt_ext.settings import CONTINUE, ON_SAVE_FAILURE
@@ -40,7 +40,7 @@ Function = Callable[..., Any]
 
 def wrap_save_checkpoint(original: Function) -> Function:
     """Wrap `save_checkpoint`: a torch_dist checkpoint is either complete or absent, and has a sidecar."""
-    scope: MutableMapping[str, Any] = inspect.unwrap(original).__globals__
+    scope: Scope = inspect.unwrap(original).__globals__
 
     @functools.wraps(original)
     def save_checkpoint(*positional: Any, **keywords: Any) -> Any:
@@ -154,7 +154,7 @@ def _goes_on() -> bool:
     return ON_SAVE_FAILURE.chosen(sys.modules["megatron.training"].get_args()) == CONTINUE
 
 
-def _is_served(scope: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
+def _is_served(scope: Scope, call: Mapping[str, Any]) -> bool:
     """Return True if a save writes a persistent torch_dist checkpoint with weights to a local path."""
     arguments = scope["get_args"]()
     if trains_nothing(arguments):
@@ -164,7 +164,7 @@ def _is_served(scope: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
     return getattr(arguments, "ckpt_format", None) == TORCH_DIST and is_persistent and "://" not in folder
 
 
-def _save_of(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Save:
+def _save_of(scope: Scope, call: Mapping[str, Any]) -> Save:
     arguments, iteration, release = scope["get_args"](), int(call["iteration"]), bool(call.get("release", False))
     folder = Path(scope["get_checkpoint_name"](arguments.save, iteration, release=release, return_base_dir=True))
     optimizer = call["optimizer"] if _saves_distributed_optimizer(arguments) else None

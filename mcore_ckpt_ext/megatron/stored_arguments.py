@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import as_base_checkpoint, folder_to_present
-from mcore_ckpt_ext.patching.overrides import overridden
+from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 Function = Callable[..., Any]
@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 def wrap_load_args(original: Function) -> Function:
     """Return a `load_args_from_checkpoint` that also reads what stock cannot, except legacy files."""
-    scope: MutableMapping[str, Any] = inspect.unwrap(original).__globals__
+    scope: Scope = inspect.unwrap(original).__globals__
     signature = inspect.signature(original)
 
     @functools.wraps(original)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Container, MutableMapping
+from collections.abc import Callable, Container
 from typing import Any
 
 from mcore_ckpt_ext.megatron.core_load import serves
-from mcore_ckpt_ext.patching.overrides import overridden
+from mcore_ckpt_ext.patching.overrides import Scope, overridden
 
 Function = Callable[..., Any]
 
@@ -38,7 +38,7 @@ class _AnyFormat:
 
 def wrap_bridge_load(original: Function) -> Function:
     """Wrap Megatron-Bridge's `_load_checkpoint_from_path`."""
-    scope: MutableMapping[str, Any] = inspect.unwrap(original).__globals__
+    scope: Scope = inspect.unwrap(original).__globals__
     signature = inspect.signature(original)
 
     @functools.wraps(original)

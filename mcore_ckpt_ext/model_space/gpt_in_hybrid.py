@@ -19,8 +19,7 @@ _FINAL_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
 def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict[str, str | None]:
     """Return the GPT's name of each parameter of a hybrid model; None for those that it does not have.
 
-    The hybrid model has a `--hybrid-layer-pattern`, and parameters of these names; the GPT has a number of layers, or
-    None if unknown.
+    `pattern`: the hybrid model's `--hybrid-layer-pattern`. `layers`: the GPT's number of layers; None if unknown.
 
     Raises:
         UnsupportedCheckpointError: no GPT can be loaded into such a model.

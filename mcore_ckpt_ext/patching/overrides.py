@@ -6,14 +6,13 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+Scope = MutableMapping[str, Any]
+"""The globals of a framework's module, such as Megatron's `checkpointing`."""
+
 
 @contextmanager
-def overridden(namespace: MutableMapping[str, Any], **values: Any) -> Iterator[None]:
-    """Give existing names other values within this scope, and restore the former values.
-
-    Args:
-        namespace: the globals of a module, or the `vars` of its arguments.
-        values: the values within the scope.
+def overridden(namespace: Scope, **values: Any) -> Iterator[None]:
+    """Give existing names of a module, or of `vars` of arguments, other values; restore the former ones.
 
     Raises:
         KeyError: a name does not exist; nothing has changed.

@@ -5,7 +5,7 @@ Only remainders are digested: the moments lie on the same device, and would cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from mcore_ckpt_ext.collectives import attempt, gather, listed_of_all, text_of
 from mcore_ckpt_ext.group_device import payload_device
 from mcore_ckpt_ext.layout.additive_checksum import added, running_digest, written
 from mcore_ckpt_ext.layout.sidecar import RecordedDigests
-from mcore_ckpt_ext.megatron.live.model import live_parameters
+from mcore_ckpt_ext.megatron.live.model import Chunks, live_parameters
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, keeps_remainders
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
 
@@ -28,14 +28,8 @@ Place = tuple[int, int, str]
 class Digester:
     """Digests an optimizer; ranks agree once on parameters, and exchange a number for each in a save."""
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any, log: Callable[[str], None]) -> None:
-        """Collect the parameters from all ranks. Collective.
-
-        Args:
-            chunks: the unwrapped model chunks.
-            optimizer: the live optimizer.
-            log: logs a line.
-        """
+    def __init__(self, chunks: Chunks, optimizer: Any, log: Callable[[str], None]) -> None:
+        """Collect the parameters from all ranks. Collective."""
         self._log = log
         self._names: Mapping[int, str] = {}
         own: list[Place] = []
@@ -79,9 +73,7 @@ class Digester:
 
         The remainders must not change until the digests are shared.
 
-        Args:
-            optimizer: the optimizer that is saved.
-            in_background: a background thread may compute them meanwhile, since no other process is forked.
+        `in_background`: a background thread may compute them meanwhile, since no other process is forked.
         """
         own: Callable[[], torch.Tensor] | None = None
         if self.places and self._reserve():

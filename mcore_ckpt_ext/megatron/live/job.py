@@ -11,6 +11,7 @@ from mcore_ckpt_ext.errors import ModelMismatchError, format_ranks
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.megatron.live.model import (
     NEW,
+    Chunks,
     NameFunction,
     held_among,
     live_names,
@@ -31,13 +32,8 @@ class LiveJob:
         view: the summary for the other ranks.
     """
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any, spell: NameFunction = str) -> None:
-        """Read the model and the optimizer.
-
-        Args:
-            chunks: the unwrapped model chunks.
-            optimizer: the live optimizer.
-            spell: maps live names to the checkpoint's.
+    def __init__(self, chunks: Chunks, optimizer: Any, spell: NameFunction = str) -> None:
+        """Read the model and the optimizer; `spell` maps live names to the checkpoint's.
 
         Raises:
             UnsupportedCheckpointError: this package does not fill this kind of optimizer.

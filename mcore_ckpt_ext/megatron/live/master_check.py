@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from mcore_ckpt_ext.errors import CheckpointError, ProofError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Mismatch, Proof, bits_dtype, weaker_of
-from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_parameters, quantization_check
+from mcore_ckpt_ext.megatron.live.model import Chunks, LiveParameter, live_parameters, quantization_check
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard, Shard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import optimizer_adapters_of
 from mcore_ckpt_ext.model_space.slices import Region
@@ -133,20 +133,16 @@ class LiveMismatch:
         return f"{self.name}, element {first.position}: master {first.master!r}, weight {first.weight!r}"
 
 
-def live_mismatches(
-    chunks: Sequence[Any], optimizer: Any, weaker: Proof | None = None, every: int = 1
-) -> list[LiveMismatch]:
+def live_mismatches(chunks: Chunks, optimizer: Any, weaker: Proof | None = None, every: int = 1) -> list[LiveMismatch]:
     """Return parameters of the live optimizer whose masters do not round to the live weights.
 
     It reads no checkpoint, so that it verifies any load, the framework's included. It costs one pass over masters and
     weights: the optimizer itself pairs them, and the model's sharded state dict is needed only to name a mismatch.
 
     Args:
-        chunks: the unwrapped model chunks.
-        optimizer: the live optimizer.
         weaker: the comparison that the loaded checkpoint permits, if rounding is too strict for it.
-        every: compare one of this many stretches of `STRETCH` elements of this rank's part of a parameter, and the
-            last one. A misplaced or unset parameter is found in any case, damage within a single stretch may not be.
+        every: compare one of this many stretches of `STRETCH` elements of this rank's part of a parameter, and the last
+            one. A misplaced or unset parameter is found in any case, damage within a single stretch may not be.
 
     Raises:
         UnsupportedCheckpointError: this package does not support the kind of optimizer.
@@ -171,7 +167,7 @@ def live_mismatches(
     return _named(found, chunks) if found else []
 
 
-def _named(found: Mapping[int, LiveMismatch], chunks: Sequence[Any]) -> list[LiveMismatch]:
+def _named(found: Mapping[int, LiveMismatch], chunks: Chunks) -> list[LiveMismatch]:
     """Return the mismatches under the names in checkpoints; parameters that are never stored keep theirs."""
     live = live_parameters(chunks)
     return [

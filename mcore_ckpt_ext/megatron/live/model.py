@@ -19,6 +19,9 @@ from mcore_ckpt_ext.model_space.names import name_at, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 
+Chunks = Sequence[Any]
+"""The model chunks of this rank, without wrappers for precision and gradients."""
+
 
 @dataclass(frozen=True)
 class LiveParameter:
@@ -52,30 +55,30 @@ NEW = "new."
 """Prefix of parameters that the checkpoint's model does not have; they keep their initialization."""
 
 
-def model_tensors(chunks: Sequence[Any], spell: NameFunction = str) -> list[LiveParameter]:
+def model_tensors(chunks: Chunks, spell: NameFunction = str) -> list[LiveParameter]:
     """Return all parameters and buffers in the sharded state dicts of the model chunks."""
     return [_described(entry, spell) for entry in _stored(chunks) if isinstance(entry.data, torch.Tensor)]
 
 
-def live_parameters(chunks: Sequence[Any], spell: NameFunction = str) -> dict[int, LiveParameter]:
+def live_parameters(chunks: Chunks, spell: NameFunction = str) -> dict[int, LiveParameter]:
     """Return all parameters and buffers of the chunks by `id`, described by their sharded state dicts."""
     held = _held(chunks)
     return {id(entry.data): _described(entry, spell) for entry in _stored(chunks) if id(entry.data) in held}
 
 
-def held_among(stored: Iterable[LiveParameter], chunks: Sequence[Any]) -> dict[int, LiveParameter]:
+def held_among(stored: Iterable[LiveParameter], chunks: Chunks) -> dict[int, LiveParameter]:
     """Return the live parameters among the results of `model_tensors`, by `id`."""
     held = _held(chunks)
     return {id(live.parameter): live for live in stored if id(live.parameter) in held}
 
 
-def _stored(chunks: Sequence[Any]) -> Iterator[Any]:
+def _stored(chunks: Chunks) -> Iterator[Any]:
     """Yield the descriptions of tensors in the sharded state dicts of the chunks."""
     entries = (entry for chunk in chunks for entry in _entries(_sharded(chunk)))
     return (entry for entry in entries if getattr(entry, "data", None) is not None)
 
 
-def _held(chunks: Sequence[Any]) -> set[int]:
+def _held(chunks: Chunks) -> set[int]:
     return {id(tensor) for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())}
 
 
@@ -89,7 +92,7 @@ def registered_names(chunk: Any, live: Mapping[int, LiveParameter]) -> list[str]
     return [live[id(parameter)].regions[0].name for parameter in chunk.parameters() if id(parameter) in live]
 
 
-def trained_names(chunks: Sequence[Any], live: Mapping[int, LiveParameter]) -> list[str]:
+def trained_names(chunks: Chunks, live: Mapping[int, LiveParameter]) -> list[str]:
     """Return the model-space names of everything that the chunks' trained parameters hold."""
     trained = (live[id(p)] for chunk in chunks for p in chunk.parameters() if p.requires_grad and id(p) in live)
     return list(dict.fromkeys(name for parameter in trained for name in parameter.tensors))

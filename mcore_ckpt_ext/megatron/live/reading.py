@@ -42,11 +42,7 @@ class Reading(Generic[OwnShard]):
         return {kind: wanted_bytes(self._plan.of_kind(kind), transfer) for kind in (FP32_PARAM, *self.kinds)}
 
     def share(self, wants: Sequence[Mapping[str, Spans]]) -> None:
-        """Make `read` collective: one rank reads data of a kind that several ranks need.
-
-        Args:
-            wants: `wanted_bytes` of every rank.
-        """
+        """Make `read` collective, given `wanted_bytes` of every rank: one rank reads what several need."""
         reader, transfer = self._checkpoint.reader, self._checkpoint.transfer
         for kind in (FP32_PARAM, *self.kinds):
             of_ranks = [spans.get(kind, {}) for spans in wants]
@@ -84,8 +80,7 @@ class Reading(Generic[OwnShard]):
         """Read all state of one kind.
 
         Args:
-            kind: the kind.
-            rooms: the memory, 1-D, for each shard that keeps it.
+            rooms: the memory, 1-D, for each shard that keeps the kind.
             on_read: called with a shard and the range of elements just read, see `Transfer.execute`.
 
         Returns:

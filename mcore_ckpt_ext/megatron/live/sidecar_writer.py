@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from mcore_ckpt_ext.layout.sidecar import (
     Sidecar,
 )
 from mcore_ckpt_ext.megatron.live.digests import Digester, first_instances
-from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_parameters
+from mcore_ckpt_ext.megatron.live.model import Chunks, LiveParameter, live_parameters
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,7 @@ class PackingRecorder:
         self._groups: WeakKeyDictionary[Any, tuple[RecordedGroup, ...]] = WeakKeyDictionary()
         self._digesters: WeakKeyDictionary[Any, Digester] = WeakKeyDictionary()
 
-    def text(
-        self, chunks: Callable[[], Sequence[Any]], optimizer: Any, arguments: Mapping[str, Any], iteration: int
-    ) -> str:
+    def text(self, chunks: Callable[[], Chunks], optimizer: Any, arguments: Mapping[str, Any], iteration: int) -> str:
         """Return the text of a sidecar without the save's duration; arguments as for `begun`. Collective."""
         begun = self.begun(chunks, optimizer, arguments, iteration)
         begun.share()
@@ -59,7 +57,7 @@ class PackingRecorder:
 
     def begun(
         self,
-        chunks: Callable[[], Sequence[Any]],
+        chunks: Callable[[], Chunks],
         optimizer: Any,
         arguments: Mapping[str, Any],
         iteration: int,
@@ -68,10 +66,8 @@ class PackingRecorder:
         """Begin the sidecar of a save. Collective.
 
         Args:
-            chunks: returns the unwrapped model chunks.
-            optimizer: the optimizer that is saved; None if no sidecar is needed.
+            optimizer: None if no sidecar is needed.
             arguments: Megatron's arguments of the run.
-            iteration: the iteration that is saved.
             in_background: see `Digester.begin`.
         """
         if optimizer is None:
@@ -86,7 +82,7 @@ class PackingRecorder:
             digests.share, lambda saved: self._text(groups, arguments, iteration, saved, digests.recorded())
         )
 
-    def _gathered(self, chunks: Sequence[Any], optimizer: Any) -> tuple[RecordedGroup, ...]:
+    def _gathered(self, chunks: Chunks, optimizer: Any) -> tuple[RecordedGroup, ...]:
         own: list[RecordedGroup] = []
         # Every rank must reach `gather`, and the save must not fail.
         problem = attempt(lambda: own.extend(recorded_groups(chunks, optimizer)))
@@ -118,7 +114,7 @@ class PackingRecorder:
             return ""
 
 
-def recorded_groups(chunks: Sequence[Any], optimizer: Any) -> list[RecordedGroup]:
+def recorded_groups(chunks: Chunks, optimizer: Any) -> list[RecordedGroup]:
     """Return this rank's part of the sidecar: the groups of which it is the first data-parallel rank.
 
     Attributes used, present from core_v0.7.0 to 0.19.2: `buffers`, `data_parallel_group_idx` of the

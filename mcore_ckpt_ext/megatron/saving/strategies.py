@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from mcore_ckpt_ext.collectives import highest_of_all, reasons_of_all
 from mcore_ckpt_ext.megatron.saving.background_writer import ProcessWatch
 from mcore_ckpt_ext.megatron.saving.coordinator import WriterLostError
 from mcore_ckpt_ext.megatron.saving.save import Finalize, Save, Step
+from mcore_ckpt_ext.patching.overrides import Scope
 
 _POLL_SECONDS = 0.1
 # Finalization functions of this module end with a barrier after a step of rank 0: `metadata_finalize_fn` and,
@@ -40,7 +41,7 @@ class MegatronWriters:
 
     results = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
-    def __init__(self, scope: MutableMapping[str, Any], warn: Callable[[str], None]) -> None:
+    def __init__(self, scope: Scope, warn: Callable[[str], None]) -> None:
         self._scope, self._warn = scope, warn
         self._watches: dict[int, ProcessWatch] = {}
 

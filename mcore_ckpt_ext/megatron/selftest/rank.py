@@ -28,11 +28,7 @@ from mcore_ckpt_ext.selftest.state import State, differences, number_of_elements
 
 
 def main(path: str) -> None:
-    """Run all jobs of an order file.
-
-    Args:
-        path: the file.
-    """
+    """Run all jobs of an order file."""
     order = Order.read(Path(path))
     for job in order.jobs:
         with _reporting_failure(order.failure(job.name, _rank())):

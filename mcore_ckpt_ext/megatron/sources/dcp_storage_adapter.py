@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -33,7 +33,7 @@ from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import overridden
+from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.settings import ACCEPT_LOST, VERIFY_ALL
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
@@ -94,7 +94,7 @@ class DcpStorageAdapter(ABC):
     def complete(self, state_dict: Mapping[str, Any]) -> None:
         """Insert values into a job's state dict that it needs and does not request."""
 
-    def load(self, scope: MutableMapping[str, Any], arguments: Any, stock: Callable[[], Any]) -> Any:
+    def load(self, scope: Scope, arguments: Any, stock: Callable[[], Any]) -> Any:
         """Load the checkpoint by stock Megatron's function."""
         started = time.monotonic()
         # From a release, stock Megatron only loads the weights.
@@ -105,7 +105,7 @@ class DcpStorageAdapter(ABC):
         return result
 
     @contextmanager
-    def _open(self, scope: MutableMapping[str, Any]) -> Iterator[None]:
+    def _open(self, scope: Scope) -> Iterator[None]:
         """Let Megatron's loader read this checkpoint within this scope."""
         original, checkpointing = scope["_load_base_checkpoint"], import_module(_TORCH)
         load_state_dict = checkpointing.load_state_dict

@@ -7,7 +7,7 @@ Stock Megatron finds no tracker file in such a folder, logs one line about it, a
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import complete
-from mcore_ckpt_ext.megatron.live.model import live_parameters
+from mcore_ckpt_ext.megatron.live.model import Chunks, live_parameters
 from mcore_ckpt_ext.megatron.new_tokens import (
     initialization_kept,
     keeps_initialization,
@@ -37,7 +37,7 @@ from mcore_ckpt_ext.megatron.new_tokens import (
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import presented
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import overridden
+from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.settings import ACCEPT_KEYS, FROM_HF
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
 
@@ -79,9 +79,6 @@ def _is_model(directory: str | None) -> bool:
 def check_arguments(arguments: Any) -> None:
     """Refuse to start from a Hugging Face folder with arguments that contradict it, on all ranks.
 
-    Args:
-        arguments: Megatron's arguments, validated.
-
     Raises:
         UsageError: there is no such folder, or an option requires another way of loading.
         ModelMismatchError: the arguments describe another model than `config.json` does.
@@ -121,16 +118,11 @@ def _no_folder(arguments: Any) -> UsageError:
     )  # fmt: skip
 
 
-def start_from(
-    scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any], optimizer: Any, stock: Callable[[], Any]
-) -> Any:
+def start_from(scope: Scope, folder: Path, chunks: Chunks, optimizer: Any, stock: Callable[[], Any]) -> Any:
     """Load this rank's part of a Hugging Face folder by stock Megatron's function. Collective.
 
     Args:
-        scope: the globals of Megatron's checkpointing module.
-        folder: the folder, on every rank.
-        chunks: the unwrapped model chunks.
-        optimizer: the live optimizer, whose masters are made of the weights; or None.
+        optimizer: its masters are made of the weights; or None.
         stock: calls the original with all its arguments.
 
     Raises:
@@ -193,7 +185,7 @@ def _new_tokens(folder: Path, arguments: Any) -> range:
     return tokens
 
 
-def _check_vocabulary(checkpoint: HuggingFaceCheckpoint, chunks: Sequence[Any]) -> None:
+def _check_vocabulary(checkpoint: HuggingFaceCheckpoint, chunks: Chunks) -> None:
     """Refuse a model with fewer tokens than the folder; additional rows are padding.
 
     Raises:

@@ -15,7 +15,7 @@ read it from a legacy checkpoint of the running layout. Everything after it is s
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -38,14 +38,14 @@ from mcore_ckpt_ext.job.releases import STORES_COMMON_STATE_AS_OBJECT
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for
 from mcore_ckpt_ext.megatron.live.extra_states import FoundStates, states_for
-from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_names, live_parameters, model_tensors
+from mcore_ckpt_ext.megatron.live.model import Chunks, LiveParameter, live_names, live_parameters, model_tensors
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.patching.log import announce, missing_extra_states_message
-from mcore_ckpt_ext.patching.overrides import overridden
+from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.planning.plan import TargetSlice, make_plan
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
@@ -99,16 +99,10 @@ def changes_of(folder: Path, arguments: Any) -> list[str]:
         checkpoint.reader.close()
 
 
-def load_weights_alone(
-    scope: MutableMapping[str, Any], directory: str | None, chunks: Sequence[Any], stock: Callable[[], Any]
-) -> Any:
+def load_weights_alone(scope: Scope, directory: str | None, chunks: Chunks, stock: Callable[[], Any]) -> Any:
     """Load without the optimizer by stock Megatron's function; present the checkpoint to it if necessary.
 
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        directory: the run folder.
-        chunks: the unwrapped model chunks.
-        stock: calls the original with all its arguments.
+    `stock`: calls the original with all its arguments.
 
     Raises:
         ResumeRefusedError: on every rank, if some rank's part is unavailable.
@@ -131,18 +125,14 @@ def load_weights_alone(
 
 @contextmanager
 def presented(
-    scope: MutableMapping[str, Any],
+    scope: Scope,
     folder: Path,
-    chunks: Sequence[Any],
+    chunks: Chunks,
     opened: Callable[[set[str]], Checkpoint] | None = None,
 ) -> Iterator[None]:
     """Present the checkpoint to the loads within this scope, after all ranks have read their parts.
 
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        folder: the checkpoint's folder.
-        chunks: the unwrapped model chunks.
-        opened: opens the checkpoint, given the names of the live model over all ranks; by default `open_checkpoint`.
+    `opened`: opens the checkpoint, given the names of the live model over all ranks; by default `open_checkpoint`.
 
     Raises:
         ResumeRefusedError: on every rank, if some rank's part is unavailable.
@@ -178,9 +168,7 @@ def presented(
         yield
 
 
-def as_base_checkpoint(
-    scope: Mapping[str, Any], state: dict[str, Any], folder: Path, *, is_release: bool
-) -> tuple[Any, ...]:
+def as_base_checkpoint(scope: Scope, state: dict[str, Any], folder: Path, *, is_release: bool) -> tuple[Any, ...]:
     """Return a state as the running `_load_base_checkpoint` returns that of a legacy checkpoint.
 
     `scope`: the globals of Megatron's checkpointing module.
@@ -191,7 +179,7 @@ def as_base_checkpoint(
 
 
 def _rank_state(
-    checkpoint: Checkpoint, chunks: Sequence[Any], arguments: Any, live: set[str]
+    checkpoint: Checkpoint, chunks: Chunks, arguments: Any, live: set[str]
 ) -> tuple[dict[str, Any], int, int]:
     """Return the content of this rank's `model_optim_rng.pt`, without optimizer and random state.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Set
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DcpStorageAdapter
 from mcore_ckpt_ext.operations.sources import open_source
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
+from mcore_ckpt_ext.patching.overrides import Scope
 
 
 def is_of_fsdp(arguments: Any) -> bool:
@@ -31,13 +32,10 @@ def is_of_fsdp(arguments: Any) -> bool:
     return arguments.ckpt_format == FSDP_DTENSOR and bool(getattr(arguments, "use_megatron_fsdp", False))
 
 
-def load_into_fsdp(scope: MutableMapping[str, Any], directory: str | None, stock: Callable[[], Any]) -> Any:
+def load_into_fsdp(scope: Scope, directory: str | None, stock: Callable[[], Any]) -> Any:
     """Load into a job of Megatron-FSDP: by stock, or other formats through a `VirtualStorageReader`.
 
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        directory: the run folder.
-        stock: calls the original with all its arguments.
+    `stock`: calls the original with all its arguments.
 
     Raises:
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.

@@ -10,7 +10,7 @@ megatron/training/arguments.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +31,7 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import model_space_name
 from mcore_ckpt_ext.layout.parameter_order import ObservedOrder
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for
+from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
 from mcore_ckpt_ext.megatron.load_decision import explain
@@ -42,6 +43,7 @@ from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DcpStorag
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.overrides import Scope
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 # `check_checkpoint_args` compares these; such a job has only one layout, which determines them.
@@ -71,20 +73,15 @@ def advise_torch_fsdp(arguments: Any, directory: str | None) -> None:
 
 
 def load_into_torch_fsdp(
-    scope: MutableMapping[str, Any],
+    scope: Scope,
     directory: str | None,
-    chunks: Sequence[Any],
+    chunks: Chunks,
     optimizer: Any,
     stock: Callable[[], Any],
 ) -> Any:
     """Load into a job of torch's FSDP by stock Megatron's function and a `VirtualStorageReader`.
 
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        directory: the run folder.
-        chunks: the unwrapped model chunks.
-        optimizer: the live optimizer.
-        stock: calls the original with all its arguments.
+    `stock`: calls the original with all its arguments.
 
     Raises:
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
@@ -106,7 +103,7 @@ class _TorchFsdpAdapter(DcpStorageAdapter):
     whose: ClassVar[str] = "torch's FSDP"
     exact: ClassVar[str] = "train in the precision that the checkpoint was written in"
 
-    def __init__(self, folder: Path, arguments: Any, chunks: Sequence[Any], optimizer: Any) -> None:
+    def __init__(self, folder: Path, arguments: Any, chunks: Chunks, optimizer: Any) -> None:
         running = JobArguments.of(vars(arguments))
         self._optimizer, self._child = optimizer, _only_child(optimizer)
         named = {
