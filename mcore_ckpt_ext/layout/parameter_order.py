@@ -64,12 +64,14 @@ _NET = (
     )),
 )  # fmt: skip
 _FILTERS = ("mixer.conv1d.weight.x", "mixer.conv1d.bias.x")
+# A gated delta product (ssm/gated_delta_product.py, development head): always a module.
+_FILTERS_OF_PRODUCT = ("mixer.conv1d.weight.V0", "mixer.conv1d.bias.V0")
 _SCALES = ("mixer.dt_bias", "mixer.A_log", "mixer.D")
 
 
 def _mixer(filters_first: bool) -> tuple[str, ...]:
     first, then = (_FILTERS, ()) if filters_first else ((), _FILTERS)
-    projection = (*_norm("mixer.in_proj"), "mixer.in_proj.weight.z")
+    projection = (*_norm("mixer.in_proj"), "mixer.in_proj.weight.z", *_FILTERS_OF_PRODUCT)
     return (*first, *_SCALES, *projection, *then, "mixer.norm.weight", "mixer.out_proj.weight", *_both("norm"))
 
 

@@ -60,7 +60,8 @@ def parts_of(name: str, shape: tuple[int, ...], ranks: int, arguments: Arguments
             found=f"{shape[0]} rows on each of {ranks} ranks",
             expected=", ".join(f"{size} of {part.rpartition('.')[2]}" for part, (size, _) in parts.items()),
             where=name,
-            hint="resume it once under its own layout and save with --ckpt-format torch_dist, which records them",
+            hint="use --to torch_dist, or resume it once under its own layout and save with --ckpt-format torch_dist: "
+            "that format records them",
         )
     return {part: (size, *shape[1:]) for part, (size, _) in parts.items()}
 

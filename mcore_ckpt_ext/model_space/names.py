@@ -46,7 +46,7 @@ _MERGER = re.compile(r"^(.+\.\w+_merger_list)\.(\d+)\.(.+)$")
 _STACKED_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _MODULE_BUFFER = re.compile(r"\.router\.(expert_bias|local_tokens_per_expert)$")
-_SPLIT = re.compile(r"^(.*\.(?:mixer|self_attention)\.(?:in_proj|conv1d)\.(?:weight|bias))\.(\w+)$")
+_SPLIT = re.compile(r"^(.*\.(?:mixer|self_attention)\.(?:in_proj|conv1d)\.(?:weight|bias))\.([A-Za-z]+)(\d*)$")
 _JOINED = re.compile(r"\.(mixer|self_attention)\.(in_proj|conv1d)\.(?:weight|bias)$")
 _PARTS_STORED: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("mixer", "in_proj"): ("z", "x", "B", "C", "dt"),
@@ -54,8 +54,9 @@ _PARTS_STORED: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("self_attention", "in_proj"): ("query", "key", "value", "z", "beta", "alpha"),
     ("self_attention", "conv1d"): ("query", "key", "value"),
 }
-# The parts of a Mamba mixer and of a gated delta net, each in its order.
-_SPLIT_PARTS = ("query", "key", "value", "z", "x", "B", "C", "dt", "beta", "alpha")
+# The parts of a Mamba mixer, of a gated delta net and of a gated delta product, each in its order; parts of the last
+# have numbers (V0, V1, ...).
+_SPLIT_PARTS = ("query", "key", "value", "z", "x", "B", "C", "dt", "beta", "alpha", "V", "K", "Q", "b", "a")
 # Filters of a Mamba mixer: direct parameters since 0.19, stored under the old key (`conv_checkpoint_key_map`).
 _FILTERS = ("mixer.conv1d_", "mixer.conv1d.")
 
@@ -328,19 +329,22 @@ def part_names(name: str) -> list[str]:
 
 
 def split_parameters(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group parts of parameters that are stored in parts: `in_proj`, `conv1d` of mixers or delta nets.
+    """Group parts of parameters that are stored in parts: `in_proj`, `conv1d` of mixers, delta nets and products.
 
     Sources: `MambaMixer.sharded_state_dict` (megatron/core/ssm/mamba_mixer.py, core_v0.9.0 to 0.19.2), which splits a
     rank's rows into z, x, B, C, dt (`in_proj.weight`) or x, B, C (`conv1d`), and that of a gated delta net
-    (ssm/gated_delta_net/common.py, 0.19.2): query, key, value, z, beta, alpha, or query, key, value. Each part is
-    sharded between tensor-parallel ranks separately; in memory, and in the gradient buffer, parts are contiguous.
+    (ssm/gated_delta_net/common.py, 0.19.2): query, key, value, z, beta, alpha, or query, key, value. A gated delta
+    product of n Householder updates (`_get_in_proj_checkpoint_split_layout`, ssm/gated_delta_product.py, development
+    head) has z, V0 to V(n-1), K0 to K(n-1), Q, b0 to b(n-1), a, or V0 to Q. Each part is sharded between
+    tensor-parallel ranks separately; in memory, and in the gradient buffer, parts are contiguous.
 
     Returns:
         The names of all parts of each such parameter, in the order of its memory, by the name of the first part.
     """
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, list[tuple[int, int, str]]] = {}
     for name in names:
         if (match := _SPLIT.match(name)) and match[2] in _SPLIT_PARTS:
-            found.setdefault(match[1], {})[match[2]] = name
-    parts = [[by_part[part] for part in _SPLIT_PARTS if part in by_part] for by_part in found.values()]
+            place = _SPLIT_PARTS.index(match[2]), int(match[3] or 0)
+            found.setdefault(match[1], []).append((*place, name))
+    parts = [[name for *_, name in sorted(places)] for places in found.values()]
     return {names[0]: names for names in parts}

@@ -75,8 +75,11 @@ def load_all(
     return outcomes
 
 
-def save_noise(folder: Path, layout: Layout, more: Sequence[str] = ()) -> Path:
-    """Save a checkpoint of iteration 4 whose optimizer contains noise, and its dump, and return the run folder."""
-    result = run_job(folder, layout, saves=True, script=RANK_SCRIPTS / "save_noise.py", more=more)
+def save_noise(folder: Path, layout: Layout, more: Sequence[str] = (), **options: Any) -> Path:
+    """Save a checkpoint of iteration 4 whose optimizer contains noise, and its dump, and return the run folder.
+
+    `options`: those of `run_job`.
+    """
+    result = run_job(folder, layout, saves=True, script=RANK_SCRIPTS / "save_noise.py", more=more, **options)
     assert result.returncode == 0, result.output[-6000:]
     return folder / "checkpoints"

@@ -6,6 +6,7 @@ state, and the live optimizer after loading is compared with the one before savi
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
 from mcore_ckpt_ext.operations.verification import verify
 from tests.harness.cases import Case, load_all, save_noise
+from tests.harness.checkouts import VARIABLE, only_for
 from tests.harness.jobs import copy_of, differing
 from tests.harness.layouts import Layout
 
@@ -65,6 +67,22 @@ def test_the_live_optimizer_equals_the_one_that_was_saved(
     whole = open_checkpoint(bare)
     for kind in whole.kinds():
         assert all(whole.tensor(kind, name).read().numel() for name in whole.names(kind))
+
+
+@only_for("0.20")
+def test_gated_delta_products_are_resumed_under_another_layout(tmp_path: Path) -> None:
+    """Their projections and filters are stored in parts, one for each Householder update."""
+    stack, job = "stack_of_products", {"megatron": Path(os.environ[VARIABLE])}
+    run = save_noise(tmp_path / "saved", Layout(2, 2, 4), pattern("M*M-|M*", stack), **job)
+    bare = copy_of(run, tmp_path / "bare")
+    (bare / "iter_0000004" / FILE_NAME).unlink()
+    cases = [Case("sidecar", run, dump=tmp_path / "sidecar"), Case("bare", bare, dump=tmp_path / "bare_dump")]
+    outcomes = load_all(tmp_path / "job", Layout(1, 1, 2), cases, more=pattern("M*M-M*", stack), **job)
+    truth = assemble(tmp_path / "saved" / "dump" / "after_save_0000004")
+    for name, dump in (("sidecar", "sidecar"), ("bare", "bare_dump")):
+        assert [rank["error"] for rank in outcomes[name]] == [None, None]
+        assert differing(truth, assemble(tmp_path / dump)) == []
+    assert verify(bare).sound
 
 
 def test_a_hybrid_model_goes_on_from_a_gpt(tmp_path: Path) -> None:

@@ -160,6 +160,18 @@ def test_parts_of_a_gated_delta_net_follow_each_other_in_the_order_of_memory() -
     }
 
 
+def test_parts_of_a_gated_delta_product_follow_each_other_in_the_order_of_memory() -> None:
+    """`_get_in_proj_checkpoint_split_layout` (ssm/gated_delta_product.py) with 11 Householder updates."""
+    weight, conv = (f"decoder.layers.0.mixer.{name}.weight" for name in ("in_proj", "conv1d"))
+    values, keys, rates = ([f"{part}{number}" for number in range(11)] for part in "VKb")
+    projected, filtered = ["z", *values, *keys, "Q", *rates, "a"], [*values, *keys, "Q"]
+    names = [*(f"{weight}.{part}" for part in sorted(projected)), *(f"{conv}.{part}" for part in sorted(filtered))]
+    assert split_parameters([*names, "decoder.layers.0.mixer.dt_bias"]) == {
+        f"{weight}.z": [f"{weight}.{part}" for part in projected],
+        f"{conv}.V0": [f"{conv}.{part}" for part in filtered],
+    }
+
+
 @pytest.mark.parametrize(
     ("fused", "separate"),
     [

@@ -1,8 +1,8 @@
 """A layer spec of Megatron's hybrid model (Mamba, attention, MLP) made of Megatron's own local modules.
 
-Megatron's own spec needs Transformer Engine, and the Mamba mixer needs the `mamba_ssm` kernels, which run on GPUs only.
-A model of these modules can be built, optimized and saved here, but not run. The mixer's gated norm belongs to the
-kernels and is left out.
+Megatron's own spec needs Transformer Engine, and the Mamba mixer needs the `mamba_ssm` kernels, which run on GPUs only,
+as a gated delta product needs those of `fla`. A model of these modules can be built, optimized and saved here, but not
+run. The mixers' gated norm belongs to the kernels and is left out.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ except ImportError:  # up to core_v0.16
     from megatron.core.ssm.mamba_block import MambaStack as HybridStack
     from megatron.core.ssm.mamba_block import MambaStackSubmodules as HybridStackSubmodules
 
+try:
+    from megatron.core.ssm import gated_delta_product
+except ImportError:  # up to core_v0.19
+    gated_delta_product = None
+
 # The kernels are needed only to run the mixer.
 mamba_mixer.HAVE_MAMBA_SSM = True
 assert hybrid_block.TENorm is TENorm
@@ -56,9 +61,19 @@ _MLP = (
 )
 
 
-def _stack(keys: dict[str, str]) -> ModuleSpec:
+def _product() -> ModuleSpec:
+    """Return a gated delta product, built without its kernels."""
+    module = gated_delta_product
+    module.HAVE_MAMBA_SSM = module.HAVE_FLA = True
+    module.chunk_gated_delta_product = lambda *tensors: None
+    module.check_fla_sequence_packing_support = lambda: (True, "")
+    linears = module.GatedDeltaProductMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    return ModuleSpec(module=module.GatedDeltaProductMixer, params={"rmsnorm": False}, submodules=linears)
+
+
+def _stack(keys: dict[str, str], mixer: ModuleSpec = _MIXER) -> ModuleSpec:
     """`keys`: the keys under which norms are stored, if they differ from their own."""
-    mamba = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=_MIXER, mamba_bda=get_bias_dropout_add)
+    mamba = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=mixer, mamba_bda=get_bias_dropout_add)
     attention = TransformerLayerSubmodules(
         input_layernorm=WrappedTorchNorm, self_attention=_ATTENTION, self_attn_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=keys,
@@ -81,3 +96,5 @@ hybrid_stack = _stack({})
 stack_after_gpt = _stack({
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 })  # fmt: skip
+if gated_delta_product is not None:
+    stack_of_products = _stack({}, _product())
