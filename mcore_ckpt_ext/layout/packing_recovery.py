@@ -23,6 +23,11 @@ from mcore_ckpt_ext.model_space.slices import numel_of
 
 # Number of elements of a parameter that are compared, and number of parameters that are compared together.
 _SAMPLE, _AT_ONCE = 64, 32
+_INCOMPLETE = "it does not cover every parameter"
+_UNKNOWN_PARAMETERS = (
+    "this package does not know how the model stores some parameters, or the checkpoint is damaged: resume under the "
+    "layout that wrote it and save with --dist-ckpt-optim-fully-reshardable, which stores each parameter separately"
+)
 
 
 class UncertainPackingError(PackingError, UnsupportedCheckpointError):
@@ -63,7 +68,7 @@ def recover(
     Raises:
         PackingError: no candidate passes, and the search by content fails.
     """
-    tried: list[str] = []
+    tried: dict[str, list[str]] = {}
     sidecar_problem: str | None = None
     for number, proposal in enumerate(proposals):
         packing, problem = _tried(group, proposal, read)
@@ -71,15 +76,18 @@ def recover(
             problem = _contradiction(group, models, packing, proposals[number + 1 :], read)
         if packing is not None and problem is None:
             return RecoveredPacking(proposal.label, packing, sidecar_problem=sidecar_problem)
-        tried.append(f"{proposal.label}: {problem}")
+        tried.setdefault(str(problem), []).append(proposal.label)
         sidecar_problem = problem if proposal.is_recorded else sidecar_problem
     try:
         found = discover(group, models.candidates(group.rank), _data_parallel_borders(group, models), read)
     except PackingError as error:
+        is_unknown = tried.keys() == {_INCOMPLETE}
+        problems = [f"{', '.join(dict.fromkeys(labels))}: {problem}" for problem, labels in tried.items()]
         raise PackingError(
             "no packing of the gradient buffers could be verified",
-            found="; ".join([*tried, f"by content: {error}"]),
+            found="; ".join([*problems, f"by content: {error.message if is_unknown else error}"]),
             where=str(group),
+            hint=_UNKNOWN_PARAMETERS if is_unknown else None,
         ) from error
     return RecoveredPacking("discovery by content", found, discovered=True, sidecar_problem=sidecar_problem)
 
@@ -90,7 +98,7 @@ def _tried(group: OptimizerGroup, proposal: Proposal, read: Bytes) -> tuple[Pack
     Sizes, chunk borders and samples of the content are compared.
     """
     packing = proposal.packing_of(group)
-    problem = "it does not cover every parameter" if packing is None else mismatch_reason(packing, group)
+    problem = _INCOMPLETE if packing is None else mismatch_reason(packing, group)
     if packing is not None and problem is None:
         problem = _sample(group, packing, read)
     return packing, problem
@@ -146,7 +154,7 @@ def recover_unproven(
     tried: list[str] = []
     for proposal in proposals:
         packing = proposal.packing_of(group)
-        problem = "it does not cover every parameter" if packing is None else mismatch_reason(packing, group)
+        problem = _INCOMPLETE if packing is None else mismatch_reason(packing, group)
         if packing is not None and problem is None:
             problem = contradiction(packing)
         if packing is not None and problem is None:

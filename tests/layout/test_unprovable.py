@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.errors import ProofError, UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import PackingError, ProofError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -31,7 +31,7 @@ from mcore_ckpt_ext.optimizers.unsupported import is_master
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.transfer import read_slice
 from tests.harness.checkpoints import Fixture, fixture_named
-from tests.harness.damage import payload_position
+from tests.harness.damage import flip, payload_position, read_all
 
 GATHERED = JobArguments.of({"fp8_param_gather": True})
 FORMATS = ["p01", "p04", "p10"]
@@ -65,6 +65,21 @@ def refused(checkpoint: CheckpointView, says: str) -> None:
     with pytest.raises(UnsupportedCheckpointError, match=says):
         checkpoint.names("fp32_param")
     assert checkpoint.tensor("weight", "decoder.final_layernorm.weight").read().shape == (32,)
+
+
+def test_parameters_of_unknown_modules_that_content_does_not_place_are_refused(damaged: Fixture) -> None:
+    """Not only as damaged: stock Megatron resumes such a model under its own layout."""
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    path, position = payload_position(open_checkpoint(damaged.run), "fp32_param", name, 0)
+    flip(path, position + 3)
+    edit_index(damaged, lambda name: name.replace("linear_fc2", "strange"))
+    with pytest.raises(PackingError) as caught:
+        read_all(damaged.run)
+    found = str(caught.value.found)
+    assert found.startswith("the local layer spec, ")
+    assert found.count("it does not cover every parameter") == 1
+    assert found.endswith("the search by content found no parameter whose weights match the masters at a place")
+    assert "--dist-ckpt-optim-fully-reshardable" in caught.value.details["hint"]
 
 
 def test_an_edit_that_changes_nothing_is_read(copied: Fixture) -> None:
