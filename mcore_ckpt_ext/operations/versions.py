@@ -22,7 +22,7 @@ from mcore_ckpt_ext.job.releases import (
 )
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
-from mcore_ckpt_ext.versions import NEWEST, OLDEST, Version, parse_version
+from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version, parse_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
         return [*_of_fsdp(checkpoint, writer, loading)]
     if not checkpoint.arguments.is_complete:
         return [*_of_another_loop(checkpoint)]
-    releases = loading.releases(min(writer.first, NEWEST))
+    releases = _readers(loading, writer)
     own = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
     same = [v for v in releases if _stock(checkpoint, False, v)]
     other = [v for v in releases if _stock(checkpoint, True, v)]
@@ -162,14 +162,25 @@ def _of_this_package(checkpoint: CheckpointView, writer: Writer) -> Resumption:
     """
     first = OLDEST if checkpoint.arguments.use_distributed_optimizer else min(writer.first, NEWEST)
     releases = [version for version in releases_between(first) if RESUMES_WITH_THIS_PACKAGE.is_of(version)]
+    releases += _unknown_release(writer)
     note, changed = "tested with 0.16.1, 0.19.0 and 0.19.2", STORES_COMMON_STATE_AS_OBJECT
     if first < writer.first and changed.is_of(writer.first) and not checkpoint.format_reader.loading.by_rank:
         note = f"before {changed.since} with new random states, if the release has the job's options; {note}"
     return Resumption("Megatron with mcore_ckpt_ext", _span(releases), "any", note)
 
 
+def _readers(loading: Loading, writer: Writer) -> list[Version]:
+    """Return the releases that read a format, from the writer's on."""
+    return [*loading.releases(min(writer.first, NEWEST)), *_unknown_release(writer)]
+
+
+def _unknown_release(writer: Writer) -> list[Version]:
+    """Return the writer's release if it is not a known one: it resumes what it wrote."""
+    return [] if writer.first in KNOWN else [writer.first]
+
+
 def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> Iterator[Resumption]:
-    releases = loading.releases(writer.first)
+    releases = _readers(loading, writer)
     own = f"its own: {checkpoint.layout}; another DP"
     yield Resumption(f"stock Megatron with {loading.flag}", _span(releases), own, _stock_note(checkpoint))
     yield Resumption(
@@ -180,7 +191,7 @@ def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> It
 
 def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
     """Yield resumptions of torch's FSDP checkpoints, see `megatron/sources/torch_fsdp.py`."""
-    known = _span(loading.releases(writer.first))
+    known = _span(_readers(loading, writer))
     yield Resumption("stock Megatron", "none", "none", loading.failure)
     yield Resumption(f"Megatron with mcore_ckpt_ext, {loading.flag}", known, "TP1, any DP", "tested with 0.19.2")
     yield Resumption("Megatron with mcore_ckpt_ext, without it", known, "any", "tested with 0.19.2")

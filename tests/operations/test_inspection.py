@@ -179,6 +179,14 @@ def test_a_sidecar_records_the_exact_version(damaged: Fixture) -> None:
     assert inspect(damaged.run).writer.version == "0.16.1"
 
 
+@pytest.mark.parametrize("name", ["p10", "p50"])
+def test_a_later_release_resumes_what_it_wrote(name: str, tmp_path: Path) -> None:
+    copy = fixture_named(name).copy_to(tmp_path / name)
+    (copy.iteration / "mcore_ckpt_ext.json").write_text(Sidecar("test", "0.20.0", 4, {}, ()).to_json())
+    releases = {found.versions for found in inspect(copy.run).resumptions} - {"none"}
+    assert releases and all(found.endswith(" to 0.20") for found in releases)
+
+
 @pytest.mark.parametrize(
     "target",
     [mcore_ckpt_ext.TorchDist(megatron_version="0.19.2"), mcore_ckpt_ext.TorchDist(megatron_version="0.13"),
