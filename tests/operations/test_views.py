@@ -6,6 +6,7 @@ introspection, so that new ones are covered.
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -14,9 +15,12 @@ from typing import Any
 
 import pytest
 
+import mcore_ckpt_ext
 from mcore_ckpt_ext import TorchDist, convert, open_checkpoint
-from mcore_ckpt_ext.formats.adapter_only import for_model
+from mcore_ckpt_ext.families.vision import PREFIX
+from mcore_ckpt_ext.formats.adapter_only import for_model, with_bridge_names
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
+from mcore_ckpt_ext.formats.hugging_face.vision import as_text_model
 from mcore_ckpt_ext.formats.merged import merged_view
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
 from mcore_ckpt_ext.formats.renamed import NameMap
@@ -36,6 +40,8 @@ from tests.harness.peft import adapter, peft_folder
 
 NAMES = {"model.source", "model.sharded_keys", "trained.state", "trained.shows_registration", "job.orders"}
 SPEC = NAMES | {"job.arguments", "job.unbuildable", "states.extra", "messages"}
+REGISTRATION = {"trained.shows_registration"}  # no longer true under other names, however often they change
+VISION = "vision_model.merger.linear_fc2.bias"
 NO_OPTIMIZER = {"trained.format"}
 MERGED = NO_OPTIMIZER | {
     "model.source", "model.sharded_keys", "states.extra", "unread_keys", "messages", "merged_from", "merge_notes",
@@ -98,6 +104,28 @@ def test_views_replace_only_their_parts(
     view = way(source)
     assert replaced_in(view, source) <= replaced
     assert replaced_in(view, source) >= replaced - NAMES or name == "p22"
+
+
+def test_names_of_other_models_replace_only_their_parts() -> None:
+    """The same weights under the names of a vision-language model, and of ms-swift's adapters."""
+    source = open_checkpoint(fixture_named("p02").run)
+    first, *rest = source.names(WEIGHT)
+    whole = renamed(source, {first: VISION, **{name: f"{PREFIX}{name}" for name in rest}})
+    assert replaced_in(as_text_model(whole), whole) == (NAMES | {"job.arguments", "whole_model"}) - REGISTRATION
+    swift = renamed(source, {first: "decoder.layers.0.mlp.linear_fc1.lora_A.default.weight"})
+    assert replaced_in(with_bridge_names(swift), swift) == (NAMES | {"adapters_by_rank"}) - REGISTRATION
+
+
+def test_every_view_is_here() -> None:
+    """A function that replaces parts of a view and is not tested in this file could replace others as well."""
+    found = set()
+    for path in Path(mcore_ckpt_ext.__file__).parent.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.returns is not None and node.args.args:
+                kinds = {ast.unparse(one) for one in (node.returns, node.args.args[0].annotation) if one is not None}
+                calls = {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
+                found |= {node.name} if kinds == {"CheckpointView"} and "replace" in calls else set()
+    assert {"renamed", "merged_view", "under_layer_spec"} <= found <= globals().keys()
 
 
 def members(kind: type) -> list[str]:
