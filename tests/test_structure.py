@@ -172,7 +172,7 @@ def format_classes() -> dict[str, Path]:
 
 
 def looks_at_classes(source: str, classes: set[str]) -> int:
-    """How often a source looks at one of some classes: by `isinstance`, `type(...)` or a pattern of `match`."""
+    """How often a source looks at one of some classes: by `isinstance`, `type(...)`, a pattern, or a format's name."""
     count = 0
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -182,6 +182,8 @@ def looks_at_classes(source: str, classes: set[str]) -> int:
                 count += _names_one_of(named, classes)
             case ast.MatchClass(cls=named):
                 count += _names_one_of(named, classes)
+            case ast.Compare(left=ast.Attribute(attr="format"), ops=[ast.Eq() | ast.NotEq() | ast.In() | ast.NotIn()]):
+                count += 1
     return count
 
 
@@ -210,6 +212,7 @@ def test_formats_answer_for_themselves() -> None:
         ("isinstance(one, (str, TorchDistCheckpoint)) or type(one) is not LegacyCheckpoint", 2),
         ("isinstance(one, legacy.LegacyCheckpoint)", 1),
         ("match one:\n case LegacyCheckpoint() | formats.torch_dist.TorchDistCheckpoint(): ...", 2),
+        ("checkpoint.format == 'legacy' or found.format in (NAME, 'zarr')", 2),
         ("isinstance(one, Path)", 0),
     ],
 )
@@ -285,11 +288,11 @@ def test_no_module_is_too_long() -> None:
     assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
 
 
-def leading_to_cycles(imports: Mapping[str, Set[str]]) -> set[str]:
-    """The modules that import themselves by way of others, and those that import such a module."""
+def between_cycles(imports: Mapping[str, Set[str]]) -> set[str]:
+    """The modules that import themselves by way of others, and those on a way from one such circle to another."""
     left = {module: {*named} & imports.keys() for module, named in imports.items()}
-    while ends := {module for module, named in left.items() if not named & left.keys()}:
-        left = {module: named for module, named in left.items() if module not in ends}
+    while ends := {module for module, named in left.items() if not named} | left.keys() - set().union(*left.values()):
+        left = {module: named - ends for module, named in left.items() if module not in ends}
     return set(left)
 
 
@@ -300,9 +303,9 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     """
     sources = {module_of(str(path.relative_to(PACKAGE.parent))): path.read_text() for path in PACKAGE.rglob("*.py")}
     del sources[PACKAGE.name]
-    assert leading_to_cycles({module: {*imported_modules(source)} for module, source in sources.items()}) == set()
+    assert between_cycles({module: {*imported_modules(source)} for module, source in sources.items()}) == set()
 
 
-def test_which_modules_lead_to_cycles() -> None:
-    assert leading_to_cycles({"a": {"b"}, "b": {"a", "d"}, "c": {"a"}, "d": {"e"}, "e": set()}) == {"a", "b", "c"}
-    assert leading_to_cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()
+def test_which_modules_form_cycles() -> None:
+    assert between_cycles({"a": {"b"}, "b": {"a", "d"}, "c": {"a"}, "d": {"e"}, "e": set()}) == {"a", "b"}
+    assert between_cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()

@@ -53,9 +53,16 @@ def _layout(found: Inspection) -> str:
         return "none recorded"
     ranks = f", {_ranks(world)}" if (world := found.layout["world"]) is not None else ""
     source = f", by {found.described_by} and the index" if found.described_by else ""
-    # Legacy and Megatron-FSDP files are written for one layout, other formats for any layout.
-    of_source = found.writer.converted and found.format in ("torch_dist", "canonical")
+    of_source = found.writer.converted and not _is_of_one_layout(found.path)
     return f"{found.layout_text}{ranks}{source}{', of the job that saved the source' if of_source else ''}"
+
+
+def _is_of_one_layout(folder: str) -> bool:
+    from mcore_ckpt_ext.formats.registry import format_of
+    from mcore_ckpt_ext.storage.paths import as_path
+
+    found = format_of(as_path(folder))
+    return found is not None and found.reader_class.is_of_one_layout
 
 
 def _show(found: Inspection, *, show_all: bool) -> None:

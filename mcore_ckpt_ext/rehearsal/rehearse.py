@@ -14,7 +14,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_s
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.target import version_number
-from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.torch_dist.reader import torch_dist_reader
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
@@ -180,7 +180,7 @@ class _Rehearsing:
             running, groups, {dtype_of(dtype, running) for dtype in dtypes},
             has_remainders=index is not None and has_remainders(index),
         )  # fmt: skip
-        if checkpoint.format != TORCH_DIST:
+        if torch_dist_reader(checkpoint) is None:
             facts = facts_of_presented(folder, chain, arguments, self._version, has_new_tokens=False)
         else:
             common = checkpoint.common

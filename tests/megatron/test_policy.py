@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -105,6 +106,13 @@ def test_a_check_decides_by_itself(check: Check) -> None:
     assert (decision.reason, decision.is_stock) == (check.name, False)
     assert check.name in str(decision)
     assert check.source in str(decision)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_a_check_has_a_source_and_the_releases_that_were_read(check: Check) -> None:
+    assert check.consequence
+    assert re.search(r"\w/\w", check.source)
+    assert re.search(r"\b0\.\d+\.\d+\b|development head of \w+ \d{4}", check.source)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)

@@ -46,6 +46,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     format = NAME
     loading = Loading(in_megatron=True, flag="--use-megatron-fsdp", loaded_by=LOADS_FSDP_DTENSOR)
+    is_of_one_layout = True
 
     @override
     def evidence(self) -> Iterator[Bound]:

@@ -78,6 +78,7 @@ class LegacyCheckpoint(FormatReader):
     format = NAME
     # Megatron locates rank folders by the running layout (`get_checkpoint_name`), whatever they contain.
     loading = Loading(in_megatron=True, by_rank=True)
+    is_of_one_layout = True
 
     @classmethod
     @override
