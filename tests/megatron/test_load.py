@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt_ext.megatron.load import _resumes_optimizer
+from mcore_ckpt_ext.megatron import load
+from mcore_ckpt_ext.megatron.load import _resumes_optimizer, _strictness, wrap_load_checkpoint
 
 TRAINS = {
     "no_load_optim": False, "finetune": False, "use_distributed_optimizer": True, "ckpt_format": "torch_dist",
@@ -31,3 +32,17 @@ def test_an_optimizer_is_resumed_if_the_job_loads_it_from_a_format_that_is_read(
     assert _resumes_optimizer(scope, OPTIMIZER) == resumes
     assert not _resumes_optimizer(scope, None)
     assert not _resumes_optimizer(scope, SimpleNamespace())  # an optimizer of an unknown kind
+
+
+@pytest.mark.parametrize("name", ["model", "ddp_model"])
+def test_the_model_may_have_its_former_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--moe-use-upcycling` passes it so; Megatron itself fails."""
+    monkeypatch.setattr(load, "_Load", lambda *given: SimpleNamespace(done=lambda: given))
+    call = {name: "the model", "optimizer": "optimizer", "opt_param_scheduler": "scheduler", "strict": False}
+    assert wrap_load_checkpoint(max)(**call) == (max, "the model", "optimizer", "scheduler", (), {"strict": False})
+
+
+@pytest.mark.parametrize(("strictness", "relaxed"), [("raise_all", True), ("assume_ok_unexpected", False)])
+def test_what_is_stored_and_not_requested_is_no_error(strictness: str, relaxed: bool) -> None:
+    expected = {"dist_ckpt_strictness": "raise_unexpected"} if relaxed else {}
+    assert _strictness(SimpleNamespace(dist_ckpt_strictness=strictness)) == expected

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from mcore_ckpt_ext.megatron.live.arguments import OF_BUFFERS
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.megatron.live.arguments import OF_BUFFERS, chunks_of
 
 
 def test_the_fields_of_gradient_buffers_are_megatrons() -> None:
@@ -16,3 +19,15 @@ def test_the_fields_of_gradient_buffers_are_megatrons() -> None:
     assert missing <= {"num_buckets"}
     assert "bucket_size" in OF_BUFFERS
     assert OF_BUFFERS["num_buckets"] == "ddp_num_buckets"
+
+
+def test_the_chunks_of_a_chain_of_optimizers() -> None:
+    model, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    wrapped = torch.nn.DataParallel(model)
+    children = [SimpleNamespace(gbuf_ranges=[], model_chunks=chunks) for chunks in ([wrapped, other], [wrapped])]
+    assert chunks_of(SimpleNamespace(chained_optimizers=children)) == [model, other]
+
+
+def test_an_optimizer_without_a_model_is_refused() -> None:
+    with pytest.raises(UnsupportedCheckpointError, match="the model of the optimizer is unknown"):
+        chunks_of(torch.optim.SGD([torch.zeros(1)]))
