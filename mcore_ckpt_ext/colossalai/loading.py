@@ -1,12 +1,13 @@
 """Loads an ordinary state dict strictly into a ZeRO wrapper: checks all of it, then writes it.
 
-PyTorch itself checks the dict: the module loads it with ``assign=True`` into empty tensors in place of its own. So
-PyTorch decides about missing and unexpected keys, shapes, hooks and upgrades of older dicts, and the live module does
-not change before all ranks have accepted the dict.
+PyTorch itself checks the dict: the module loads it into stand-ins for its tensors (``stand_ins``). So PyTorch decides
+about missing and unexpected keys, shapes, hooks and upgrades of older dicts, and the live module does not change before
+all ranks have accepted the dict.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters
 from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
-from mcore_ckpt_ext.colossalai.shards import shapes_of
-from mcore_ckpt_ext.colossalai.state import standing_in
+from mcore_ckpt_ext.colossalai.stand_ins import StandIns
+from mcore_ckpt_ext.colossalai.state import NoFreedStorage, standing_in
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
 
@@ -74,9 +75,12 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
             own=_of_each_rank(zero, state_dict),
         )  # fmt: skip
         accepted: list[_Accepted] = []
-        zero.ranks.agreed(
-            "calling load_state_dict", lambda: accepted.append(_accepted(zero, content.outline, strict)), _UNTOUCHED
-        )
+        are_outlines = content.comes_from_first and not zero.is_first
+
+        def accept() -> None:
+            accepted.append(_accepted(model, zero, content.outline, strict, are_outlines))
+
+        zero.ranks.agreed("calling load_state_dict", accept, _UNTOUCHED)
     except ResumeRefusedError as error:
         raise StateDictMismatchError(str(error)) from error
     return _write(accepted[0], content.comes_from_first, keeps_exact=has_exact_masters(model))
@@ -168,25 +172,45 @@ def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> An
     return accepted.answer
 
 
-def _accepted(zero: Wrapped, state_dict: Mapping[str, Any], strict: bool) -> _Accepted:
-    """Let PyTorch check the dict against the module's shapes, and record the values that it assigns."""
+def _accepted(model: Any, zero: Wrapped, state_dict: Mapping[str, Any], strict: bool, are_outlines: bool) -> _Accepted:
+    """Let PyTorch load the dict into stand-ins, and collect the values that they received."""
     offered = _with_all_names(zero, state_dict)
-    stand_ins = shapes_of(zero)
+    stand_ins = StandIns(zero, offered.values(), are_outlines)
     extra_states: list[tuple[Callable[[Any], None], Any]] = []
-    with (
-        standing_in(zero.module, {key: stand_in for key, (_, stand_in) in stand_ins.items()}),
-        _extra_states_noted(zero.module, extra_states),
-    ):
-        answer = zero.module.load_state_dict(offered, strict=strict, assign=True)
-        assigned = dict(_live_names(zero.module))
-    ours = {id(stand_in) for _, stand_in in stand_ins.values()}
+    with standing_in(zero.module, stand_ins.replacements), _extra_states_noted(zero.module, extra_states):
+        with _hooks_of(model, zero.module), NoFreedStorage(zero), stand_ins:
+            answer = zero.module.load_state_dict(offered, strict=strict)
+        loaded = {name: stand_ins.value_of(tensor) for name, tensor in _live_names(zero.module)}
+    stand_ins.refuse_unloaded()
+    for pair in stand_ins.copied_twice:
+        _refuse_different(offered, *pair)
     taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, live in _live_names(zero.module):
-        value = assigned.get(name)
-        if value is not None and id(value) not in ours:
-            other = taken.setdefault(id(live), (live, value))[1]
-            _refuse_different(zero, live, value, other)
+        value = loaded.get(name)
+        if value is not None:
+            _refuse_different(offered, value, taken.setdefault(id(live), (live, value))[1])
+            _refuse_shape(zero, name, live, value)
     return _Accepted(zero, list(taken.values()), extra_states, answer)
+
+
+@contextmanager
+def _hooks_of(model: Any, module: nn.Module) -> Iterator[None]:
+    """Call the load hooks of the wrapper around those of the module, as PyTorch and ColossalAI do."""
+    own = {name: vars(module)[name] for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")}
+    pre, post = own.values()
+    after = [partial(_with_module, model, hook) for hook in model._load_state_dict_post_hooks.values()]
+    vars(module).update(
+        _load_state_dict_pre_hooks=OrderedDict(enumerate([*model._load_state_dict_pre_hooks.values(), *pre.values()])),
+        _load_state_dict_post_hooks=OrderedDict(enumerate([*post.values(), *after])),
+    )
+    try:
+        yield
+    finally:
+        vars(module).update(own)
+
+
+def _with_module(module: Any, hook: Callable[..., Any], _: nn.Module, *arguments: Any) -> Any:
+    return hook(module, *arguments)
 
 
 def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,13 +255,24 @@ def _live_names(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _refuse_different(zero: Wrapped, live: torch.Tensor, value: torch.Tensor, other: torch.Tensor) -> None:
+def _refuse_different(offered: Mapping[str, Any], value: torch.Tensor, other: torch.Tensor) -> None:
     """Check that all names of a tensor have the same value; PyTorch would silently keep the last one."""
     if value is other or value.data_ptr() == other.data_ptr():
         return
     if not torch.allclose(value, other.to(value), rtol=0, atol=0, equal_nan=True):
-        names = [name for name, tensor in _live_names(zero.module) if tensor is live]
+        pointers = {value.data_ptr(), other.data_ptr()}
+        names = [name for name, one in offered.items() if isinstance(one, torch.Tensor) and one.data_ptr() in pointers]
         raise RuntimeError(f"names of the same tensor have different values: {', '.join(names)}")
+
+
+def _refuse_shape(zero: Wrapped, name: str, live: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse a value that a module has made in a shape of its own, which cannot be written into the live tensor."""
+    shape = zero.shape_of(live) if isinstance(live, nn.Parameter) else live.shape
+    if value.shape != shape:
+        raise RuntimeError(
+            f"size mismatch for {name}: the module has replaced it by a tensor of shape {tuple(value.shape)} while it "
+            f"was loaded, the shape in current model is {tuple(shape)}."
+        )
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def keys_of(zero: Wrapped, prefix: str = "") -> Keys:
             keys.buffers.setdefault(tensor, []).append(key)
         elif isinstance(value, torch.Tensor) and value.is_meta:
             raise UnsupportedCheckpointError(
-                "a state_dict hook computes new values, which requires the whole state dict",
+                "a state_dict hook, or a module's _save_to_state_dict, computes new values from the whole state dict",
                 where=key,
                 hint="save unsharded (shard=False), or remove the hook",
             )

@@ -61,7 +61,9 @@ def zero_strict_state_dict(
 
     def enumerate_(zero: Wrapped, values: _Values) -> None:
         nonlocal result
-        with standing_in(zero.module, values), _NoFreedStorage(zero):
+        with standing_in(zero.module, values), NoFreedStorage(zero):
+            for hook in getattr(model, "_state_dict_pre_hooks", {}).values():
+                hook(model, prefix, keep_vars)
             result = zero.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
             result = _with_hooks_of(model, result, prefix)
         if ties != "share":
@@ -94,7 +96,7 @@ def get_static_torch_model(
     def copied(zero: Wrapped, values: _Values) -> None:
         nonlocal result
         _refuse_tensor_parallel(zero)
-        with _NoFreedStorage(zero):
+        with NoFreedStorage(zero):
             result = copy.deepcopy(zero.module, memo_of_uncopied(zero.module) | values)
 
     _with_values(zero_ddp_model, copied, "get_static_torch_model", dtype, only_rank_0, torch.device(device))
@@ -274,7 +276,7 @@ def standing_in(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterat
             namespace.pop(name, None)
 
 
-class _NoFreedStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class NoFreedStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Refuses every operation on a parameter whose storage ColossalAI has freed, which would crash torch."""
 
     def __init__(self, zero: Wrapped) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from colossalai_on_cpu import ranks
 from torch import nn
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
-from tests.colossalai.jobs import gathered_masters, refusal, same_bits, train, wrap
+from tests.colossalai.jobs import bits, gathered_masters, refusal, same_bits, train, wrap
 from tests.colossalai.models import Everything, TinyGPT, gpt2, t5
 
 
@@ -154,3 +155,91 @@ def test_names_of_one_tensor_with_different_values_are_refused() -> None:
         assert "wte.weight" in text
 
     ranks.run(2, job)
+
+
+class Doubled(nn.Module):
+    """Saves twice its weight, and copies half of what it loads from a tensor that it changes afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}doubled"] = self.weight.detach() * 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        halved = state_dict[f"{prefix}doubled"] / 2
+        self.weight.data.copy_(halved)
+        halved.zero_()
+
+
+class LoadsItself(TinyGPT):
+    """Layers whose hooks change their parameters in place, and replace them; a method that takes no `assign`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubled = Doubled()
+        self.batch_norm = nn.BatchNorm1d(4)
+        self.layers[1].register_load_state_dict_post_hook(self._changes)
+        self.layers[2].register_load_state_dict_post_hook(self._replaces)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+        return super().load_state_dict(state_dict, strict)
+
+    def _changes(self, layer: Any, _: Any) -> None:
+        layer.weight.data.mul_(2)
+        layer.bias.data[1:].zero_()
+
+    def _replaces(self, layer: Any, _: Any) -> None:
+        layer.weight = nn.Parameter(layer.weight.detach() * 3)
+        layer.bias.data = layer.bias.data + 1
+
+
+@pytest.mark.parametrize("first_only", [False, True])
+def test_modules_that_load_themselves_and_hooks_that_change_what_was_loaded(first_only: bool) -> None:
+    def job() -> None:
+        model, _ = wrap(LoadsItself)
+        state = _tied(LoadsItself)
+        state["layers.0.weight"] = torch.arange(32 * 32).view(32, 32)
+        before, metadata = {name: bits(value).clone() for name, value in state.items()}, repr(state._metadata)
+        plain = LoadsItself()
+        plain.load_state_dict(state)
+        strict.zero_strict_load_state_dict(model, {} if first_only and dist.get_rank() else state)
+        assert same_bits(strict.zero_strict_state_dict(model, only_rank_0=False), plain.state_dict())
+        assert all(torch.equal(bits(value), before[name]) for name, value in state.items())
+        # A later load of the same dict would keep its tensors instead of copying them.
+        assert repr(state._metadata) == metadata
+
+    ranks.run(2, job)
+
+
+def test_a_hook_that_needs_a_value_that_is_missing_is_refused() -> None:
+    def job() -> None:
+        model, _ = wrap(LoadsItself)
+        before = gathered_masters(model)
+        state = _tied(LoadsItself)
+        del state["layers.1.weight"]
+        assert 'Missing key(s) in state_dict: "layers.1.weight"' in refusal(
+            lambda: strict.zero_strict_load_state_dict(model, state)
+        )
+        text = refusal(lambda: strict.zero_strict_load_state_dict(model, state, strict=False))
+        assert "not been loaded" in text
+        assert "where: layers.1.weight" in text
+        assert same_bits(gathered_masters(model), before)
+
+    ranks.run(2, job)
+
+
+def test_hooks_of_the_wrapper_are_called_with_it() -> None:
+    def job() -> None:
+        model, _ = wrap()
+        called = []
+        model.register_state_dict_pre_hook(lambda module, *_: called.append(module))
+        model.register_load_state_dict_pre_hook(lambda module, state, *_: called.append(state.pop("more") and module))
+        model.register_load_state_dict_post_hook(lambda module, _: called.append(module))
+        state = strict.zero_strict_state_dict(model, only_rank_0=False)
+        strict.zero_strict_load_state_dict(model, {**state, "more": torch.ones(1)})
+        assert called == [model, model, model]
+        assert not model.module._load_state_dict_pre_hooks
+
+    ranks.run(1, job)
