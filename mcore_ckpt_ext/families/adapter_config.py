@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from mcore_ckpt_ext.families.adapters import MAGNITUDES, PREFIX, Shapes
+from mcore_ckpt_ext.job.arguments.kinds import is_whole
 from mcore_ckpt_ext.storage.patterns import is_pattern, matched
 
 _RANK = 8  # peft's default for `r`
@@ -86,43 +87,32 @@ def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
     return found is not None and int(found["index"]) in ([layers] if isinstance(layers, int) else layers)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+_IsOne = Callable[[object], bool]
 
 
-def _are(is_one: Callable[[object], bool]) -> Callable[[object], bool]:
+def _optional(*kinds: _IsOne) -> _IsOne:
+    return lambda value: value is None or any(is_one(value) for is_one in kinds)
+
+
+def _list_of(is_one: _IsOne) -> _IsOne:
     return lambda value: isinstance(value, list) and all(map(is_one, value))
 
 
-def _any_of(*kinds: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: any(is_one(value) for is_one in kinds)
-
-
-def _is_none(value: object) -> bool:
-    return value is None
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_switch(value: object) -> bool:
-    return value is None or isinstance(value, bool)
-
-
 def _are_ranks(value: object) -> bool:
-    return isinstance(value, dict) and all(is_pattern(key) and _is_count(rank) for key, rank in value.items())
+    return isinstance(value, dict) and all(is_pattern(key) and is_whole(rank) for key, rank in value.items())
 
 
-_NAMES = _any_of(is_pattern, _are(_is_name))
-_KINDS: Mapping[str, Callable[[object], bool]] = {
-    "target_modules": _NAMES,  # required, because the default depends on the version of peft
-    "exclude_modules": _any_of(_is_none, _NAMES),
-    "layers_to_transform": _any_of(_is_none, _is_count, _are(_is_count)),
-    "layers_pattern": _any_of(_is_none, is_pattern, _are(is_pattern)),
-    "r": _any_of(_is_none, _is_count),
-    "rank_pattern": _any_of(_is_none, _are_ranks),
-    "use_rslora": _is_switch,
-    "use_dora": _is_switch,
+_ARE_NAMES = _list_of(lambda value: isinstance(value, str))
+_IS_SWITCH = _optional(lambda value: isinstance(value, bool))
+_KINDS: Mapping[str, _IsOne] = {
+    # Required, because the default depends on the version of peft.
+    "target_modules": lambda value: is_pattern(value) or _ARE_NAMES(value),
+    "exclude_modules": _optional(is_pattern, _ARE_NAMES),
+    "layers_to_transform": _optional(is_whole, _list_of(is_whole)),
+    "layers_pattern": _optional(is_pattern, _list_of(is_pattern)),
+    "r": _optional(is_whole),
+    "rank_pattern": _optional(_are_ranks),
+    "use_rslora": _IS_SWITCH,
+    "use_dora": _IS_SWITCH,
     "task_type": lambda value: value in (None, "CAUSAL_LM"),
 }

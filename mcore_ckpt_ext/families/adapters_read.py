@@ -10,15 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
-from mcore_ckpt_ext.families.adapters import (
-    MAGNITUDES,
-    PREFIX,
-    Adapters,
-    Shapes,
-    adapters_of,
-    linears_of,
-    shortest,
-)
+from mcore_ckpt_ext.families.adapters import MAGNITUDES, PREFIX, Adapters, Shapes, adapters_of, linears_of, shortest
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.model_space.adapters import IN, MAGNITUDE, MARK, OUT, PARTS, targets_of
 
@@ -28,10 +20,7 @@ def adapters_read(
 ) -> tuple[Adapters, Shapes]:
     """Return the adapters of a PEFT folder.
 
-    Args:
-        base: the tensors of the adapted model.
-        shapes: shapes of the folder's tensors, by their names in PEFT.
-        is_one: returns whether the tensors with some names have equal content.
+    `shapes` are by names in PEFT; `is_one` returns whether the tensors with some names have equal content.
 
     Returns:
         The adapters, and the shapes of their tensors by model-space names.
@@ -94,12 +83,7 @@ def bridge_peft(
 ) -> dict[str, Any]:
     """Return the section `peft` of `run_config.yaml`.
 
-    Args:
-        base: the tensors of the model.
-        names: model-space names of the adapters' tensors.
-        rank: rank of all adapters.
-        alpha: LoRA's alpha.
-        dropout: dropout in training.
+    `names`: model-space names of the adapters' tensors.
 
     Raises:
         UnsupportedCheckpointError: Megatron-Bridge has no such adapters.

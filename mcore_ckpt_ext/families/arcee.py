@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Constant, Implies, Mapped
@@ -26,5 +26,5 @@ class Arcee(Family):
         *SIZES, query_groups(), head_size(always=True), rope(), tied(by_default=False), *TRAINING, RMS_NORM,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Constant("mlp_bias", False, {}),
         Constant("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}), Implies({"bias_gelu_fusion": False}),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
     )  # fmt: skip

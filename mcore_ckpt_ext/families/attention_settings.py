@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, unrepresentable
-from mcore_ckpt_ext.families.settings import Custom, Setting
+from mcore_ckpt_ext.families.settings import Custom, Excludes, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
@@ -47,14 +47,19 @@ def head_size(always: bool = False, default: int | None = None) -> Setting:
     return Custom(("head_dim",), to_config, to_arguments)
 
 
-def implied_head_size() -> Setting:
-    """Return the head size of a family in which it always follows from the other sizes."""
+def _why_not_implied(arguments: ModelArguments) -> list[str]:
+    implied = arguments.kv_channels * arguments.num_attention_heads == arguments.hidden_size
+    return [] if implied else ["heads with their own size"]
 
-    def why_not(arguments: ModelArguments) -> list[str]:
-        implied = arguments.kv_channels * arguments.num_attention_heads == arguments.hidden_size
-        return [] if implied else ["heads with their own size"]
 
-    return Custom((), lambda arguments: {}, lambda config: {}, why_not)
+def _why_grouped(arguments: ModelArguments) -> list[str]:
+    return [] if arguments.num_query_groups == arguments.num_attention_heads else ["grouped queries"]
+
+
+IMPLIED_HEAD_SIZE = Excludes(_why_not_implied)
+"""The head size always follows from the other sizes."""
+NO_QUERY_GROUPS = Excludes(_why_grouped)
+"""Each head has its own key and value."""
 
 
 def window(size: int | None) -> dict[str, Any]:

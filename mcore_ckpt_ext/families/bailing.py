@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.deepseek import dense_first, grouped_choice, normalised_sigmoids, scaled_gates
 from mcore_ckpt_ext.families.deepseek import shared_experts as shared_expert_size
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
@@ -52,8 +51,7 @@ def settings_of_ling(
     """
     count, chosen, width = experts
     return (
-        *SIZES, query_groups(4), head_size(always=True, default=head), positions, tied(by_default=False), *TRAINING,
-        SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        *llama_like(head_dim=True, head_dim_default=head, groups=4, positions=positions),
         Size("num_experts", "num_experts", count, counted=True), shared_expert_size("num_shared_experts", 1),
         Size("num_experts_per_tok", "moe_router_topk", chosen),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", width), dense_first(1), grouped_choice(*groups),

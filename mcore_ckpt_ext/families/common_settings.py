@@ -30,12 +30,13 @@ def experts_everywhere(arguments: ModelArguments) -> bool:
     return all(has_experts(arguments, layer) for layer in range(arguments.num_layers))
 
 
-def experts_in_every_layer(count: int) -> Setting:
-    """Return the setting of experts in every layer, of width `intermediate_size`.
+def why_not_everywhere(arguments: ModelArguments) -> list[str]:
+    """Return a reason if a layer has no experts."""
+    return [] if experts_everywhere(arguments) else ["no experts in all layers"]
 
-    Args:
-        count: the class's default number of experts.
-    """
+
+def experts_in_every_layer(count: int) -> Setting:
+    """Return the setting of experts in every layer, of width `intermediate_size`; `count` is the default."""
     key = "num_local_experts"
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -45,13 +46,11 @@ def experts_in_every_layer(count: int) -> Setting:
         found = checked_size(key, config.get(key, count), MOST_COUNTED)
         return {"num_experts": found, "moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]}
 
-    def why_not(arguments: ModelArguments) -> list[str]:
-        return [] if experts_everywhere(arguments) else ["no experts in all layers"]
-
     expressed = ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size")
-    return Custom((key, "intermediate_size"), to_config, to_arguments, why_not, expressed)
+    return Custom((key, "intermediate_size"), to_config, to_arguments, why_not_everywhere, expressed)
 
 
+NO_BIASES = {"add_bias_linear": False, "add_qkv_bias": False}
 RMS_NORM = Requires({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False})
 SIZES: tuple[Setting, ...] = (
     Size("num_hidden_layers", "num_layers", counted=True),
@@ -108,6 +107,7 @@ def llama_like(
     head_dim: bool = False,
     head_dim_default: int | None = None,
     groups: int | None = None,
+    positions: Setting | None = None,
 ) -> tuple[Setting, ...]:
     """Return the settings of Llama and of families derived from it.
 
@@ -117,8 +117,9 @@ def llama_like(
         head_dim: `config.json` has the head size even if it follows from the other sizes.
         groups: default of `num_key_value_heads`, unless it follows from other sizes.
         head_dim_default: default of `head_dim`, unless it follows from other sizes.
+        positions: the setting of positions, if it is not plain RoPE.
     """
     return (
-        *SIZES, query_groups(groups), head_size(head_dim, head_dim_default), rope(theta), tied(by_default=False),
-        *TRAINING, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", epsilon),
+        *SIZES, query_groups(groups), head_size(head_dim, head_dim_default), positions or rope(theta),
+        tied(by_default=False), *TRAINING, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", epsilon),
     )  # fmt: skip

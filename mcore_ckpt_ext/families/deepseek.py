@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, mismatches, unrepresentable
 from mcore_ckpt_ext.families.family import Rule
 from mcore_ckpt_ext.families.rope import KEYS, base_of, concentration, mscales, rope_parameters, yarn_lengths
-from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Mapped, Requires, Setting, Size
+from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Mapped, Nullable, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
@@ -114,8 +114,7 @@ def _why_not_dense_first(arguments: ModelArguments) -> list[str]:
 def dense_then_experts(pattern_of: Callable[[Config], list[int]]) -> Setting:
     """Return the setting of layers with experts after dense layers, which transformers 5 also lists.
 
-    Args:
-        pattern_of: returns 1 for each layer with experts and 0 for each dense one, given a `config.json`.
+    `pattern_of` returns 1 for each layer with experts and 0 for each dense one, given a `config.json`.
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -278,21 +277,6 @@ def expert_sizes(routed: int | None = None, chosen: int | None = None, width: in
     )  # fmt: skip
 
 
-def rotated_by_head_dim() -> Setting:
-    """Return the setting of `head_dim`, for which transformers computes rotation angles.
-
-    It is never written.
-    """
-
-    def to_arguments(config: Config) -> dict[str, Any]:
-        width, rotated = config.get("head_dim"), config.get("qk_rope_head_dim", 64)
-        if width not in (None, rotated):
-            raise unrepresentable("head_dim", width, f"{rotated}, as qk_rope_head_dim")
-        return {}
-
-    return Custom(("head_dim",), lambda arguments: {}, to_arguments)
-
-
 def latent_settings(
     *, queries: int = 1536, keys: int = 128, values: int = 128, epsilon: float = 1e-6
 ) -> tuple[Setting, ...]:
@@ -314,14 +298,9 @@ def latent_settings(
         ),
         # Megatron's own head size, which latent attention does not use.
         Custom(("head_dim", "qk_head_dim"), lambda arguments: {}, lambda config: {}),
-        Custom(
-            ("q_lora_rank",),
-            lambda arguments: {"q_lora_rank": arguments.q_lora_rank},
-            lambda config: {"q_lora_rank": config.get("q_lora_rank", queries)},
-            expressed=("q_lora_rank",),
-        ),
-        Size("kv_lora_rank", "kv_lora_rank", 512), Size("qk_nope_head_dim", "qk_head_dim", keys),
-        Size("qk_rope_head_dim", "qk_pos_emb_head_dim", 64), Size("v_head_dim", "v_head_dim", values),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Nullable("q_lora_rank", "q_lora_rank", queries), Size("kv_lora_rank", "kv_lora_rank", 512),
+        Size("qk_nope_head_dim", "qk_head_dim", keys), Size("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
+        Size("v_head_dim", "v_head_dim", values),
+        Constant("attention_bias", False, NO_BIASES),
         Requires({"multi_latent_attention": True, "qk_layernorm": True}),
     )  # fmt: skip

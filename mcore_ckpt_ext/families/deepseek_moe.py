@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import llama_like
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.deepseek import dense_first, expert_sizes
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Coefficient, Constant
@@ -23,5 +23,5 @@ class DeepSeekMoE(Family):
         *llama_like(), *expert_sizes(), dense_first(0), Coefficient("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
         Constant("norm_topk_prob", False, {"moe_router_pre_softmax": True}),
         Constant("scoring_func", "softmax", {"moe_router_score_function": "softmax"}),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
     )  # fmt: skip

@@ -9,18 +9,17 @@ from typing import ClassVar
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.config_checks import Config
+from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.deepseek import (
     RULES,
     dense_first,
     expert_sizes,
     inner_norm_settings,
     latent_settings,
-    rotated_by_head_dim,
     sigmoid_routing,
 )
 from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.settings import Constant, Custom, Setting
+from mcore_ckpt_ext.families.settings import CheckedKeys, Constant, Custom, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -35,6 +34,13 @@ def mtp_layers() -> Setting:
         lambda arguments: {key: arguments.mtp_num_layers or 0},
         lambda config: {"mtp_num_layers": config.get(key, config.get("num_mtp_layers", 1)) or None},
     )
+
+
+def _check_head_dim(config: Config) -> None:
+    """Check `head_dim`, for which transformers computes rotation angles."""
+    width, rotated = config.get("head_dim"), config.get("qk_rope_head_dim", 64)
+    if width not in (None, rotated):
+        raise unrepresentable("head_dim", width, f"{rotated}, as qk_rope_head_dim")
 
 
 class WithMtp(Family):
@@ -72,7 +78,7 @@ class DeepSeekV3(WithMtp):
     read_rules = parts.STACKED_EXPERTS
     settings = (
         *latent_settings(), *expert_sizes(256, 8, 2048), dense_first(3), *sigmoid_routing(8, 4, 2.5), mtp_layers(),
-        rotated_by_head_dim(), Constant("rope_interleave", True, {}),
+        CheckedKeys("head_dim", check=_check_head_dim), Constant("rope_interleave", True, {}),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import INITIAL, RMS_NORM, SILU, SIZES, tied
+from mcore_ckpt_ext.families.common_settings import INITIAL, NO_BIASES, RMS_NORM, SILU, SIZES, tied
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Constant, Mapped
@@ -20,5 +20,5 @@ class Ernie45(Family):
     settings = (
         *SIZES, query_groups(2), head_size(always=True, default=128), rope(500000.0, interleaved=True),
         tied(by_default=True), *INITIAL, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
-        Constant("use_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("use_bias", False, NO_BIASES),
     )  # fmt: skip

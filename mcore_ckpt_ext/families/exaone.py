@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import INITIAL, RMS_NORM, tied
+from mcore_ckpt_ext.families.common_settings import INITIAL, NO_BIASES, RMS_NORM, tied
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE
@@ -43,5 +43,5 @@ class Exaone(Family):
         Mapped("attention_dropout", "attention_dropout", 0.0), RMS_NORM,
         Mapped("layer_norm_epsilon", "layernorm_epsilon", 1e-5),
         Constant("activation_function", "silu", {"swiglu": True}),
-        Requires({"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires(NO_BIASES),
     )  # fmt: skip

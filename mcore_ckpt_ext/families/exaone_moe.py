@@ -5,13 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import (
-    head_size,
-    layers_with_window,
-    query_groups,
-    windows_in_some_layers,
-)
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.attention_settings import layers_with_window, windows_in_some_layers
+from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.deepseek import (
     grouped_choice,
@@ -21,8 +16,7 @@ from mcore_ckpt_ext.families.deepseek import (
     shared_experts,
 )
 from mcore_ckpt_ext.families.family import Family, Rule, with_experts
-from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Custom, Mapped, Requires, Setting, Size
+from mcore_ckpt_ext.families.settings import Custom, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _BIAS = "decoder.layers.{layer}.mlp.router.expert_bias"
@@ -83,8 +77,7 @@ class ExaoneMoE(Family):
     left_out = (*Family.left_out, r"^mtp\.")
     without_effect = ("num_nextn_predict_layers",)
     settings = (
-        *SIZES, query_groups(32), head_size(), rope(), tied(by_default=False), *TRAINING, SILU, RMS_NORM, _windows(),
-        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Size("num_experts", "num_experts", 64, counted=True),
+        *llama_like(epsilon=1e-5, groups=32), _windows(), Size("num_experts", "num_experts", 64, counted=True),
         shared_experts("num_shared_experts", 1), Size("num_experts_per_tok", "moe_router_topk", 8),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", 1024), listed_dense_first(1), grouped_choice(1, 1),
         normalised_sigmoids(8), scaled_gates(2.5),

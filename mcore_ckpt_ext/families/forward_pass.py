@@ -48,12 +48,7 @@ def classified(names: Collection[str]) -> set[str]:
 
 
 def unexpressed(expressed: Collection[str], arguments: ModelArguments) -> list[str]:
-    """Return descriptions of arguments that change the forward pass and that a family does not express.
-
-    Args:
-        expressed: the arguments that the family's settings map.
-        arguments: arguments of the model.
-    """
+    """Return descriptions of arguments that change the forward pass and that a family does not express."""
     found = [
         f"{name} is {shorten(repr(arguments.get(name)))}, for which it has no key"
         for name, neutral in _counting(arguments)

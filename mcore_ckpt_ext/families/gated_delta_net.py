@@ -17,7 +17,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Piece, Rule
 from mcore_ckpt_ext.families.rows import shifted
-from mcore_ckpt_ext.families.settings import Custom, Requires, Setting, Size
+from mcore_ckpt_ext.families.settings import CheckedKeys, Custom, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_net
 
@@ -111,19 +111,15 @@ def _layers() -> Setting:
     return Custom(keys, to_config, to_arguments, expressed=("linear_attention_freq",))
 
 
-def _output_gate() -> Setting:
-    """Return the setting of the output gate's activation; transformers always uses SiLU."""
-
-    def to_arguments(config: Config) -> dict[str, Any]:
-        if config.get("output_gate_type") not in (None, "silu", "swish"):
-            raise unrepresentable("output_gate_type", config["output_gate_type"], "silu, or swish, which is the same")
-        return {}
-
-    return Custom(("output_gate_type",), lambda arguments: {}, to_arguments)
+def _check_output_gate(config: Config) -> None:
+    """Check the output gate's activation; transformers always uses SiLU."""
+    if config.get("output_gate_type") not in (None, "silu", "swish"):
+        raise unrepresentable("output_gate_type", config["output_gate_type"], "silu, or swish, which is the same")
 
 
 SETTINGS: tuple[Setting, ...] = (
-    _layers(), _output_gate(), Size("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4),
+    _layers(), CheckedKeys("output_gate_type", check=_check_output_gate),
+    Size("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4),
     Size("linear_key_head_dim", "linear_key_head_dim", 128),
     Size("linear_value_head_dim", "linear_value_head_dim", 128),
     Size("linear_num_key_heads", "linear_num_key_heads", 16, counted=True),

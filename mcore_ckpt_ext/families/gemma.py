@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, SIZES, TRAINING
 from mcore_ckpt_ext.families.config_checks import Config, mismatches, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
@@ -52,7 +52,7 @@ class Gemma(Family):
         *SIZES, query_groups(16), head_size(always=True, default=256), rope(), *TRAINING, _activation(),
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
         Constant("use_bidirectional_attention", None, {}),
         Requires({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "scaled_embeddings": True}),
     )  # fmt: skip

@@ -8,10 +8,10 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, windows_in_some_layers
-from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, SIZES, TRAINING, gelu
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Requires, Setting
+from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped, Nullable, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
@@ -67,17 +67,12 @@ class Gemma2(Family):
         # The norms multiply by 1 + weight.
         Requires({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True}),
         Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
         gelu("hidden_activation", needed={"gated_linear_unit": True}),
         windows_in_some_layers(4096, every=2),
         query_scalar(),
-        Custom(("attn_logit_softcapping",), lambda arguments: {"attn_logit_softcapping": arguments.attention_softcap},
-             lambda config: {"attention_softcap": config.get("attn_logit_softcapping", 50.0)},
-             expressed=("attention_softcap",)),
-        Custom(("final_logit_softcapping",),
-             lambda arguments: {"final_logit_softcapping": arguments.final_logit_softcap},
-             lambda config: {"final_logit_softcap": config.get("final_logit_softcapping", 30.0)},
-             expressed=("final_logit_softcap",)),
+        Nullable("attn_logit_softcapping", "attention_softcap", 50.0),
+        Nullable("final_logit_softcapping", "final_logit_softcap", 30.0),
         Constant("use_bidirectional_attention", None, {}),
         Requires({"scaled_embeddings": True}),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, windows_in_some_layers
-from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, SIZES, TRAINING, gelu
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.gemma2 import RULES, attention_scalar, query_scalar
@@ -85,7 +85,7 @@ class Gemma3(Family):
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
         windows_in_some_layers(4096, _EVERY, "sliding_window_pattern"),
         Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
         gelu("hidden_activation", needed={"gated_linear_unit": True}),
         query_scalar(),
         Forbidden("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),

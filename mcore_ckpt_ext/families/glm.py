@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.family import Family, set_in
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Mapped, Requires
@@ -23,7 +22,9 @@ class Glm(Family):
         parts.GATE_AND_UP, parts.MLP[-1], parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
     )  # fmt: skip
     settings = (
-        *SIZES, query_groups(2), head_size(always=True, default=128), rope(partial=0.5, interleaved=True),
-        tied(by_default=False), *TRAINING, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1.5625e-07),
+        *llama_like(
+            epsilon=1.5625e-07, head_dim=True, head_dim_default=128, groups=2,
+            positions=rope(partial=0.5, interleaved=True),
+        ),
         Mapped("attention_bias", "add_qkv_bias", True), Requires({"add_bias_linear": False}),
     )  # fmt: skip

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.deepseek import dense_first, expert_sizes, sigmoid_routing
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import set_in
@@ -25,8 +24,8 @@ class Glm4MoE(WithMtp):
     rules = (*_RULES, *parts.mtp_layers(_RULES))
     read_rules = parts.STACKED_EXPERTS
     settings = (
-        *SIZES, query_groups(8), head_size(always=True), rope(partial=0.5), tied(by_default=False), *TRAINING, SILU,
-        RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), *expert_sizes(128, 8, 1408), dense_first(1),
-        *sigmoid_routing(1, 1, 1.0), Mapped("attention_bias", "add_qkv_bias", False), mtp_layers(),
-        Mapped("use_qk_norm", "qk_layernorm", False), Requires({"add_bias_linear": False}),
+        *llama_like(epsilon=1e-5, head_dim=True, groups=8, positions=rope(partial=0.5)),
+        *expert_sizes(128, 8, 1408), dense_first(1), *sigmoid_routing(1, 1, 1.0),
+        Mapped("attention_bias", "add_qkv_bias", False), mtp_layers(), Mapped("use_qk_norm", "qk_layernorm", False),
+        Requires({"add_bias_linear": False}),
     )  # fmt: skip

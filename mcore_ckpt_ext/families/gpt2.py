@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mcore_ckpt_ext.families.attention_settings import implied_head_size
+from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, NO_QUERY_GROUPS
 from mcore_ckpt_ext.families.common_settings import gelu
 from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.family import Family, Rule
@@ -15,11 +15,6 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
-
-
-def _why_not(arguments: ModelArguments) -> list[str]:
-    """Return a reason if the model has grouped queries, which Hugging Face's GPT-2 lacks."""
-    return [] if arguments.num_query_groups == arguments.num_attention_heads else ["grouped queries"]
 
 
 def _inner(arguments: ModelArguments) -> dict[str, Any]:
@@ -32,12 +27,7 @@ def _inner_size(config: Config) -> dict[str, Any]:
 
 
 def rules(qkv: Rows, matrix: Callable[[Rows], Rows] = lambda rows: rows) -> tuple[Rule, ...]:
-    """Return all rules.
-
-    Args:
-        qkv: rows of `c_attn`.
-        matrix: converts rows to the storage of matrices.
-    """
+    """Return all rules; `qkv`: rows of `c_attn`, `matrix` converts rows to the storage of matrices."""
 
     def of_layer(leaf: str, stored: Callable[[Rows], Rows]) -> tuple[Rule, ...]:
         return (
@@ -68,7 +58,7 @@ def settings(activation: str) -> tuple[Setting, ...]:
         Mapped("layer_norm_epsilon", "layernorm_epsilon", 1e-5), Mapped("initializer_range", "init_method_std", 0.02),
         Mapped("attn_pdrop", "attention_dropout", 0.1), Mapped("resid_pdrop", "hidden_dropout", 0.1),
         Custom(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments.hidden_dropout}, lambda config: {}),
-        Custom(("n_inner",), _inner, _inner_size), implied_head_size(), gelu("activation_function", activation),
+        Custom(("n_inner",), _inner, _inner_size), IMPLIED_HEAD_SIZE, gelu("activation_function", activation),
         Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
         Constant("scale_attn_weights", True, {}), Constant("add_cross_attention", False, {}),
         Implies({"add_qkv_bias": True}),
@@ -90,8 +80,4 @@ class GPT2(Family):
     )  # fmt: skip
     left_out = (r"\.attn\.(bias|masked_bias)$",)
     rules = rules(_QKV, transposed)
-    settings = (
-        *settings("gelu_new"),
-        Custom((), lambda arguments: {}, lambda config: {}, _why_not),
-        Constant("scale_attn_by_inverse_layer_idx", False, {}),
-    )
+    settings = (*settings("gelu_new"), NO_QUERY_GROUPS, Constant("scale_attn_by_inverse_layer_idx", False, {}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_ckpt_ext.families.attention_settings import implied_head_size
+from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, NO_QUERY_GROUPS
 from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, tied
 from mcore_ckpt_ext.families.config_checks import Config, contradictory, unrepresentable
 from mcore_ckpt_ext.families.family import Family, Rule, untied
@@ -66,10 +66,6 @@ def _positions() -> Setting:
     )  # fmt: skip
 
 
-def _why_not(arguments: ModelArguments) -> list[str]:
-    return [] if arguments.num_query_groups == arguments.num_attention_heads else ["grouped queries"]
-
-
 class GPTNeoX(Family):
     """Layer norms, biases everywhere, RoPE on a quarter of each head, GELU; untied embeddings.
 
@@ -85,10 +81,10 @@ class GPTNeoX(Family):
         Rule("embed_out.weight", "output_layer.weight", where=untied),
     )  # fmt: skip
     settings = (
-        *SIZES, implied_head_size(), _positions(), tied(by_default=False), *TRAINING, _blocks(),
+        *SIZES, IMPLIED_HEAD_SIZE, _positions(), tied(by_default=False), *TRAINING, _blocks(),
         Mapped("layer_norm_eps", "layernorm_epsilon", 1e-5), Mapped("hidden_dropout", "hidden_dropout", 0.0),
         gelu("hidden_act", exact=True),
         Constant("attention_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}),
         Requires({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": False}),
-        Custom((), lambda arguments: {}, lambda config: {}, _why_not),
+        NO_QUERY_GROUPS,
     )  # fmt: skip

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.deepseek import listed_dense_first, normalised_sigmoids, scaled_gates, shared_experts
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import Rule, with_experts
-from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires, Size
 
 _OURS, _THEIRS = "decoder.layers.{layer}.mlp", "model.layers.{layer}.mlp"
@@ -41,15 +39,14 @@ class HyV3(WithMtp):
     )  # fmt: skip
     without_effect = ("enable_moe_fp32_combine",)  # the precision in which outputs are added
     settings = (
-        *SIZES, query_groups(8), head_size(always=True, default=128), rope(11158840.0), tied(by_default=False),
-        *TRAINING, Mapped("initializer_range", "init_method_std", 0.006), SILU, RMS_NORM,
-        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Size("num_experts", "num_experts", 192, counted=True),
+        *llama_like(11158840.0, 1e-5, head_dim=True, head_dim_default=128, groups=8),
+        Mapped("initializer_range", "init_method_std", 0.006), Size("num_experts", "num_experts", 192, counted=True),
         shared_experts("num_shared_experts", 1), Size("num_experts_per_tok", "moe_router_topk", 8),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", 1536), listed_dense_first(1, counts=False), mtp_layers(),
         scaled_gates(2.826, "router_scaling_factor"), normalised_sigmoids(8, "route_norm"),
         Constant("moe_router_use_sigmoid", True, {"moe_router_score_function": "sigmoid"}),
         Constant("moe_router_enable_expert_bias", True, {"moe_router_enable_expert_bias": True}),
         Constant("qk_norm", True, {"qk_layernorm": True}), Constant("mlp_bias", False, {}),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
         Requires({"moe_router_num_groups": None, "moe_router_group_topk": None}),
     )  # fmt: skip

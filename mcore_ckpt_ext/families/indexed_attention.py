@@ -18,7 +18,7 @@ from mcore_ckpt_ext.families.deepseek import (
 )
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import Condition, Rule, always
-from mcore_ckpt_ext.families.settings import Constant, Custom, Forbidden, Implies, Requires, Setting, Size
+from mcore_ckpt_ext.families.settings import CheckedKeys, Constant, Custom, Forbidden, Implies, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
@@ -63,15 +63,9 @@ def _computes_indices(arguments: ModelArguments, layer: int) -> bool:
 _LAYERS = listed_dense_first(3)
 
 
-def _every_layer(key: str, kind: str) -> Setting:
-    """Return the setting of a list with the same value for every layer; it is never written."""
-
-    def to_arguments(config: Config) -> dict[str, Any]:
-        if others := {*(config.get(key) or ())} - {kind}:
-            raise unrepresentable(key, sorted(others)[0], f"{kind} in every layer")
-        return {}
-
-    return Custom((key,), lambda arguments: {}, to_arguments)
+def _check_layer_types(config: Config) -> None:
+    if others := {*(config.get("layer_types") or ())} - {_INDEXED}:
+        raise unrepresentable("layer_types", sorted(others)[0], f"{_INDEXED} in every layer")
 
 
 _KINDS_OF_INDEXERS, _OLDER_KINDS = "indexer_types", "index_topk_pattern"
@@ -140,7 +134,8 @@ def _indexer(heads: int, interleaved: bool) -> tuple[Setting, ...]:
     return (
         Size("index_topk", "dsa_indexer_topk", 2048), Size("index_head_dim", "dsa_indexer_head_dim", 128),
         Size("index_n_heads", "dsa_indexer_n_heads", heads, counted=True), Forbidden("mlp_bias"),
-        _every_layer("layer_types", _INDEXED), Constant("rope_interleave", True, {}), Constant("moe_layer_freq", 1, {}),
+        CheckedKeys("layer_types", check=_check_layer_types), Constant("rope_interleave", True, {}),
+        Constant("moe_layer_freq", 1, {}),
         Requires({
             "experimental_attention_variant": "dsa", "dsa_indexer_rope_interleaved": interleaved,
             "dsa_indexer_k_norm_epsilon": 1e-6, "dsa_indexer_scoring_relu": True,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mcore_ckpt_ext.families.attention_settings import implied_head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, query_groups
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import GATE, UP
@@ -36,7 +36,7 @@ class InternLM2(Family):
     )
     without_effect = ("attn_implementation",)
     settings = (
-        *SIZES, query_groups(), implied_head_size(), rope(), tied(by_default=False), *TRAINING, SILU,
+        *SIZES, query_groups(), IMPLIED_HEAD_SIZE, rope(), tied(by_default=False), *TRAINING, SILU,
         RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
-        Constant("bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("bias", False, NO_BIASES),
     )  # fmt: skip

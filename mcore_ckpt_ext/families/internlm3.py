@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import llama_like
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Constant, Forbidden
 
@@ -17,6 +17,6 @@ class InternLM3(Family):
     rules = parts.DECODER
     settings = (
         *llama_like(epsilon=1e-5, head_dim=True, head_dim_default=128, groups=2),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
         Forbidden("mlp_bias", "qkv_bias", "bias"),
     )  # fmt: skip

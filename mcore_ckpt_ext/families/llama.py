@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import llama_like
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Constant
 
@@ -16,6 +16,6 @@ class Llama(Family):
     rules = parts.DECODER
     settings = (
         *llama_like(head_dim=True),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
         Constant("mlp_bias", False, {}),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, TRAINING, tied
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.parameter_shapes import parameter_shape
@@ -27,10 +27,7 @@ _BLOCKS, _ATTENTION, _MLP = "block_configs", "attention", "ffn"
 _HEADS_IN_GROUP, _WIDTH, _NO_OP = "n_heads_in_group", "ffn_mult", "no_op"
 _MULTIPLE = 256
 # The keys of a block's parts that can be converted; other keys must have no value.
-_KEYS = {
-    _ATTENTION: {_NO_OP, _HEADS_IN_GROUP},
-    _MLP: {_NO_OP, _WIDTH, "gated", "hidden_act"},
-}
+_KEYS = {_ATTENTION: {_NO_OP, _HEADS_IN_GROUP}, _MLP: {_NO_OP, _WIDTH, "gated", "hidden_act"}}
 _NEUTRAL = {"gated": True, "hidden_act": "silu"}
 
 
@@ -165,7 +162,7 @@ class LlamaNemotron(Family):
         Size("max_position_embeddings", "max_position_embeddings"), Size("vocab_size", "vocab_size"), head_size(),
         _layers(), rope(), tied(by_default=False), *TRAINING, SILU, RMS_NORM,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6), Constant("mlp_bias", False, {}),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
         Requires({"use_rope_scaling": True}),
     )  # fmt: skip
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, tied
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory, unrepresentable
 from mcore_ckpt_ext.families.nemotron_h import MIXER, NemotronH, mixer_heads, pattern_of
-from mcore_ckpt_ext.families.settings import Constant, Custom, Implies, Mapped, Requires, Setting, Size
+from mcore_ckpt_ext.families.settings import CheckedKeys, Constant, Custom, Implies, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_mixer
 
@@ -55,17 +55,11 @@ def _expand() -> Setting:
     return Custom(("expand",), to_config, to_arguments, why_not)
 
 
-def _no_limit() -> Setting:
-    """Return the setting of unlimited time steps; transformers 5 writes `{"__float__": "Infinity"}`."""
-    key = "time_step_limit"
-
-    def to_arguments(config: Config) -> dict[str, Any]:
-        low, high = config.get(key) or (0.0, inf)
-        if low != 0 or high not in (inf, {"__float__": "Infinity"}):
-            raise unrepresentable(key, config[key], "from 0 to infinity")
-        return {}
-
-    return Custom((key,), lambda arguments: {}, to_arguments)
+def _check_limit(config: Config) -> None:
+    """Check that time steps are not limited; transformers 5 writes `{"__float__": "Infinity"}`."""
+    low, high = config.get("time_step_limit") or (0.0, inf)
+    if low != 0 or high not in (inf, {"__float__": "Infinity"}):
+        raise unrepresentable("time_step_limit", config["time_step_limit"], "from 0 to infinity")
 
 
 def _attention_heads() -> Setting:
@@ -103,8 +97,8 @@ class Mamba2(NemotronH):
         Size("head_dim", "mamba_head_dim", _HEAD), Size("state_size", "mamba_state_dim", 128),
         Size("n_groups", "mamba_num_groups", 8), _expand(), Constant("conv_kernel", 4, {}),
         Constant("use_conv_bias", True, {}), Constant("hidden_act", "silu", {}),
-        Constant("use_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        _no_limit(), Requires({"position_embedding_type": "none"}),
+        Constant("use_bias", False, NO_BIASES),
+        CheckedKeys("time_step_limit", check=_check_limit), Requires({"position_embedding_type": "none"}),
         # Arguments that Megatron's parser requires but no layer of the model uses.
         Implies({
             "is_hybrid_model": True, "ffn_hidden_size": _POSITIONS, "kv_channels": 1,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, experts_everywhere, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, experts_everywhere, llama_like
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Rule, with_experts
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Forbidden, Mapped, Requires, Size
+from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Forbidden, Requires, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
@@ -52,8 +51,9 @@ class MiniMaxM2(FullWidthQKNorm):
         "shared_moe_mode", "router_jitter_noise",
     )  # fmt: skip
     settings = (
-        *SIZES, query_groups(8), head_size(always=True, default=128), rope(5000000.0, partial=1.0, width="rotary_dim"),
-        tied(by_default=False), *TRAINING, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        *llama_like(
+            head_dim=True, head_dim_default=128, groups=8, positions=rope(5000000.0, partial=1.0, width="rotary_dim")
+        ),
         Size("num_local_experts", "num_experts", 256, counted=True), Size("num_experts_per_tok", "moe_router_topk", 8),
         Custom(("intermediate_size",), _width, _experts, _everywhere, ("moe_layer_freq", "moe_ffn_hidden_size")),
         Constant("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
@@ -61,5 +61,5 @@ class MiniMaxM2(FullWidthQKNorm):
         Constant("use_qk_norm", True, {"qk_layernorm": True}), Constant("qk_norm_type", "per_layer", {}),
         Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
         Forbidden("shared_intermediate_size", "sliding_window"),
-        Requires({"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires(NO_BIASES),
     )  # fmt: skip

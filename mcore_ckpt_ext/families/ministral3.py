@@ -7,12 +7,12 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, sliding_window
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.attention_settings import sliding_window
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.config_checks import Config, mismatches, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Custom, Mapped, Requires, Setting
+from mcore_ckpt_ext.families.settings import Custom, Requires, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 _BETA, _NESTED = "llama_4_scaling_beta", "rope_parameters"
@@ -51,9 +51,9 @@ class Ministral3(Family):
     contained_in = "Llama or Mistral"
     rules = parts.DECODER
     settings = (
-        *SIZES, query_groups(8), head_size(always=True, default=128), _positions(), tied(by_default=False), *TRAINING,
-        SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), sliding_window(None),
-        Requires({"add_bias_linear": False, "add_qkv_bias": False}),
+        *llama_like(epsilon=1e-5, head_dim=True, head_dim_default=128, groups=8, positions=_positions()),
+        sliding_window(None),
+        Requires(NO_BIASES),
     )  # fmt: skip
 
     @override

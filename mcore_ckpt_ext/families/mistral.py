@@ -6,7 +6,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import sliding_window
-from mcore_ckpt_ext.families.common_settings import llama_like
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Forbidden, Requires
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -20,7 +20,7 @@ class Mistral(Family):
     rules = parts.DECODER
     settings = (
         *llama_like(head_dim=True, groups=8), sliding_window(4096), Forbidden("attention_bias", "mlp_bias"),
-        Requires({"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires(NO_BIASES),
     )  # fmt: skip
 
     @override

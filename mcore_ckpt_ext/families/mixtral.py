@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import sliding_window
-from mcore_ckpt_ext.families.common_settings import experts_in_every_layer, llama_like
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, experts_in_every_layer, llama_like
 from mcore_ckpt_ext.families.family import Family, Rule, with_experts
 from mcore_ckpt_ext.families.settings import Coefficient, Mapped, Requires
 
@@ -25,5 +25,5 @@ class Mixtral(Family):
         experts_in_every_layer(8), Mapped("num_experts_per_tok", "moe_router_topk", 2),
         Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
         sliding_window(None),
-        Requires({"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires(NO_BIASES),
     )  # fmt: skip

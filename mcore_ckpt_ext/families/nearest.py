@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
 from mcore_ckpt_ext.families.config_keys import WITHOUT_EFFECT
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rules import Rule, matching
@@ -23,7 +23,7 @@ from mcore_ckpt_ext.families.unsupported import (
     PARALLEL_BLOCKS,
 )
 
-_NEAREST, _SHOWN = 3, 4
+_NEAREST = 3
 _LAYER = re.compile(r"(^|\.)(layers|h|blocks|block)\.#\.")
 _OF_HEADS = re.compile(r"(q|k|query|key|q_a|kv_a|value|v)_?(layer)?_?norm|inner_attn|(attn|attention|mixer)\.norm")
 
@@ -39,9 +39,7 @@ class Nearest:
     def __str__(self) -> str:
         """Describe the family for messages."""
         unmapped = [
-            f"{_join_first(names)} ({kind})"
-            for names, kind in ((self.keys, "keys"), (self.tensors, "tensors"))
-            if names
+            f"{join_some(names)} ({kind})" for names, kind in ((self.keys, "keys"), (self.tensors, "tensors")) if names
         ]
         return f"{self.family.name}, except {' and '.join(unmapped)}" if unmapped else f"{self.family.name}, in full"
 
@@ -51,11 +49,7 @@ def unknown_family(
 ) -> UnsupportedCheckpointError:
     """Return the error for a `model_type` without a family.
 
-    Args:
-        config: the `config.json` of the model; if it has a `text_config`, that one is compared.
-        names: names of its tensors; empty if they cannot be read.
-        families: the known families.
-        where: path of the file, for the message.
+    If `config` has a `text_config`, that one is compared. `names` is empty if the names of tensors cannot be read.
     """
     inside = config.get("text_config")
     text = inside if isinstance(inside, Mapping) else config
@@ -153,8 +147,3 @@ _TRAITS: tuple[tuple[str, Callable[[Mapping[str, Any], set[str]], bool]], ...] =
     (ENCODER, _has_true("is_encoder_decoder")),
     (CROSS_ATTENTION, _has_true("cross_attention_layers", "add_cross_attention")),
 )
-
-
-def _join_first(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

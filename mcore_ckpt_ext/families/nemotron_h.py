@@ -17,12 +17,23 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, TRAINING, tied
 from mcore_ckpt_ext.families.config_checks import Config, contradictory, unrepresentable
 from mcore_ckpt_ext.families.deepseek import grouped_choice, normalised_sigmoids, scaled_gates
 from mcore_ckpt_ext.families.family import Condition, Family, Piece, Rule, untied
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE
-from mcore_ckpt_ext.families.settings import Constant, Custom, Forbidden, Implies, Mapped, Requires, Setting, Size
+from mcore_ckpt_ext.families.settings import (
+    CheckedKeys,
+    Constant,
+    Custom,
+    Forbidden,
+    Implies,
+    Mapped,
+    Nullable,
+    Requires,
+    Setting,
+    Size,
+)
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_mixer
 
@@ -143,26 +154,11 @@ def _epsilon() -> Setting:
     return Custom((key,), lambda arguments: {key: arguments.layernorm_epsilon}, to_arguments, why_not)
 
 
-def _latents() -> Setting:
-    key = "moe_latent_size"
-    return Custom(
-        (key,),
-        lambda arguments: {key: arguments.get(key)},
-        lambda config: {key: config.get(key)},
-        expressed=(key,),
-    )
-
-
-def _older_head_size() -> Setting:
-    """Return the setting of `attention_head_dim` of Nemotron-H 56B; transformers only reads `head_dim`."""
+def _check_older_head_size(config: Config) -> None:
+    """Check `attention_head_dim` of Nemotron-H 56B; transformers only reads `head_dim`."""
     key = "attention_head_dim"
-
-    def to_arguments(config: Config) -> dict[str, Any]:
-        if config.get(key, size := config.get("head_dim", _HEAD)) != size:
-            raise contradictory(key, config[key], f"{size} as head_dim")
-        return {}
-
-    return Custom((key,), lambda arguments: {}, to_arguments)
+    if config.get(key, size := config.get("head_dim", _HEAD)) != size:
+        raise contradictory(key, config[key], f"{size} as head_dim")
 
 
 class WithExperts(Setting):
@@ -170,16 +166,8 @@ class WithExperts(Setting):
 
     def __init__(self, *settings: Setting) -> None:
         self._settings = settings
-
-    @property
-    @override
-    def keys(self) -> Sequence[str]:
-        return [key for setting in self._settings for key in setting.keys]
-
-    @property
-    @override
-    def expresses(self) -> Sequence[str]:
-        return ["num_experts", *(name for setting in self._settings for name in setting.expresses)]
+        self.keys = [key for setting in settings for key in setting.keys]
+        self.expresses = ["num_experts", *(name for setting in settings for name in setting.expresses)]
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
@@ -225,7 +213,7 @@ class NemotronH(Family):
         _layers(), Size("hidden_size", "hidden_size", 4096),
         Size("num_attention_heads", "num_attention_heads", 32, counted=True),
         Size("intermediate_size", "ffn_hidden_size", 21504), query_groups(8), head_size(always=True, default=_HEAD),
-        _older_head_size(),
+        CheckedKeys("attention_head_dim", check=_check_older_head_size),
         Size("max_position_embeddings", "max_position_embeddings", 4096), Size("vocab_size", "vocab_size", 131072),
         tied(by_default=False), *TRAINING, Mapped("hidden_dropout", "hidden_dropout", 0.0), RMS_NORM, _epsilon(),
         mixer_heads("mamba_num_heads", 128), Size("mamba_head_dim", "mamba_head_dim", 64),
@@ -234,14 +222,15 @@ class NemotronH(Family):
         Constant("use_conv_bias", True, {}), Constant("mamba_hidden_act", "silu", {}),
         Constant("mamba_proj_bias", False, {}),
         Constant("mlp_hidden_act", "relu2", {"squared_relu": True, "swiglu": False}),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
         Constant("mlp_bias", False, {}), Constant("use_bias", False, {}), Forbidden("sliding_window"),
         Requires({"position_embedding_type": "none"}), Implies({"is_hybrid_model": True}),
         WithExperts(
             Size("n_routed_experts", "num_experts", 8, counted=True),
             Size("num_experts_per_tok", "moe_router_topk", 2),
             Size("moe_intermediate_size", "moe_ffn_hidden_size", 7688),
-            Size("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 7688), _latents(),
+            Size("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 7688),
+            Nullable("moe_latent_size", "moe_latent_size"),
             grouped_choice(1, 1), normalised_sigmoids(2), scaled_gates(1.0),
             Requires({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import experts_everywhere, llama_like
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like, why_not_everywhere
 from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.qwen_experts import normalised_choice
@@ -19,10 +19,6 @@ def _width(arguments: ModelArguments) -> dict[str, Any]:
 
 def _experts(config: Config) -> dict[str, Any]:
     return {"moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]}
-
-
-def _everywhere(arguments: ModelArguments) -> list[str]:
-    return [] if experts_everywhere(arguments) else ["no experts in all layers"]
 
 
 class OLMoE(FullWidthQKNorm):
@@ -40,8 +36,8 @@ class OLMoE(FullWidthQKNorm):
     settings = (
         *llama_like(epsilon=1e-5),
         Size("num_experts", "num_experts", 64, counted=True), Size("num_experts_per_tok", "moe_router_topk", 8),
-        Custom(("intermediate_size",), _width, _experts, _everywhere, ("moe_layer_freq", "moe_ffn_hidden_size")),
+        Custom(("intermediate_size",), _width, _experts, why_not_everywhere, ("moe_layer_freq", "moe_ffn_hidden_size")),
         normalised_choice(), Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.01), Forbidden("clip_qkv"),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
         Requires({"qk_layernorm": True, "moe_router_score_function": "softmax"}),
     )  # fmt: skip

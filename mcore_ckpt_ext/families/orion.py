@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import implied_head_size, query_groups
+from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, query_groups
 from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import unscaled_rope
@@ -24,7 +24,7 @@ class Orion(Family):
     )  # fmt: skip
     without_effect = ("max_sequence_length",)
     settings = (
-        *SIZES, query_groups(), implied_head_size(), unscaled_rope(), tied(by_default=False), *TRAINING, SILU,
+        *SIZES, query_groups(), IMPLIED_HEAD_SIZE, unscaled_rope(), tied(by_default=False), *TRAINING, SILU,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
         Requires({
             "normalization": "LayerNorm", "layernorm_zero_centered_gamma": False, "add_bias_linear": False,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import head_size, query_groups, sliding_window
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.attention_settings import sliding_window
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import unscaled_rope
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
@@ -35,11 +35,10 @@ class Phi3(Family):
     # A key of `longrope`, which is refused, and the dropout of embeddings, which is also Megatron's `hidden_dropout`.
     without_effect = ("original_max_position_embeddings", "embd_pdrop")
     settings = (
-        *SIZES, query_groups(), head_size(), unscaled_rope(partial=1.0), tied(by_default=False), *TRAINING, SILU,
-        RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Mapped("resid_pdrop", "hidden_dropout", 0.0),
+        *llama_like(epsilon=1e-5, positions=unscaled_rope(partial=1.0)), Mapped("resid_pdrop", "hidden_dropout", 0.0),
         sliding_window(None), Forbidden("attention_bias", "lm_head_bias", "mlp_bias"),
         Neutral({"full_attn_mod": 1, "interpolate_factor": 1}),  # keys of Phi-4-mini, whose own code reads neither
-        Requires({"add_bias_linear": False, "add_qkv_bias": False}),
+        Requires(NO_BIASES),
     )  # fmt: skip
 
     @override

@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.families.attention_settings import implied_head_size
+from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, NO_QUERY_GROUPS
 from mcore_ckpt_ext.families.common_settings import RMS_NORM
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, contradictory
 from mcore_ckpt_ext.families.family import Family, Rule
@@ -30,19 +30,13 @@ def _width() -> Setting:
 
 
 def _heads() -> Setting:
-    implied = implied_head_size()
-
     def to_arguments(config: Config) -> dict[str, Any]:
         width, heads, hidden = config.get(_HEAD, 128), config["num_attention_heads"], config["hidden_size"]
         if width * heads != hidden:
             raise contradictory(_HEAD, width, f"{hidden} of hidden_size for {heads} heads")
         return {"kv_channels": width, "group_query_attention": False, "num_query_groups": heads}
 
-    def why_not(arguments: ModelArguments) -> list[str]:
-        grouped = arguments.num_query_groups != arguments.num_attention_heads
-        return implied.mismatches(arguments) + (["grouped queries"] if grouped else [])
-
-    return Custom((_HEAD,), lambda arguments: {_HEAD: arguments.kv_channels}, to_arguments, why_not)
+    return Custom((_HEAD,), lambda arguments: {_HEAD: arguments.kv_channels}, to_arguments)
 
 
 def _length() -> Setting:
@@ -85,7 +79,8 @@ class Qwen(Family):
     settings = (
         Size("num_hidden_layers", "num_layers", 32, counted=True), Size("hidden_size", "hidden_size", 4096),
         Size("num_attention_heads", "num_attention_heads", 32, counted=True),
-        Size("vocab_size", "vocab_size", 151936), _width(), _heads(), _length(), RMS_NORM,
+        Size("vocab_size", "vocab_size", 151936), _width(), _heads(), IMPLIED_HEAD_SIZE,
+        NO_QUERY_GROUPS, _length(), RMS_NORM,
         Mapped("layer_norm_epsilon", "layernorm_epsilon", 1e-6), Mapped("initializer_range", "init_method_std", 0.02),
         Mapped("attn_dropout_prob", "attention_dropout", 0.0), Mapped("rotary_emb_base", "rotary_base", 10000),
         Constant("rotary_pct", 1.0, {"position_embedding_type": "rope", "rotary_percent": 1.0}),

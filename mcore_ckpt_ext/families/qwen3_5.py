@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_PARTS, NET, SETTINGS
 from mcore_ckpt_ext.families.qwen3_next import EXPERTS, WithOneFurtherToken
@@ -30,7 +30,7 @@ def _common(groups: int) -> tuple[Setting, ...]:
     return (
         query_groups(groups), head_size(always=True, default=256), rope(partial=0.25, ignored=OF_IMAGES),
         tied(by_default=False), *TRAINING, SILU, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
         Constant("attn_output_gate", True, {}), Forbidden("mlp_only_layers", "mtp_use_dedicated_embeddings"),
         _further(),
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import full_attention
-from mcore_ckpt_ext.families.common_settings import llama_like
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.qwen_experts import expert_settings
 from mcore_ckpt_ext.families.settings import Constant, Requires
@@ -21,5 +21,5 @@ class Qwen3MoE(Family):
     settings = (
         *llama_like(head_dim=True, groups=4), *expert_settings(128, 8, 768), full_attention(),
         Requires({"qk_layernorm": True}),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_HEADS, NET, SETTINGS, WithGatedDeltaNets
 from mcore_ckpt_ext.families.qwen_experts import SHARED_EXPERT_GATE, expert_settings
@@ -50,7 +50,7 @@ class Qwen3Next(WithOneFurtherToken):
         *TRAINING, SILU, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
         *expert_settings(512, 10, 512, normalised=True),
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
         Requires({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
         Custom((), lambda arguments: {}, lambda config: {"mtp_num_layers": 1}, parts.several_mtp_layers),
     )  # fmt: skip

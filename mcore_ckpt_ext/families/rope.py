@@ -180,17 +180,12 @@ def rope(
     )  # fmt: skip
 
 
-def unscaled_rope(theta: float = 10000.0, *, partial: float | None = None) -> Setting:
-    """Return the setting of RoPE for a class that supports none of Megatron's scalings.
-
-    Args:
-        theta: as in `rope`.
-        partial: as in `rope`.
-    """
-    any_kind = rope(theta, partial=partial)
+def unscaled_rope(*, partial: float | None = None) -> Setting:
+    """Return the setting of RoPE for a class that supports none of Megatron's scalings."""
+    any_kind = rope(partial=partial)
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        kind = rope_parameters(config, theta)["rope_type"]
+        kind = rope_parameters(config)["rope_type"]
         if kind != "default":
             raise unrepresentable("rope_scaling", f"{kind}, which the model's own class does not know", "default")
         return any_kind.arguments(config)
@@ -281,12 +276,7 @@ def dynamic_notices(config: Config, arguments: ModelArguments) -> list[str]:
 
 
 def exact_up_to(arguments: ModelArguments, what: str) -> str:
-    """Return the notice for a model whose own code differs from Megatron for longer texts.
-
-    Args:
-        arguments: arguments of the model.
-        what: what the code does for longer texts.
-    """
+    """Return the notice for a model whose own code differs from Megatron for longer texts."""
     return (
         f"its own code {what} for texts of more than {arguments.max_position_embeddings} tokens, and Megatron does "
         f"not: train with --seq-length {arguments.max_position_embeddings} or less"

@@ -80,9 +80,6 @@ class HuggingFaceTensor:
     """A Hugging Face tensor: its name, its shape, and the consecutive regions of which it consists.
 
     Attributes:
-        name: name of the tensor.
-        shape: shape of the tensor.
-        regions: regions of Megatron's parameters.
         transposed: the regions form a matrix whose transpose is the tensor.
         interleaved: number of equally sized parts of the parameter whose rows alternate in the tensor.
         shift: number added to Megatron's values.

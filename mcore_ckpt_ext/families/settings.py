@@ -15,17 +15,15 @@ from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
 class Setting:
-    """A setting of a model in both configurations."""
+    """A setting of a model in both configurations.
 
-    @property
-    def keys(self) -> Sequence[str]:
-        """The keys of `config.json` that the setting maps."""
-        return ()
+    Attributes:
+        keys: the keys of `config.json` that it maps.
+        expresses: the arguments that it maps; `mismatches` reports values that the family does not support.
+    """
 
-    @property
-    def expresses(self) -> Collection[str]:
-        """The arguments that the setting maps; `mismatches` reports values that the family does not support."""
-        return ()
+    keys: Sequence[str] = ()
+    expresses: Collection[str] = ()
 
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
         """Return the keys for a model's arguments."""
@@ -44,7 +42,7 @@ class Setting:
         return []
 
 
-@dataclass(frozen=True)
+@dataclass
 class Mapped(Setting):
     """A value that both configurations have; `default` is that of Hugging Face's class for a missing key."""
 
@@ -52,15 +50,8 @@ class Mapped(Setting):
     argument: str
     default: Any = None
 
-    @property
-    @override
-    def keys(self) -> Sequence[str]:
-        return (self.key,)
-
-    @property
-    @override
-    def expresses(self) -> Collection[str]:
-        return (self.argument,)
+    def __post_init__(self) -> None:
+        self.keys, self.expresses = (self.key,), (self.argument,)
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
@@ -85,7 +76,7 @@ class Mapped(Setting):
         return {self.argument: value}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Coefficient(Mapped):
     """The coefficient of the load-balancing loss; transformers has only the first of Megatron's several."""
 
@@ -95,7 +86,24 @@ class Coefficient(Mapped):
         return {self.key: value[0] if isinstance(value, (list, tuple)) else value}
 
 
-@dataclass(frozen=True)
+@dataclass
+class Nullable(Mapped):
+    """A value that both configurations have, and that may be null in both."""
+
+    @override
+    def config(self, arguments: ModelArguments) -> dict[str, Any]:
+        return {self.key: arguments.get(self.argument)}
+
+    @override
+    def mismatches(self, arguments: ModelArguments) -> list[str]:
+        return []
+
+    @override
+    def arguments(self, config: Config) -> dict[str, Any]:
+        return {self.argument: config.get(self.key, self.default)}
+
+
+@dataclass
 class Size(Mapped):
     """An integer that both configurations have; `counted` for numbers of layers, heads or experts."""
 
@@ -112,7 +120,7 @@ class Size(Mapped):
         return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class Constant(Setting):
     """A key with the same value in all models of a family, and the arguments for it (`needed`).
 
@@ -123,15 +131,8 @@ class Constant(Setting):
     value: Any
     needed: Mapping[str, Any]
 
-    @property
-    @override
-    def keys(self) -> Sequence[str]:
-        return (self.key,)
-
-    @property
-    @override
-    def expresses(self) -> Collection[str]:
-        return self.needed.keys()
+    def __post_init__(self) -> None:
+        self.keys, self.expresses = (self.key,), self.needed.keys()
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
@@ -157,11 +158,7 @@ class Forbidden(Setting):
 
     def __init__(self, *keys: str, **reasons: str) -> None:
         self._reasons = {**dict.fromkeys(keys, ""), **reasons}
-
-    @property
-    @override
-    def keys(self) -> Sequence[str]:
-        return [*self._reasons]
+        self.keys = [*self._reasons]
 
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
@@ -171,16 +168,14 @@ class Forbidden(Setting):
         return {}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Neutral(Setting):
     """Keys of published folders that must be missing or have a neutral value; never written."""
 
     values: Mapping[str, Any]
 
-    @property
-    @override
-    def keys(self) -> Sequence[str]:
-        return [*self.values]
+    def __post_init__(self) -> None:
+        self.keys = [*self.values]
 
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
@@ -190,23 +185,44 @@ class Neutral(Setting):
         return {}
 
 
-@dataclass(frozen=True)
+class CheckedKeys(Setting):
+    """Keys that a function checks when a folder is read; never written."""
+
+    def __init__(self, *keys: str, check: Callable[[Config], None]) -> None:
+        self.keys, self._check = keys, check
+
+    @override
+    def arguments(self, config: Config) -> dict[str, Any]:
+        self._check(config)
+        return {}
+
+
+@dataclass
+class Excludes(Setting):
+    """Models that the family does not have; `why_not` returns the reasons, given the arguments."""
+
+    why_not: Callable[[ModelArguments], list[str]]
+
+    @override
+    def mismatches(self, arguments: ModelArguments) -> list[str]:
+        return self.why_not(arguments)
+
+
+@dataclass
 class Implies(Setting):
     """Arguments with which models of the family are trained, but that other values do not contradict."""
 
     values: Mapping[str, Any]
 
-    @property
-    @override
-    def expresses(self) -> Collection[str]:
-        return self.values.keys()
+    def __post_init__(self) -> None:
+        self.expresses = self.values.keys()
 
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
         return dict(self.values)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Requires(Implies):
     """Arguments with the same value in all models of a family, without a key in `config.json`."""
 
@@ -215,7 +231,7 @@ class Requires(Implies):
         return mismatches(self.values, arguments)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Custom(Setting):
     """A setting by functions: keys, two conversions, and optionally reasons why arguments do not match.
 
@@ -228,15 +244,8 @@ class Custom(Setting):
     why_not: Callable[[ModelArguments], list[str]] = lambda arguments: []
     expressed: Sequence[str] = ()
 
-    @property
-    @override
-    def keys(self) -> Sequence[str]:
-        return self.explained
-
-    @property
-    @override
-    def expresses(self) -> Collection[str]:
-        return self.expressed
+    def __post_init__(self) -> None:
+        self.keys, self.expresses = self.explained, self.expressed
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import full_attention, query_groups
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
@@ -41,7 +41,7 @@ class SmolLM3(Family):
     settings = (
         *SIZES, query_groups(4), rope(2000000.0), tied(by_default=True), *TRAINING, SILU, RMS_NORM, full_attention(),
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6), Constant("mlp_bias", False, {}),
-        Constant("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Constant("attention_bias", False, NO_BIASES),
         Custom(("no_rope_layers",), _rotated, _skipping, expressed=("no_rope_freq",), why_not=lambda arguments: (
             [] if arguments.no_rope_freq else ["positions in every layer"]
         )),

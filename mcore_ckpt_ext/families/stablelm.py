@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import implied_head_size, query_groups
+from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, query_groups
 from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family, set_in
 from mcore_ckpt_ext.families.rope import rope
@@ -28,7 +28,7 @@ class StableLM(Family):
         *parts.MLP, *parts.layer_norms(), parts.OUTPUT[1],
     )  # fmt: skip
     settings = (
-        *SIZES, query_groups(32), implied_head_size(), rope(partial=0.25), tied(by_default=False), *TRAINING, SILU,
+        *SIZES, query_groups(32), IMPLIED_HEAD_SIZE, rope(partial=0.25), tied(by_default=False), *TRAINING, SILU,
         Mapped("layer_norm_eps", "layernorm_epsilon", 1e-5), Mapped("hidden_dropout", "hidden_dropout", 0.0),
         Mapped("use_qkv_bias", "add_qkv_bias", False),
         Forbidden(qk_layernorm=_NORMS_OF_HEADS, use_parallel_residual=PARALLEL_BLOCKS),
