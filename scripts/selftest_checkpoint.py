@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tarfile
 from pathlib import Path
 
 from megatron_on_cpu import launch
@@ -14,7 +15,7 @@ from megatron_on_cpu import launch
 from mcore_ckpt_ext.megatron import selftest
 from mcore_ckpt_ext.selftest.jobs import Machine, Order
 from mcore_ckpt_ext.selftest.plan import saved_by_eight_ranks
-from mcore_ckpt_ext.selftest.shipped import ARCHIVE, pack
+from mcore_ckpt_ext.selftest.shipped import ARCHIVE
 from mcore_ckpt_ext.selftest.state import State, merged
 
 # The name becomes part of the checkpoint, as an argument of the job.
@@ -36,11 +37,27 @@ def main() -> int:
         whole = merged(State.load(order.state(job.name)))
         shutil.rmtree(order.state(job.name))
         whole.save(order.state(job.name) / "rank_00000.pt")
-        pack(order, job.name)
+        _pack(order, job.name)
     finally:
         shutil.rmtree(FOLDER)
     print(f"{ARCHIVE}: {ARCHIVE.stat().st_size:,} bytes")
     return 0
+
+
+def _pack(order: Order, name: str) -> None:
+    """Make the archive from a finished job, without the sidecar, as if saved without this package."""
+    with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
+        for path in (order.checkpoints(name), order.state(name), order.results):
+            archive.add(path, path.relative_to(order.folder), filter=_neutral)
+
+
+def _neutral(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    if Path(entry.name).name == "mcore_ckpt_ext.json":
+        return None
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    entry.mtime = 0
+    return entry
 
 
 if __name__ == "__main__":

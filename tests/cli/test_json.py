@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.cli.json_schema import RESULTS, schema_of
 from mcore_ckpt_ext.cli.main import COMMANDS, main
-from mcore_ckpt_ext.operations.check_results import IDS
-from scripts.documentation.json_schemas import FOLDERS, texts
+from mcore_ckpt_ext.operations.findings import IDS
+from scripts.documentation.json_schemas import FOLDERS, RESULTS, schema_of, texts
 from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.colossalai_folders import colossalai_checkpoint
 from tests.harness.damage import MATRIX, flip, payload_position
@@ -62,7 +61,7 @@ def test_every_command_has_a_schema() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
 def test_schemas_are_those_of_the_results(folder: Path) -> None:
-    """Otherwise: raise the schema's number if it was released, and run scripts/documentation/json_schemas.py."""
+    """Otherwise: raise the schema's number if it was released, and python -m scripts.documentation.json_schemas."""
     assert {path.name: path.read_text() for path in folder.iterdir()} == texts()
 
 

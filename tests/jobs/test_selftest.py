@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from megatron_on_cpu import launch
 
-from mcore_ckpt_ext.cli.json_schema import schema_of
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.megatron import selftest
 from mcore_ckpt_ext.selftest.jobs import Job, Machine, Order
 from mcore_ckpt_ext.selftest.launcher import Ended
 from mcore_ckpt_ext.selftest.plan import plan
+from scripts.documentation.json_schemas import schema_of
 from tests.harness.jobs import TIME_LIMIT
 from tests.harness.json_schema import violations
 
