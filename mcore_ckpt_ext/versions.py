@@ -30,3 +30,13 @@ def parse_version(text: object) -> Version | None:
     """
     match = _VERSION.match(str(text))
     return Version(int(match[1]), int(match[2])) if match else None
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not installed."""
+    from importlib import metadata  # imported late, so that `import torch` with this package's plugin is fast
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -48,43 +48,22 @@ def _option(field: str, flag: str = "", **how: Any) -> _Option:
     return _Option(field, flag or f"--{field.replace('_', '-')}", how)
 
 
+def _count(field: str, help: str) -> _Option:
+    return _option(field, type=parse_count, metavar="N", help=help)
+
+
 # Sizes of a layout have Megatron's names.
 _OPTIONS = (
     _option("megatron_version", metavar="V", help="Megatron release that will read it (default: the installed one)"),
-    _option(
-        "tensor_model_parallel_size",
-        type=parse_count,
-        metavar="N",
-        help="tensor-parallel size of the job that will read it",
-    ),
-    _option(
-        "pipeline_model_parallel_size",
-        type=parse_count,
-        metavar="N",
-        help="pipeline-parallel size of the job that will read it",
-    ),
-    _option(
-        "virtual_pipeline_model_parallel_size",
-        type=parse_count,
-        metavar="N",
-        help="model chunks per pipeline rank of the job that will read it",
-    ),
-    _option(
-        "expert_model_parallel_size",
-        type=parse_count,
-        metavar="N",
-        help="expert-parallel size of the job that will read it",
-    ),
+    _count("tensor_model_parallel_size", "tensor-parallel size of the job that will read it"),
+    _count("pipeline_model_parallel_size", "pipeline-parallel size of the job that will read it"),
+    _count("virtual_pipeline_model_parallel_size", "model chunks per pipeline rank of the job that will read it"),
+    _count("expert_model_parallel_size", "expert-parallel size of the job that will read it"),
     _option(
         "transformer_impl", choices=LAYER_SPECS, help="layer spec of the job that will read it (default: the source's)"
     ),
     _option("loop", "--for", choices=LOOPS, help="training loop that will read it (default: megatron)"),
-    _option(
-        "vocab_size",
-        type=parse_count,
-        metavar="N",
-        help="number of tokens: legacy pads the vocabulary for it, hf cuts to it",
-    ),
+    _count("vocab_size", "number of tokens: legacy pads the vocabulary for it, hf cuts to it"),
     _option("tokenizer", metavar="PATH", help="folder of a tokenizer, or of a model, whose tokenizer files are copied"),
     _option("dtype", choices=DTYPES, help="dtype of all floating-point tensors (default: as stored)"),
     _option("kind", "--from", choices=EXPORTED_KINDS, help="kind of tensor to export (default: weight)"),
@@ -99,9 +78,7 @@ _OPTIONS = (
     _option(
         "quantize", choices=QUANTIZATIONS, help="quantize the weights of linear layers: fp8 in blocks of 128 x 128"
     ),
-    _option(
-        "lora_alpha", type=parse_count, metavar="N", help="alpha of LoRA adapters, if it is missing from the checkpoint"
-    ),
+    _count("lora_alpha", "alpha of LoRA adapters, if it is missing from the checkpoint"),
     _option("pickled", "--bin", action="store_true", help="write pytorch_model.bin instead of safetensors"),
 )
 

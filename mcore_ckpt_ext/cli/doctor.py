@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from mcore_ckpt_ext.errors import UsageError, escape
 from mcore_ckpt_ext.job.releases import TORCH_IS_SUPPORTED, TORCH_LOADS_PLUGINS
 from mcore_ckpt_ext.megatron.patch_points import PATCH_POINTS
 from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
-from mcore_ckpt_ext.versions import Version, parse_version
+from mcore_ckpt_ext.versions import Version, installed_version, parse_version
 
 State = Literal["ok", "note", "FAILED"]
 
@@ -129,7 +129,7 @@ def _lines(save: Path | None) -> Iterator[Line]:
     yield Line("torch", "ok" if version and TORCH_IS_SUPPORTED.is_of(version) else "FAILED", torch.__version__)
     yield _megatron()
     for name in ("nvidia-resiliency-ext", "colossalai", "transformer-engine", "safetensors", "isal"):
-        installed = _installed(name)
+        installed = installed_version(name)
         yield Line(name, "ok" if installed else "note", installed or "not installed")
     yield from (_setting(setting) for setting in (*SETTINGS, _AUTOLOAD))
     yield _autoload(version)
@@ -149,7 +149,7 @@ def _import_failure(error: Exception) -> str:
 def _megatron() -> Line:
     """Report the installed release of Megatron, or a checkout on the path."""
     what = "megatron-core"
-    if installed := _installed(what):
+    if installed := installed_version(what):
         return Line(what, "ok", installed)
     try:
         found = find_spec("megatron") and find_spec("megatron.core")
@@ -206,7 +206,7 @@ def _hooks() -> Iterator[Line]:
                 "ok",
                 f"patched{version}" + (f"; {patch_point.reason}" if patch_point.reason else ""),
             )
-        elif problem is not None and _installed(framework) is None:
+        elif problem is not None and installed_version(framework) is None:
             yield Line(patch_point.patch_point, "note", f"not installed: {problem}")
         else:
             yield Line(patch_point.patch_point, "FAILED", f"not patched{version}: {patch_point.reason or problem}")
@@ -219,7 +219,7 @@ def _loops() -> Iterator[Line]:
         for place, patch_point in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True)
     ]
     for distribution, (what, prefixes) in _LOOPS.items():
-        version = _installed(distribution)
+        version = installed_version(distribution)
         hooked = all(any(state == "patched" for module, state in states if module.startswith(one)) for one in prefixes)
         if version is None:
             yield Line(what, "note", f"not installed ({distribution})")
@@ -249,10 +249,3 @@ def _writable(folder: Path) -> Line:
     except OSError as error:
         return Line(what, "FAILED", f"{error.strerror}: the sidecar would be missing, a plain resume still works")
     return Line(what, "ok", "the sidecar can be written")
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -131,11 +131,7 @@ def _show_layouts(found: LayoutPlan) -> None:
             f"layouts that Megatron accepts: {listed}, best first")  # fmt: skip
     # A narrow terminal omits the last columns, which are the same for most layouts; --json has them.
     shown_columns = len(_HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
-    table(
-        (_cells(one)[:shown_columns] for one in found.layouts),
-        header=_HEADER[:shown_columns],
-        right=(2, 4, 6),
-    )
+    table((_cells(one)[:shown_columns] for one in found.layouts), header=_HEADER[:shown_columns], right=(2, 4, 6))
     best = found.layouts[0]
     heading(f"flags for {best.layout}")
     line(f"  {best.flags}")

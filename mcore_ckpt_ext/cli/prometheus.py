@@ -73,12 +73,7 @@ def metrics(
 ) -> str:
     """Return the text of the metrics.
 
-    Args:
-        path: path of the checkpoint, the label `path` of each metric.
-        exit_code: exit code of the command.
-        seconds: duration of the command.
-        result: result of the verification; None if the checkpoint could not be verified.
-        disk: size and time of the checkpoint's files; None as for `result`.
+    `result` and `disk` are None if the checkpoint could not be verified.
     """
     found = [*_of_run(exit_code, seconds), *(_of_result(result) if result else ()), *(_of_disk(disk) if disk else ())]
     return "".join(text for metric in found for text in _lines(path, metric))

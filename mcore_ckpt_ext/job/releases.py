@@ -218,9 +218,7 @@ WRITES_ZARR = Capability(
     until=Version(0, 12),
 )
 LOADS_ZARR = Capability(
-    "loads checkpoints in the format zarr",
-    "megatron/core/dist_checkpointing/strategies/zarr.py",
-    until=Version(0, 16),
+    "loads checkpoints in the format zarr", "megatron/core/dist_checkpointing/strategies/zarr.py", until=Version(0, 16)
 )
 HAS_TORCH_DCP = Capability(
     "has the checkpoint format torch_dcp, that of --use-torch-fsdp2",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 
 import numpy as np
@@ -162,8 +162,8 @@ class ModelTable:
         self.parameters = tuple(parameters)
         self.layers = layers
         self._padded_rows = padded_rows
-        self._copies = copies
-        self._cache: dict[tuple[object, ...], _Totals] = {}
+        self.copies = copies
+        self._totals = cache(self._counted)
 
     @cached_property
     def elements(self) -> int:
@@ -203,11 +203,7 @@ class ModelTable:
     ) -> list[StageHolding]:
         """Return the totals on one rank of each pipeline stage.
 
-        Args:
-            ranges: global decoder layers by `[pipeline rank][virtual stage]`.
-            tensor: tensor parallel size.
-            expert_tensor: tensor parallel size of experts.
-            expert: expert parallel size.
+        `ranges`: global decoder layers by `[pipeline rank][virtual stage]`.
         """
         is_separate = expert > 1
         dense = self._totals(tensor, expert_tensor, None if is_separate else 1)
@@ -217,7 +213,7 @@ class ModelTable:
         for rank, spans in enumerate(ranges):
             places = [*(span for span in spans if span)]
             ends = ([BEFORE_LAYERS] if rank == 0 else []) + ([AFTER_LAYERS] if rank == last else [])
-            copies = self._copies if rank == last and last > 0 else 0
+            copies = self.copies if rank == last and last > 0 else 0
             found.append(
                 StageHolding(
                     dense.holding(places, ends, copies),
@@ -226,29 +222,14 @@ class ModelTable:
             )
         return found
 
-    def _totals(self, tensor: int, expert_tensor: int, expert: int | None) -> _Totals:
-        """Return running totals over layers.
-
-        Args:
-            tensor: tensor parallel size.
-            expert_tensor: tensor parallel size of experts.
-            expert: None for all parameters except experts; 1 for all parameters; otherwise the expert parallel size,
-                for the experts of one rank.
-        """
-        key = (tensor, expert_tensor, expert)
-        if key not in self._cache:
-            self._cache[key] = self._counted(tensor, expert_tensor, expert)
-        return self._cache[key]
-
     def local(self, tensor: int, expert_tensor: int, expert: int | None) -> LocalColumns:
-        """Return one rank's part of every parameter; see `_totals` for the arguments."""
+        """Return one rank's part of every parameter.
+
+        `expert`: None for all parameters except experts; 1 for all parameters; otherwise the expert parallel size, for
+        the experts of one rank.
+        """
         local, chosen = self._divided(tensor, expert_tensor, expert)
         return local.chosen(chosen)
-
-    @property
-    def copies(self) -> int:
-        """Number of copies of the word embedding on the last of several stages."""
-        return self._copies
 
     def _divided(self, tensor: int, expert_tensor: int, expert: int | None) -> tuple[LocalColumns, Flags]:
         """Return one rank's part of every parameter, and a mask of the parameters that the rank has."""
@@ -273,6 +254,7 @@ class ModelTable:
         return local, chosen
 
     def _counted(self, tensor: int, expert_tensor: int, expert: int | None) -> _Totals:
+        """Return running totals over layers; for `expert` see `local`."""
         columns = self._columns
         local, chosen = self._divided(tensor, expert_tensor, expert)
         elements = local.elements

@@ -25,7 +25,6 @@ class Choice:
 
     Attributes:
         job: arguments of the model; its old layout in them is ignored.
-        table: the model's parameters.
         layout: the parallel sizes; `world` is the number of GPUs.
         split: the layers of each stage; None if they cannot be divided.
         micro_batch: samples that one data-parallel rank processes at once.

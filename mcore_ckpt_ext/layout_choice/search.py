@@ -12,23 +12,10 @@ from math import isqrt, log2, prod
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.layer_wise import layer_wise_stages
-from mcore_ckpt_ext.layout_choice.memory import (
-    Buffers,
-    Memory,
-    activation_bytes,
-    bubble_fraction,
-    memory_of,
-)
+from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, activation_bytes, bubble_fraction, memory_of
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, StageHolding
 from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
-from mcore_ckpt_ext.layout_choice.rules import (
-    DENSE_RULES,
-    EXPERT_RULES,
-    STAGE_RULES,
-    Choice,
-    NamedRule,
-    violations,
-)
+from mcore_ckpt_ext.layout_choice.rules import DENSE_RULES, EXPERT_RULES, STAGE_RULES, Choice, NamedRule, violations
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, stage_splits
 from mcore_ckpt_ext.versions import Version
 
@@ -42,12 +29,10 @@ class SearchRequest:
     """The hardware and the options of a layout search.
 
     Attributes:
-        gpus: number of GPUs.
         gpus_per_node: number of GPUs of a node; larger tensor parallel sizes cross nodes.
         version: the Megatron release that would run.
         memory: bytes of a GPU; None if unknown.
         is_least: whether `memory` is a lower bound, because a job ran in it.
-        recomputation: the activations that are recomputed.
         pins: fixed sizes, by their names in `ParallelLayout`.
     """
 
@@ -106,15 +91,7 @@ class Search:
 def search(
     job: JobArguments, table: ModelTable, old: ParallelLayout, request: SearchRequest, buffers: Buffers
 ) -> Search:
-    """Evaluate all combinations of sizes whose product is the number of GPUs.
-
-    Args:
-        job: arguments of the model.
-        table: its parameters.
-        old: the layout of the job that wrote the checkpoint.
-        request: the hardware and the options.
-        buffers: how the job stores gradients and optimizer.
-    """
+    """Evaluate all combinations of sizes whose product is the number of GPUs."""
     result = Search()
 
     @cache

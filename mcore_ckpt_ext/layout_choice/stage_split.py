@@ -55,12 +55,7 @@ def stage_splits(
     the first and the last one, may have fewer layers (`--decoder-last-pipeline-num-layers`,
     `--decoder-first-pipeline-num-layers`). If that fails, a layout string names every stage.
 
-    Args:
-        job: arguments of the model.
-        pipeline: pipeline parallel size.
-        virtual: model chunks per pipeline rank.
-        version: the Megatron release that would run.
-        extra_layers: layers for multi-token prediction, which a layout string has to name.
+    `extra_layers`: layers for multi-token prediction, which a layout string has to name.
     """
     total = job.num_layers
     if total is None:
@@ -91,10 +86,7 @@ def _candidates(
             yield {"decoder_last_pipeline_num_layers": last}
         ends = total - full * (pipeline - 2)
         if pipeline > 2 and 1 < ends < 2 * full:
-            yield {
-                "decoder_first_pipeline_num_layers": -(-ends // 2),
-                "decoder_last_pipeline_num_layers": ends // 2,
-            }
+            yield {"decoder_first_pipeline_num_layers": -(-ends // 2), "decoder_last_pipeline_num_layers": ends // 2}
     if TAKES_STAGE_LAYOUTS.is_of(version) and total >= pipeline * virtual - 2 and pipeline > 1:
         yield {"pipeline_model_parallel_layout": layout_string(_balanced(total, pipeline * virtual), extra_layers)}
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.operations.fp16_overflow import check_fits
 from mcore_ckpt_ext.operations.reading import cached
 from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Plan, TargetSlice, derivation_of, make_plan, plans_of
@@ -94,7 +93,7 @@ class BlockReader:
         for placed, room in rooms:
             self._read_arranged(placed, room)
             if record is not None and record.dtype == "float16":
-                check_fits(placed, room, self._read_placed if placed.arranged is None else self._read_arranged)
+                _check_fits_float16(placed, room, self._read_placed if placed.arranged is None else self._read_arranged)
         begins = {id(room): placed.start * room.element_size() for placed, room in rooms}
         return [(begins[id(room)] + start, begins[id(room)] + stop, crc) for room, (start, stop, crc) in known]
 
@@ -162,3 +161,19 @@ class BlockReader:
         if weight is None:
             raise UnreadableCheckpointError("a parameter with optimizer state has no weight", where=name)
         return replace(weight, shape=master.shape)
+
+
+def _check_fits_float16(
+    placed: WriteItem, rounded: torch.Tensor, read: Callable[[WriteItem, torch.Tensor], None]
+) -> None:
+    """Refuse finite values that became infinite; `read` reads them again, into memory of another dtype."""
+    if all(tensor.dtype == "float16" for tensor in placed.wanted.tensors.values()) or rounded.isfinite().all():
+        return
+    exact = torch.empty(rounded.numel())
+    read(placed, exact)
+    if (lost := exact.isfinite() & ~rounded.isfinite()).any():
+        raise UnsupportedCheckpointError(
+            "a value is too large for float16 and would become infinite",
+            found=f"{exact[lost].abs().max().item():g}", expected=f"at most {torch.finfo(torch.float16).max:g}",
+            where=placed.wanted.slice.regions[0].name, hint="choose another dtype: --dtype bfloat16",
+        )  # fmt: skip

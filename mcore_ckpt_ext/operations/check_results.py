@@ -6,37 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mcore_ckpt_ext.operations.findings import (
-    CHECKSUMS,
-    COMPLETE,
-    COPIES,
-    COVERED,
-    DIGESTS,
-    DTYPES,
-    FILE_DIGESTS,
-    KNOWN,
-    MANIFEST,
-    PROOF,
-    RECORDED_FILES,
-    RECORDED_TENSORS,
-    SCALES,
-    VALUES,
-    Severity,
-    Verification,
-)  # fmt: skip
+from mcore_ckpt_ext.operations.findings import COVERED, IDS, OF_CONTENT, OPTIONAL, Severity, Verification
 
 Status = Literal["passed", "failed", "skipped", "not applicable"]
-
-IDS = {
-    COMPLETE: "complete", FILE_DIGESTS: "file-digests", COVERED: "every-element-once", KNOWN: "every-key-known",
-    MANIFEST: "integrity-manifest", CHECKSUMS: "checksums", DIGESTS: "optimizer-digests", PROOF: "masters",
-    COPIES: "copies", VALUES: "values", DTYPES: "dtypes", SCALES: "scales", RECORDED_FILES: "recorded-files",
-    RECORDED_TENSORS: "recorded-tensors",
-}  # fmt: skip
-"""The id of each check by its name in text; ids are public and are never reused."""
-_OF_CONTENT = {MANIFEST, CHECKSUMS, DIGESTS, PROOF, COPIES, VALUES}
-# Checks that do not apply to every checkpoint, so that their absence says nothing about an earlier failure.
-_OPTIONAL = {FILE_DIGESTS, DTYPES, SCALES, RECORDED_FILES, RECORDED_TENSORS}
 SCHEMA = 3
 
 
@@ -103,9 +75,9 @@ def _checks(found: Verification) -> Iterator[CheckResult]:
             yield CheckResult(identifier, "passed", extent)
         elif of_check:
             yield CheckResult(identifier, "skipped", extent)
-        elif found.quick and name in _OF_CONTENT:
+        elif found.quick and name in OF_CONTENT:
             yield CheckResult(identifier, "skipped", ("--quick checks metadata only",))
-        elif ended and name not in _OPTIONAL:
+        elif ended and name not in OPTIONAL:
             yield CheckResult(identifier, "skipped", ("an earlier check failed",))
         else:
             yield CheckResult(identifier, "not applicable", ())

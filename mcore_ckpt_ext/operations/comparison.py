@@ -120,7 +120,10 @@ def _comparison(
     counter = ByteCounter(sum(sides[0].nbytes(kind, name) for kind, name in shared) // team.size, progress)
 
     def one(pair: tuple[str, str]) -> TensorDifference:
-        return _compare_tensor(sides, *pair, counter, pictures)
+        try:
+            return _compare_tensor(sides, *pair, counter, pictures)
+        except CheckpointError as problem:
+            return TensorDifference(*pair, ((), ()), ("", ""), problem=str(problem))
 
     results = Workers(team, workers).map(one, shared, lambda pair: sides[0].nbytes(*pair))
     unread = [_unread(side, kinds, sides) for side in sides]
@@ -246,21 +249,7 @@ class _Side:
 def _compare_tensor(
     sides: tuple[_Side, _Side], kind: str, name: str, counter: ByteCounter, pictures: bool
 ) -> TensorDifference:
-    try:
-        tensors = (sides[0].tensor(kind, name), sides[1].tensor(kind, name))
-        return _compare_known(sides, kind, tensors, counter, pictures)
-    except CheckpointError as problem:
-        return TensorDifference(kind, name, ((), ()), ("", ""), problem=str(problem))
-
-
-def _compare_known(
-    sides: tuple[_Side, _Side],
-    kind: str,
-    tensors: tuple[LogicalTensor, LogicalTensor],
-    counter: ByteCounter,
-    pictures: bool,
-) -> TensorDifference:
-    a, b = tensors
+    a, b = (side.tensor(kind, name) for side in sides)
     shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
     if a.shape[1:] != b.shape[1:] or len(a.shape) != len(b.shape):
         return TensorDifference(kind, a.name, shapes, dtypes)
@@ -301,10 +290,5 @@ def _kind_comparison(sides: tuple[_Side, _Side], kind: str, results: list[Tensor
         elements=sum(result.elements for result in results),
         only_in_a=tuple(name for name in names[0] if name not in sets[1]),
         only_in_b=tuple(name for name in names[1] if name not in sets[0]),
-        different=tuple(result for result in results if _differs(result)),
+        different=tuple(result for result in results if result.differs),
     )
-
-
-def _differs(result: TensorDifference) -> bool:
-    same_form = result.shapes[0] == result.shapes[1] and result.dtypes[0] == result.dtypes[1]
-    return bool(result.different or result.problem or not same_form)

@@ -53,6 +53,12 @@ class TensorDifference:
     problem: str = ""
     where: DifferenceMap | None = None
 
+    @property
+    def differs(self) -> bool:
+        """True if shapes, dtypes or bits differ, or the tensors cannot be compared."""
+        same_form = self.shapes[0] == self.shapes[1] and self.dtypes[0] == self.dtypes[1]
+        return bool(self.different or self.problem or not same_form)
+
 
 @dataclass(frozen=True)
 class KindComparison:

@@ -215,11 +215,8 @@ def convert(
 def _edited(folder: Path) -> list[str]:
     """Return a note for each small file of a source edited or damaged since this package wrote it."""
     found = compare_digests(folder)
-    return (
-        [f"{folder / file.name} has changed since it was written: {file.what}" for file in found.changed]
-        if found
-        else []
-    )
+    changed = found.changed if found else ()
+    return [f"{folder / file.name} has changed since it was written: {file.what}" for file in changed]
 
 
 def _turns(checkpoint: CheckpointView, output: Output) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from math import prod
 from operator import sub
 
@@ -78,9 +78,14 @@ def _inside(region: Region, shape: tuple[int, ...]) -> bool:
     return len(region.sizes) == len(shape) and all(low >= 0 and low + size <= end for low, size, end in limits)
 
 
-def check_weights(checkpoint: CheckpointView) -> Iterator[Finding]:
-    """Check all weights."""
-    yield from _check_kind(checkpoint, WEIGHT)
+def check_kind(checkpoint: CheckpointView, kind: str) -> Iterator[Finding]:
+    """Check all tensors of a kind."""
+    for name in checkpoint.names(kind):
+        tensor = checkpoint.logical_tensor(kind, name)
+        if tensor is None:
+            yield error(COVERED, f"{kind} {name}", "it is missing")
+        else:
+            yield from check_tensor(tensor, kind, copies_of(checkpoint, kind, name))
 
 
 def check_arrays(buffers: Buffers) -> Iterator[Finding]:
@@ -113,7 +118,7 @@ def check_state(checkpoint: CheckpointView) -> Iterator[Finding]:
     """Check the optimizer's state by name; its packing must be known."""
     optimizer = checkpoint.optimizer
     for kind in optimizer.kinds:
-        yield from _check_kind(checkpoint, kind)
+        yield from check_kind(checkpoint, kind)
     for buffers in optimizer.buffers:
         yield from check_groups(buffers)
     yield from check_kinds(checkpoint)
@@ -195,13 +200,3 @@ def check_groups(buffers: Buffers) -> Iterator[Finding]:
     for place, names in absent.items():
         what = f"its optimizer state is missing; it had {len(names)} parameters, the first is {names[0]}"
         yield error(COVERED, place, what)
-
-
-def _check_kind(checkpoint: CheckpointView, kind: str) -> Iterator[Finding]:
-    names: Sequence[str] = checkpoint.names(kind)
-    for name in names:
-        tensor = checkpoint.logical_tensor(kind, name)
-        if tensor is None:
-            yield error(COVERED, f"{kind} {name}", "it is missing")
-        else:
-            yield from check_tensor(tensor, kind, copies_of(checkpoint, kind, name))

@@ -84,10 +84,7 @@ class Destination:
 def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], iteration: str) -> Destination:
     """Return the destination, without links and `..` in its path.
 
-    Args:
-        path: the path as the user gives it.
-        sources: folders that are read.
-        iteration: see `Destination`.
+    `sources`: folders that are read.
 
     Raises:
         DestinationError: the path is invalid or a link, lies in a source, or a source lies in it.
@@ -122,14 +119,9 @@ def _nested(first: Path, second: Path) -> bool:
         above, below = (str(path.path).strip("/") + "/" for path in (first, second))  # type: ignore[attr-defined]
         return above.startswith(below) or below.startswith(above)
     one, other = (Path(os.path.realpath(path)) for path in (first, second))
-    return _identity(one) in set(map(_identity, _upwards(other))) or _identity(other) in set(
-        map(_identity, _upwards(one))
+    return any(
+        _identity(above) in map(_identity, (below, *below.parents)) for above, below in ((one, other), (other, one))
     )
-
-
-def _upwards(path: Path) -> Iterator[Path]:
-    yield path
-    yield from path.parents
 
 
 def _identity(path: Path) -> object:

@@ -68,12 +68,8 @@ class MapBuilder:
 class Tally:
     """Adds up the differences of two tensors' blocks.
 
-    Attributes:
-        picture: receives the places of the differences; None if no picture is requested.
-        different: the number of elements whose bits differ.
-        signed_zeros: the number of these that are 0.0 in one and -0.0 in the other.
-        largest: the largest absolute difference between two finite numbers.
-        first: the position of the first element that differs, and both values as text.
+    The counts are those of `TensorDifference`. `picture` receives the places of the differences, if one is requested;
+    `first` is the position of the first element that differs, and both values as text.
     """
 
     picture: MapBuilder | None = None

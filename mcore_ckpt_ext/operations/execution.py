@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
+from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.operations.destination import Destination
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
 from mcore_ckpt_ext.operations.workers import Team
@@ -15,24 +15,10 @@ from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Record
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.publish import Publication
 from mcore_ckpt_ext.storage.remote import Upload
-from mcore_ckpt_ext.writing import FillBlock, RecordWriter, lay_out
+from mcore_ckpt_ext.writing import RecordWriter, lay_out
 
 Checks = tuple[Callable[[], None], Callable[[], None]]
 """Checks that the source has not changed, and that the output can be read."""
-
-
-class ContentProvider(Protocol):
-    """Provides the content of records."""
-
-    @property
-    def fill(self) -> FillBlock:
-        """The function that fills a block of a record."""
-
-    def note_written(self, record: Record) -> None:
-        """Record that an earlier run has written a record."""
-
-    def finish(self, workers: int) -> None:
-        """Check the data when this process has written all records; CheckpointError prevents publishing."""
 
 
 class LocalOutput:
@@ -44,7 +30,7 @@ class LocalOutput:
         self.folder = self._publication.folder
 
     def write(
-        self, output: Output, filler: ContentProvider, checks: Checks, progress: Progress, *, force: bool, resume: bool
+        self, output: Output, filler: BlockReader, checks: Checks, progress: Progress, *, force: bool, resume: bool
     ) -> None:
         """Write everything, check it, and publish it.
 
@@ -66,7 +52,7 @@ class LocalOutput:
         finally:
             publication.close()
 
-    def _fill(self, output: Output, filler: ContentProvider, progress: Progress) -> None:
+    def _fill(self, output: Output, filler: BlockReader, progress: Progress) -> None:
         """Write this process's share of the records.
 
         Records that an interrupted run finished are only checked.
@@ -97,7 +83,7 @@ class RemoteOutput:
         self.folder = destination.path
 
     def write(
-        self, output: Output, filler: ContentProvider, checks: Checks, progress: Progress, *, force: bool, resume: bool
+        self, output: Output, filler: BlockReader, checks: Checks, progress: Progress, *, force: bool, resume: bool
     ) -> None:
         """Write everything; an existing remote folder is never replaced.
 
@@ -138,11 +124,7 @@ class RemoteOutput:
         team.first(self._upload.publish)
 
     def _make(
-        self,
-        file: OutputFile,
-        records: Sequence[tuple[int, Record]],
-        filler: ContentProvider,
-        counter: ByteCounter | None,
+        self, file: OutputFile, records: Sequence[tuple[int, Record]], filler: BlockReader, counter: ByteCounter | None
     ) -> None:
         with TemporaryDirectory(prefix="mcore_ckpt_ext_") as staging, Folder.at(Path(staging)) as folder:
             lay_out([file], folder)

@@ -21,6 +21,17 @@ DTYPES = "dtypes"
 SCALES = "scales"
 RECORDED_FILES = "recorded files"
 RECORDED_TENSORS = "recorded tensors"
+IDS = {
+    COMPLETE: "complete", FILE_DIGESTS: "file-digests", COVERED: "every-element-once", KNOWN: "every-key-known",
+    MANIFEST: "integrity-manifest", CHECKSUMS: "checksums", DIGESTS: "optimizer-digests", PROOF: "masters",
+    COPIES: "copies", VALUES: "values", DTYPES: "dtypes", SCALES: "scales", RECORDED_FILES: "recorded-files",
+    RECORDED_TENSORS: "recorded-tensors",
+}  # fmt: skip
+"""The id of each check by its name in text; ids are public and are never reused."""
+OF_CONTENT = {MANIFEST, CHECKSUMS, DIGESTS, PROOF, COPIES, VALUES}
+"""Checks that read the content of files, which `--quick` leaves out."""
+OPTIONAL = {FILE_DIGESTS, DTYPES, SCALES, RECORDED_FILES, RECORDED_TENSORS}
+"""Checks that do not apply to every checkpoint, so that their absence says nothing about an earlier failure."""
 
 
 @dataclass(frozen=True, slots=True)

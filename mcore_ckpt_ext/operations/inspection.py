@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -16,10 +16,10 @@ from mcore_ckpt_ext.formats.messages import vocabulary_contradiction
 from mcore_ckpt_ext.formats.unread_state import OTHER
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
+from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.model_space.slices import numel_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.operations.missing_ranks import why_silent
 from mcore_ckpt_ext.operations.pipeline_map import Stage, stages_of
 from mcore_ckpt_ext.operations.versions import Resumption, Writer, has_job, resumptions, writer_of
 from mcore_ckpt_ext.optimizers.description import described
@@ -183,7 +183,7 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
         bytes_by_kind=by_kind,
         files=tuple(files),
         silent_ranks=silent,
-        why_silent=why_silent(silent, grid, checkpoint.arguments),
+        why_silent=_why_silent(silent, grid, checkpoint.arguments),
         resumptions=tuple(resumptions(checkpoint, writer)),
         sidecar=checkpoint.sidecar is not None,
         sidecar_problem=checkpoint.sidecar_problem,
@@ -193,6 +193,25 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
         described_by=checkpoint.format_reader.described_by,
         unbelieved=tuple(checkpoint.format_reader.problems),
     )
+
+
+def _why_silent(ranks: Sequence[int], grid: RankGrid, arguments: JobArguments) -> str:
+    """Explain why some ranks wrote no file.
+
+    Source: `FullyParallelSaveStrategyWrapper` (megatron/core/dist_checkpointing/strategies/fully_parallel.py): without
+    it only main replicas are saved, all on data-parallel rank 0; with it they are distributed over all ranks.
+    """
+    if not ranks:
+        return ""
+    replicas = all(grid.coordinates(rank)[1] or grid.coordinates(rank)[2] for rank in ranks)
+    if replicas and not arguments.ckpt_fully_parallel_save:
+        return (
+            "without --ckpt-fully-parallel-save only data-parallel rank 0 writes; the other ranks hold copies of the "
+            "same, and had nothing of their own to write"
+        )
+    if replicas:
+        return "these data-parallel ranks had nothing to write: their share of the tensors was empty"
+    return "nothing in the checkpoint came from them: their files are not part of it"
 
 
 def _files(checkpoint: CheckpointView, grid: RankGrid | None, on_disk: Mapping[str, int]) -> list[StoredFile]:

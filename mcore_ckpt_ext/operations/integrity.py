@@ -65,12 +65,7 @@ def check_file_digests(folder: Path, results: Results) -> bool:
 
 
 class StoredChecksums:
-    """The checksums of a checkpoint's own bytes.
-
-    Args:
-        checkpoint: an open checkpoint.
-        failed: files that are missing or truncated.
-    """
+    """The checksums of a checkpoint's own bytes; `failed`: files that are missing or truncated."""
 
     def __init__(self, checkpoint: CheckpointView, failed: set[str]) -> None:
         self._checkpoint = checkpoint
@@ -126,11 +121,7 @@ def labels(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
 
 
 def check_archives(
-    checkpoint: CheckpointView,
-    archives: Sequence[Archive],
-    workers: Workers,
-    advance: Advance,
-    confirmed: Confirmed,
+    checkpoint: CheckpointView, archives: Sequence[Archive], workers: Workers, advance: Advance, confirmed: Confirmed
 ) -> list[Finding]:
     """Compare the CRC-32 of every record of every archive, except records that are known to be right."""
     known = labels(checkpoint)
@@ -236,9 +227,6 @@ def digest_of_file(folder: Path, name: str, advance: Advance = lambda count: Non
 
 
 def _shared(
-    workers: Workers,
-    check: Callable[[Item], Finding | None],
-    items: Sequence[Item],
-    size: Callable[[Item], int],
+    workers: Workers, check: Callable[[Item], Finding | None], items: Sequence[Item], size: Callable[[Item], int]
 ) -> list[Finding]:
     return [finding for finding in workers.map(check, items, size) if finding is not None]

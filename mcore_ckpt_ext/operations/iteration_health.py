@@ -36,9 +36,7 @@ class IterationHealth:
 def iteration_health_of(run: Path, step: int | None = None) -> IterationHealth | None:
     """Assess the checkpoint that a resume from a run folder would take.
 
-    Args:
-        run: the run folder.
-        step: the iteration that the user names; None for the tracker's.
+    `step`: the iteration that the user names; None for the tracker's.
 
     Returns:
         The assessment; None without a tracker, or for a checkpoint in another format than torch_dist, which stock
@@ -47,7 +45,7 @@ def iteration_health_of(run: Path, step: int | None = None) -> IterationHealth |
     tracker = read_tracker(run / TRACKER_FILE)
     if step is None and (tracker is None or tracker.names_release):
         return None
-    iterations = _iterations(run)
+    iterations = {number: path for number, path in iteration_folders(run).items() if path.is_dir()}  # newest first
     wanted = tracker.iteration if step is None and tracker else step
     if wanted is None:
         problem = f"{run / TRACKER_FILE} names no iteration, it holds {tracker.text if tracker else ''!r}"
@@ -55,17 +53,13 @@ def iteration_health_of(run: Path, step: int | None = None) -> IterationHealth |
             "what the tracker names", (problem,), _newest_complete(iterations), (), has_tracker=False
         )
     folder = iterations.get(wanted, run / iteration_name(wanted))
-    if _is_of_another_format(folder):
+    found = format_of(folder)
+    if found is not None and METADATA_FILE not in found.required_files:
         return None
     problems = problems_of(folder)
     later = tuple(number for number, newer in iterations.items() if number > wanted and problems_of(newer))
     others = {number: path for number, path in iterations.items() if number != wanted and plain_backend(path) is None}
     return IterationHealth(f"iteration {wanted}", problems, _newest_complete(others) if problems else None, later)
-
-
-def _is_of_another_format(folder: Path) -> bool:
-    found = format_of(folder)
-    return found is not None and METADATA_FILE not in found.required_files
 
 
 def problems_of(folder: Path) -> tuple[str, ...]:
@@ -77,11 +71,6 @@ def problems_of(folder: Path) -> tuple[str, ...]:
     except (CheckpointError, OSError) as error:
         return (str(error),)
     return tuple(f"{finding.where}: {finding.what}" for finding in found.findings if finding.severity == "error")
-
-
-def _iterations(run: Path) -> dict[int, Path]:
-    """Return the iteration folders by number, newest first."""
-    return {number: path for number, path in iteration_folders(run).items() if path.is_dir()}
 
 
 def _newest_complete(iterations: dict[int, Path]) -> int | None:

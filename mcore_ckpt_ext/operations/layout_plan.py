@@ -20,7 +20,7 @@ from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, Search, SearchRequest, search
+from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, search
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of
 from mcore_ckpt_ext.operations.parameter_table import table_of
@@ -181,7 +181,9 @@ def plan(
             gpu_memory=request.memory,
             gpu_memory_source=source,
             excluded=dict(result.excluded),
-            nearest=_nearest(result),
+            nearest=tuple(
+                (str(layout), reason) for _, layout, reason in sorted(result.nearest.values(), key=lambda one: one[0])
+            ),
             unknown=unknown_arguments(job),
         )
 
@@ -296,9 +298,3 @@ def _planned(
         flags=" ".join(flags_of(one)),
         notes=tuple(notes_of(one, job, keeps)),
     )
-
-
-def _nearest(result: Search) -> tuple[tuple[str, str], ...]:
-    """Return for each rule the excluded layout that is nearest to the old one, nearest first."""
-    by_distance = sorted(result.nearest.values(), key=lambda one: one[0])
-    return tuple((str(layout), reason) for _, layout, reason in by_distance)

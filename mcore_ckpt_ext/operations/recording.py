@@ -11,12 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import (
-    CheckpointError,
-    UnreadableCheckpointError,
-    reraise_as_unreadable,
-    unreadable_file,
-)
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, reraise_as_unreadable, unreadable_file
 from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.lazy_torch import torch
@@ -114,12 +109,7 @@ class Digests:
 def record(path: Path, folder: Path, content: Content, digests: Digests, workers: Workers) -> None:
     """Write the manifest of a checkpoint, atomically.
 
-    Args:
-        path: the manifest; if it lies in the checkpoint's folder, it does not list itself.
-        folder: the checkpoint's folder.
-        content: its tensors.
-        digests: digests of files and tensors that have been read already.
-        workers: the threads that share the reading; the first process writes.
+    The manifest does not list itself. `digests`: of files and tensors that have been read already.
 
     Raises:
         CheckpointError: a tensor or a file cannot be read.
@@ -143,15 +133,8 @@ def compare(
 ) -> None:
     """Compare the files of a checkpoint with a manifest, and its tensors if a file differs.
 
-    Args:
-        manifest: the recorded digests.
-        path: the manifest's path; if it lies in the folder, it is no file of the checkpoint.
-        folder: the checkpoint's folder.
-        content: its tensors; None if it cannot be opened.
-        digests: digests of files and tensors that have been read already.
-        workers: the threads that share the reading; each process has all results.
-        results: receives findings and checks.
-        files_suffice: all tensors are in these files, so that equal files mean equal tensors.
+    `content` is None if the checkpoint cannot be opened. `files_suffice`: all tensors are in these files, so that equal
+    files mean equal tensors. For the other arguments see `record`.
     """
     before = len(results.findings)
     try:
@@ -176,11 +159,7 @@ def compare(
 
 
 def compare_tensors(
-    manifest: Manifest,
-    content: Content | None,
-    digests: Digests,
-    workers: Workers,
-    results: Results,
+    manifest: Manifest, content: Content | None, digests: Digests, workers: Workers, results: Results
 ) -> None:
     """Compare the tensors of a checkpoint with a manifest, not its files; for the arguments see `record`."""
     if not manifest.has_tensors or content is None:

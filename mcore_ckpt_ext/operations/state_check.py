@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.portable_state import once, portable_group
@@ -22,10 +23,7 @@ _FILES_GONE = "files of the optimizer's state are missing or cut off"
 class StateCheck:
     """The checks of one checkpoint's optimizer state.
 
-    Args:
-        checkpoint: an open checkpoint.
-        results: receives findings and checks.
-        failed: files that are missing or truncated, and have a finding already.
+    `failed`: files that are missing or truncated, and have a finding already.
     """
 
     def __init__(self, checkpoint: CheckpointView, results: Results, failed: set[str]) -> None:
@@ -67,18 +65,16 @@ class StateCheck:
                 findings.append(error(COMPLETE, self._folder, what))
             findings.extend(check_settings(checkpoint, groups))
             optimizer = checkpoint.optimizer
-            for buffers in optimizer.buffers:
-                findings.extend([*check_arrays(buffers), *check_groups(buffers)])
-                if not self._recover_packing(buffers):
-                    return False
-            findings.extend([*check_state(checkpoint), *check_group_of_each(checkpoint, groups)])
-            what = f"optimizer state of {len(optimizer.names()):,} parameters"
-            self._results.checks.append(Check(COVERED, what))
-            return True
+            if all(map(self._recover_packing, optimizer.buffers)):
+                findings.extend([*check_state(checkpoint), *check_group_of_each(checkpoint, groups)])
+                what = f"optimizer state of {len(optimizer.names()):,} parameters"
+                self._results.checks.append(Check(COVERED, what))
+                return True
         return False
 
     def _recover_packing(self, optimizer: Buffers) -> bool:
         findings, checks = self._results.findings, self._results.checks
+        findings.extend([*check_arrays(optimizer), *check_groups(optimizer)])
         arrays = [array for of_group in optimizer.arrays.values() for array in of_group.values()]
         if self._failed & {piece.extent.file for array in arrays for piece in array.pieces}:
             checks.append(Check(PROOF, _FILES_GONE, done=False))
@@ -98,32 +94,19 @@ class StateCheck:
             return recovered and not problems
         return recovered
 
-    def _refusals(self, check: str, where: str = "") -> _FindingOnRefusal:
-        return _FindingOnRefusal(self._results, self._failed, check, where or self._folder)
-
-
-class _FindingOnRefusal:
-    """A context that turns a refusal to read the optimizer into a finding."""
-
-    def __init__(self, results: Results, failed: set[str], check: str, where: str) -> None:
-        self._results, self._failed, self._check, self._where = results, failed, check, where
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(problem, CheckpointError):
-            return False
-        findings, checks = self._results.findings, self._results.checks
-        if any(file in str(problem) for file in self._failed):
-            # The file has a finding already.
-            checks.append(Check(self._check, _FILES_GONE, done=False))
-        elif isinstance(problem, UnsupportedCheckpointError):
-            # Unsupported state is not an error.
-            findings.append(warning(self._check, self._where, str(problem)))
-            checks.append(Check(self._check, str(problem).partition(";")[0], done=False))
-        else:
-            findings.append(error(self._check, self._where, str(problem)))
-        return True
+    @contextmanager
+    def _refusals(self, check: str, where: str = "") -> Iterator[None]:
+        """Turn a refusal to read the optimizer into a finding."""
+        findings, checks, where = self._results.findings, self._results.checks, where or self._folder
+        try:
+            yield
+        except CheckpointError as problem:
+            if any(file in str(problem) for file in self._failed):
+                # The file has a finding already.
+                checks.append(Check(check, _FILES_GONE, done=False))
+            elif isinstance(problem, UnsupportedCheckpointError):
+                # Unsupported state is not an error.
+                findings.append(warning(check, where, str(problem)))
+                checks.append(Check(check, str(problem).partition(";")[0], done=False))
+            else:
+                findings.append(error(check, where, str(problem)))

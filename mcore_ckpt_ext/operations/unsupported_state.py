@@ -28,10 +28,7 @@ def resolve_dropped_state(
 ) -> tuple[CheckpointView, list[UnreadState]]:
     """Return the checkpoint without dropped state, and the list of state that the conversion leaves out.
 
-    Args:
-        checkpoint: the source.
-        target: the format to write.
-        drop: kinds of optimizer state that the user gives up; `optimizer` for all of it.
+    `drop`: kinds of optimizer state that the user gives up; `optimizer` for all of it.
 
     Raises:
         UnsupportedCheckpointError: optimizer state would be lost.

@@ -32,7 +32,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.completeness import check_folder, check_index, check_index_file, find_checkpoint
 from mcore_ckpt_ext.operations.content import check_parameters
-from mcore_ckpt_ext.operations.coverage import check_weights
+from mcore_ckpt_ext.operations.coverage import check_kind
 from mcore_ckpt_ext.operations.findings import (
     COMPLETE,
     COVERED,
@@ -211,7 +211,7 @@ class _Run:
             counter.finish()
 
     def _check_weights(self, checkpoint: CheckpointView) -> None:
-        self.results.findings.extend(check_weights(checkpoint))
+        self.results.findings.extend(check_kind(checkpoint, WEIGHT))
         self.results.checks.append(Check(COVERED, f"{len(checkpoint.names(WEIGHT)):,} weights"))
         self._check_known(checkpoint)
 

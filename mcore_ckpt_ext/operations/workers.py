@@ -87,18 +87,11 @@ def share_of(sizes: Sequence[int], rank: int, size: int) -> list[int]:
 
 
 def map_shares(
-    team: Team,
-    work: Callable[[Sequence[Item]], Iterable[Result]],
-    items: Sequence[Item],
-    size: Callable[[Item], int],
+    team: Team, work: Callable[[Sequence[Item]], Iterable[Result]], items: Sequence[Item], size: Callable[[Item], int]
 ) -> list[Result]:
     """Let each process work on a share of the items.
 
-    Args:
-        team: the processes; each calls this with the same items.
-        work: returns the results of its items, in their order.
-        items: the same in every process.
-        size: returns the approximate cost of an item, in any unit.
+    Each process calls this with the same items. `size` returns the approximate cost of an item, in any unit.
 
     Returns:
         The results of all items, in their order, in every process.

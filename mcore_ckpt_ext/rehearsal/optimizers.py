@@ -20,9 +20,7 @@ _FUSED_ADAM = frozenset({"bias_correction"})
 class SimulatedAdam:
     """The inner optimizer on GPUs: FusedAdam of Transformer Engine or Apex, as `load_facts` reads it.
 
-    Attributes:
-        param_groups: its parameter groups.
-        store_param_remainders: whether it keeps only the lower 16 bits of the masters.
+    `store_param_remainders`: whether it keeps only the lower 16 bits of the masters.
     """
 
     param_groups: Sequence[dict[str, Any]]
@@ -43,7 +41,6 @@ class SimulatedDistributed:
     """DistributedOptimizer.
 
     Attributes:
-        optimizer: the inner optimizer.
         config: the settings that the adapters of live optimizers read.
         gbuf_ranges: the dtypes of its gradient buffers, which contain no parameters here.
         model_param_group_index_map: a tensor of each dtype of its parameters.
@@ -67,12 +64,8 @@ def simulated_chain(
 ) -> Chain:
     """Return the optimizers of a job that uses Adam.
 
-    Args:
-        running: the job's arguments.
-        groups: the parameter groups of each of its optimizers.
-        dtypes: the dtypes of its parameters.
-        has_remainders: whether the checkpoint has remainders. It is assumed that the job's optimizer then uses them,
-            which depends on installed packages.
+    If the checkpoint has remainders, it is assumed that the job's optimizer uses them, which depends on installed
+    packages.
     """
     is_aware = bool(running.use_precision_aware_optimizer)
     kind = SimulatedOffloaded if running.optimizer_cpu_offload else SimulatedAdam

@@ -34,11 +34,7 @@ _KIND = "whole masters"
 
 @dataclass(frozen=True, eq=False)
 class SimulatedShard(Shard):
-    """A simulated rank's shard of one parameter in its optimizer; the weight is the checkpoint's.
-
-    Attributes:
-        checkpoint: the source of the weight.
-    """
+    """A simulated rank's shard of one parameter in its optimizer; the weight is the checkpoint's."""
 
     checkpoint: CheckpointView
 
@@ -68,11 +64,7 @@ class Held:
 
 
 class SimulatedJob:
-    """All ranks of a job that would resume a checkpoint, with the checkpoint's own model.
-
-    Attributes:
-        models: the local parameters of every rank.
-    """
+    """All ranks of a job that would resume a checkpoint, with the checkpoint's own model."""
 
     def __init__(self, checkpoint: CheckpointView, arguments: JobArguments, version: Version) -> None:
         """Raise UnsupportedCheckpointError if the job's distribution of the model is unknown."""

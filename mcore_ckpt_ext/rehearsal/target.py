@@ -79,8 +79,6 @@ class TargetJob:
     """The job that resumes.
 
     Attributes:
-        arguments: Megatron's arguments.
-        layout: its layout.
         flags: flags for its command line.
         refused: why Megatron does not accept the layout; None if it does.
     """
@@ -101,13 +99,8 @@ def target_job(
 ) -> TargetJob:
     """Return the job of a checkpoint under another layout.
 
-    Args:
-        checkpoint: the checkpoint that it resumes.
-        written: the arguments of the job that wrote it.
-        gpus: number of ranks.
-        sizes: the size of each dimension, by its name in `ParallelLayout`.
-        version: Megatron's version.
-        changes: arguments that differ, other than the layout.
+    `sizes`: the size of each dimension, by its name in `ParallelLayout`. `changes`: arguments that differ, other than
+    the layout.
 
     Raises:
         UnsupportedCheckpointError: the checkpoint does not describe its model sufficiently.

@@ -26,9 +26,7 @@ class Job:
 
     Attributes:
         name: unique; its folders are named after it.
-        model: name of the model.
         format: optimizer format of its checkpoint.
-        layout: its parallel layout.
         check: what it tests.
         arguments: Megatron's command line, without paths.
         environment: environment variables to set for it.
@@ -54,8 +52,6 @@ class Machine:
     """The resources of the self-test.
 
     Attributes:
-        ranks: number of ranks.
-        backend: backend of torch.distributed.
         no_engine: why Transformer Engine's layers are unavailable; empty if they are available.
         no_fp8: why fp8 is unavailable; empty if it is available.
         no_blockwise: why fp8 with a scale for each block is unavailable; empty if it is available.
@@ -121,8 +117,6 @@ class JobResult:
     """The result of a finished job.
 
     Attributes:
-        name: name of the job.
-        seconds: duration of the job.
         setup_seconds: duration of setting up model and optimizer and loading the checkpoint.
         elements: number of elements of weights and optimizer state in the state that was compared or saved.
         differences: differences from the state at the save; empty if there are none.

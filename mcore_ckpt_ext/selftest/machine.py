@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -13,6 +13,7 @@ from mcore_ckpt_ext.devices import accelerator_type, device_module, driver_versi
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.group_device import default_backend
 from mcore_ckpt_ext.selftest.jobs import Machine
+from mcore_ckpt_ext.versions import installed_version
 
 _ON_CPU = "the demonstration of the repository runs on the CPU: python3 scripts/demo.py"
 _DISTRIBUTIONS = ("megatron-core", "transformer-engine", "apex", "nvidia-resiliency-ext")
@@ -65,17 +66,10 @@ def device_name() -> str:
 
 def versions() -> Mapping[str, str]:
     """Return the versions of installed packages and drivers that affect the test."""
-    installed = {name: _version(name) for name in _DISTRIBUTIONS}
+    installed = {name: installed_version(name) for name in _DISTRIBUTIONS}
     own = {"mcore_ckpt_ext": mcore_ckpt_ext.__version__, "torch": torch.__version__}
     found = {**own, **installed, **driver_versions()}
     return {name: version for name, version in found.items() if version}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _engine() -> tuple[str, str, str]:

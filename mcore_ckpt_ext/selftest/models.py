@@ -17,7 +17,6 @@ class Model:
     """Sizes of a model.
 
     Attributes:
-        hidden: hidden size.
         heads: number of attention heads, which is the largest possible number of tensor-parallel ranks.
         sequence: length of a sample.
         vocabulary: rows of the padded vocabulary.

@@ -516,7 +516,7 @@ def test_chunks_taken_out_of_the_index_are_missed(damaged: Fixture) -> None:
     for key in ("decoder.layers.mlp.linear_fc1.weight", bucket):
         arrays[key] = replace(arrays[key], chunks=arrays[key].chunks[1:])
     checkpoint.format_reader.index = replace(checkpoint.format_reader.index, arrays=arrays)
-    (weight,) = coverage.check_weights(checkpoint)
+    (weight,) = coverage.check_kind(checkpoint, WEIGHT)
     assert (weight.check, weight.where) == (COVERED, "weight decoder.layers.0.mlp.linear_fc1.weight")
     (flat,) = coverage.check_arrays(checkpoint.optimizer)
     assert "dp_group_idx_0" in flat.where

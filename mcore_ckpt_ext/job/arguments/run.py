@@ -121,8 +121,7 @@ class RunTable:
     mamba_num_groups = Argument(ELEMENT_COUNT.default(8), changes(WITH_PATTERN), value(WITH_PATTERN), since="0.12")
     mamba_num_heads = Argument(ELEMENT_COUNT.optional, changes(WITH_PATTERN), value(WITH_PATTERN), since="0.13")
     spec = Argument(
-        ANYTHING.optional,
-        Noted("the job builds its layers with its own module, whose computation is unknown"),
+        ANYTHING.optional, Noted("the job builds its layers with its own module, whose computation is unknown")
     )
     hetereogenous_dist_checkpoint = Argument(SWITCH.optional, NOTHING, is_parsed=False)
     heterogeneous_layers_config_path = Argument(TEXT.optional, NOTHING, value(WITH_BLOCKS), since="0.12")
