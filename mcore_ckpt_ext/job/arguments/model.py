@@ -52,6 +52,12 @@ from mcore_ckpt_ext.job.arguments.row import (
     value,
 )
 
+# The effect, the flag and Megatron-Bridge's field of most arguments of a part of the model.
+_EXPERTS = (changes(WITH_EXPERTS), value(WITH_EXPERTS), bridge(WITH_EXPERTS))
+_INDEXER = (changes(WITH_VARIANT), value(WITH_INDEXED), bridge(WITH_SPARSE))
+_LINEAR = (changes(WITH_VARIANT), value(WITH_LINEAR), bridge(WITH_DELTA_NET))
+_LATENT = (changes(WITH_LATENT), value(WITH_LATENT), bridge(WITH_LATENT))
+
 
 class ModelTable:
     """The arguments that define a model."""
@@ -134,31 +140,19 @@ class ModelTable:
         bridge(WITH_EXPERTS),
         since="0.10",
     )
-    moe_router_topk = Argument(COUNT.default(2), changes(WITH_EXPERTS), value(WITH_EXPERTS), bridge(WITH_EXPERTS))
-    moe_layer_freq = Argument(
-        FREQUENCY.default(1), changes(WITH_EXPERTS), value(WITH_EXPERTS), bridge(WITH_EXPERTS), since="0.10"
-    )
+    moe_router_topk = Argument(COUNT.default(2), *_EXPERTS)
+    moe_layer_freq = Argument(FREQUENCY.default(1), *_EXPERTS, since="0.10")
     moe_router_pre_softmax = Argument(
         SWITCH.default(False), changes(WITH_SOFTMAX), ON, bridge(WITH_EXPERTS), since="0.8"
     )
-    moe_router_score_function = Argument(
-        TEXT.default("softmax"), changes(WITH_EXPERTS), value(WITH_EXPERTS), bridge(WITH_EXPERTS), since="0.11"
-    )
+    moe_router_score_function = Argument(TEXT.default("softmax"), *_EXPERTS, since="0.11")
     moe_router_enable_expert_bias = Argument(
         SWITCH.default(False), changes(WITH_EXPERTS), ON, bridge(WITH_EXPERTS), since="0.11"
     )
-    moe_router_topk_scaling_factor = Argument(
-        NUMBER.optional, changes(WITH_EXPERTS), value(WITH_EXPERTS), bridge(WITH_EXPERTS), since="0.11"
-    )
-    moe_router_num_groups = Argument(
-        COUNT.optional, changes(WITH_EXPERTS), value(WITH_EXPERTS), bridge(WITH_EXPERTS), since="0.11"
-    )
-    moe_router_group_topk = Argument(
-        COUNT.optional, changes(WITH_EXPERTS), value(WITH_EXPERTS), bridge(WITH_EXPERTS), since="0.11"
-    )
-    moe_shared_expert_intermediate_size = Argument(
-        ELEMENT_COUNT.optional, changes(WITH_EXPERTS), value(WITH_EXPERTS), bridge(WITH_EXPERTS), since="0.10"
-    )
+    moe_router_topk_scaling_factor = Argument(NUMBER.optional, *_EXPERTS, since="0.11")
+    moe_router_num_groups = Argument(COUNT.optional, *_EXPERTS, since="0.11")
+    moe_router_group_topk = Argument(COUNT.optional, *_EXPERTS, since="0.11")
+    moe_shared_expert_intermediate_size = Argument(ELEMENT_COUNT.optional, *_EXPERTS, since="0.10")
     moe_shared_expert_gate = Argument(
         SWITCH.default(False), changes(WITH_SHARED_EXPERT), ON, bridge(WITH_EXPERTS), since="0.16"
     )
@@ -168,21 +162,11 @@ class ModelTable:
     experimental_attention_variant = Argument(
         TEXT.optional, CHANGES, value(WITH_INDEXED, WITH_LINEAR), bridge(WITH_DELTA_NET, WITH_SPARSE), since="0.16"
     )
-    dsa_indexer_n_heads = Argument(
-        COUNT.optional, changes(WITH_VARIANT), value(WITH_INDEXED), bridge(WITH_SPARSE), since="0.16"
-    )
-    dsa_indexer_head_dim = Argument(
-        ELEMENT_COUNT.optional, changes(WITH_VARIANT), value(WITH_INDEXED), bridge(WITH_SPARSE), since="0.16"
-    )
-    dsa_indexer_topk = Argument(
-        ELEMENT_COUNT.optional, changes(WITH_VARIANT), value(WITH_INDEXED), bridge(WITH_SPARSE), since="0.16"
-    )
-    dsa_indexer_topk_freq = Argument(
-        LAYER_COUNT.default(1), changes(WITH_VARIANT), value(WITH_INDEXED), bridge(WITH_SPARSE), since="0.19"
-    )
-    dsa_indexer_skip_topk_offset = Argument(
-        LAYER_COUNT.default(0), changes(WITH_VARIANT), value(WITH_INDEXED), bridge(WITH_SPARSE), since="0.19"
-    )
+    dsa_indexer_n_heads = Argument(COUNT.optional, *_INDEXER, since="0.16")
+    dsa_indexer_head_dim = Argument(ELEMENT_COUNT.optional, *_INDEXER, since="0.16")
+    dsa_indexer_topk = Argument(ELEMENT_COUNT.optional, *_INDEXER, since="0.16")
+    dsa_indexer_topk_freq = Argument(LAYER_COUNT.default(1), *_INDEXER, since="0.19")
+    dsa_indexer_skip_topk_offset = Argument(LAYER_COUNT.default(0), *_INDEXER, since="0.19")
     dsa_indexer_rope_interleaved = Argument(
         SWITCH.default(False), changes(WITH_VARIANT), ON, bridge(WITH_SPARSE), since="0.19"
     )
@@ -196,49 +180,25 @@ class ModelTable:
     dsa_indexer_scoring_relu = Argument(
         SWITCH.default(True), changes(WITH_VARIANT), None, bridge(WITH_SPARSE), since="0.19"
     )
-    dsa_indexer_k_norm_epsilon = Argument(
-        NOT_NEGATIVE.optional, changes(WITH_VARIANT), value(WITH_INDEXED), bridge(WITH_SPARSE), since="0.19"
-    )
+    dsa_indexer_k_norm_epsilon = Argument(NOT_NEGATIVE.optional, *_INDEXER, since="0.19")
     dsa_indexer_k_norm_fp32 = Argument(
         SWITCH.default(False), changes(WITH_VARIANT), None, bridge(WITH_SPARSE), since="0.19"
     )
-    linear_attention_freq = Argument(
-        FREQUENCY.optional, changes(WITH_VARIANT), value(WITH_LINEAR), bridge(WITH_DELTA_NET), since="0.16"
-    )
-    linear_conv_kernel_dim = Argument(
-        ELEMENT_COUNT.default(4), changes(WITH_VARIANT), value(WITH_LINEAR), bridge(WITH_DELTA_NET), since="0.16"
-    )
-    linear_key_head_dim = Argument(
-        ELEMENT_COUNT.default(128), changes(WITH_VARIANT), value(WITH_LINEAR), bridge(WITH_DELTA_NET), since="0.16"
-    )
-    linear_value_head_dim = Argument(
-        ELEMENT_COUNT.default(128), changes(WITH_VARIANT), value(WITH_LINEAR), bridge(WITH_DELTA_NET), since="0.16"
-    )
-    linear_num_key_heads = Argument(
-        COUNT.default(16), changes(WITH_VARIANT), value(WITH_LINEAR), bridge(WITH_DELTA_NET), since="0.16"
-    )
-    linear_num_value_heads = Argument(
-        COUNT.default(32), changes(WITH_VARIANT), value(WITH_LINEAR), bridge(WITH_DELTA_NET), since="0.16"
-    )
+    linear_attention_freq = Argument(FREQUENCY.optional, *_LINEAR, since="0.16")
+    linear_conv_kernel_dim = Argument(ELEMENT_COUNT.default(4), *_LINEAR, since="0.16")
+    linear_key_head_dim = Argument(ELEMENT_COUNT.default(128), *_LINEAR, since="0.16")
+    linear_value_head_dim = Argument(ELEMENT_COUNT.default(128), *_LINEAR, since="0.16")
+    linear_num_key_heads = Argument(COUNT.default(16), *_LINEAR, since="0.16")
+    linear_num_value_heads = Argument(COUNT.default(32), *_LINEAR, since="0.16")
 
     # Latent attention.
     multi_latent_attention = Argument(SWITCH.default(False), CHANGES, ON, bridge(WITH_LATENT), since="0.10")
-    q_lora_rank = Argument(
-        ELEMENT_COUNT.optional, changes(WITH_LATENT), value(WITH_LATENT), bridge(WITH_LATENT), since="0.10"
-    )
-    kv_lora_rank = Argument(
-        ELEMENT_COUNT.default(32), changes(WITH_LATENT), value(WITH_LATENT), bridge(WITH_LATENT), since="0.10"
-    )
-    qk_head_dim = Argument(
-        ELEMENT_COUNT.default(128), changes(WITH_LATENT), value(WITH_LATENT), bridge(WITH_LATENT), since="0.10"
-    )
-    qk_pos_emb_head_dim = Argument(
-        ELEMENT_COUNT.default(64), changes(WITH_LATENT), value(WITH_LATENT), bridge(WITH_LATENT), since="0.10"
-    )
-    v_head_dim = Argument(
-        ELEMENT_COUNT.default(128), changes(WITH_LATENT), value(WITH_LATENT), bridge(WITH_LATENT), since="0.10"
-    )
-    rope_type = Argument(TEXT.optional, changes(WITH_LATENT), value(WITH_LATENT), bridge(WITH_LATENT), since="0.14")
+    q_lora_rank = Argument(ELEMENT_COUNT.optional, *_LATENT, since="0.10")
+    kv_lora_rank = Argument(ELEMENT_COUNT.default(32), *_LATENT, since="0.10")
+    qk_head_dim = Argument(ELEMENT_COUNT.default(128), *_LATENT, since="0.10")
+    qk_pos_emb_head_dim = Argument(ELEMENT_COUNT.default(64), *_LATENT, since="0.10")
+    v_head_dim = Argument(ELEMENT_COUNT.default(128), *_LATENT, since="0.10")
+    rope_type = Argument(TEXT.optional, *_LATENT, since="0.14")
     beta_fast = Argument(ABOVE_ZERO.default(32), changes(WITH_LATENT), None, bridge(WITH_LATENT), is_parsed=False)
     beta_slow = Argument(ABOVE_ZERO.default(1), changes(WITH_LATENT), None, bridge(WITH_LATENT), is_parsed=False)
     original_max_position_embeddings = Argument(
