@@ -254,6 +254,7 @@ def test_a_merged_model_is_the_base_but_for_its_weights(name: str, tmp_path: Pat
     assert answers(view.weights, [WEIGHT], asked, Weights) == answers(base.weights, [WEIGHT], asked, Weights)
     derived = [one for one in base.names(WEIGHT) if view.derivation(WEIGHT, one) is not None]
     assert derived == ["decoder.layers.0.self_attention.linear_proj.weight"]
+    assert (view.sharded_keys(), view.extra_states()) == (base.sharded_keys(), base.extra_states())
 
 
 @pytest.mark.parametrize("spec", ["transformer_engine", "local"])

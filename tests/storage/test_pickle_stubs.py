@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_ckpt_ext.storage.dcp_index import read_index
-from mcore_ckpt_ext.storage.pickle_stubs import TensorProperties
+from mcore_ckpt_ext.storage.pickle_stubs import TensorProperties, record_class
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -44,3 +44,10 @@ def test_strides_are_numbers(strides: tuple[int, ...] | None) -> None:
 def test_nothing_else_is_a_property(state: tuple[object, ...]) -> None:
     with pytest.raises(TypeError, match="of a tensor (are not all integers|have an invalid type)"):
         TensorProperties().__setstate__(state)
+
+
+def test_a_record_is_shown_without_its_attributes() -> None:
+    """They may refer to the record itself."""
+    record = record_class("Metadata")()
+    record.__setstate__({"itself": record})
+    assert repr(record) == "<Metadata>"

@@ -49,6 +49,14 @@ class Custom:
         self.value = 7
 
 
+class CustomList(list[int]):
+    pass
+
+
+class CustomDict(dict[str, int]):
+    pass
+
+
 @pytest.mark.parametrize(
     ("attack", "name"),
     [
@@ -84,6 +92,16 @@ def test_unknown_classes_become_inert_placeholders() -> None:
     assert isinstance(loaded["custom"], Placeholder) and loaded["custom"].value == 7
     assert isinstance(loaded["colour"], Placeholder) and loaded["colour"].arguments in ((3,), ("RED",))
     assert loaded["list"] == [1, (2,)]
+
+
+@pytest.mark.parametrize(("value", "items", "entries"), [
+    (CustomList([1]), [1], []), (CustomList([1, 2]), [1, 2], []), (CustomDict(a=1, b=2), [], [("a", 1), ("b", 2)]),
+])  # fmt: skip
+def test_placeholders_of_containers_keep_what_they_contain(
+    value: object, items: list[int], entries: list[tuple[str, int]]
+) -> None:
+    origin = origin_of(safe_loads(pickle.dumps(value), "here"))
+    assert (origin.items, origin.entries) == (items, entries)
 
 
 def test_values_of_checkpoints_are_read_unchanged() -> None:

@@ -55,10 +55,17 @@ def test_the_step_of_offloaded_parameters_is_in_the_optimizer_that_steps_them(mo
         [weight], 0.5, torch.optim.AdamW, torch.optim.AdamW, param_update_in_fp32=True,
         overlap_cpu_optimizer_d2h_h2d=False, lr=0.5,
     )  # fmt: skip
-    adapter = OffloadedAdapter(SimpleNamespace(optimizer=hybrid, grad_scaler=None))
+    places = {weight: (0, 0)}
+    adapter = OffloadedAdapter(SimpleNamespace(optimizer=hybrid, grad_scaler=None, model_param_group_index_map=places))
     assert adapter.kind == "CPU offload of 0.5"
     adapter.finish([{"lr": 0.25, "step": 7}], None)
     (inner,) = hybrid.sub_optimizers
     hybrid._sync_hdo_param_groups_to_sub_optimizers()
     assert [(group["lr"], "step" in group) for group in inner.param_groups] == [(0.25, False)]
     assert [state["step"].item() for state in inner.state.values()] == [7]
+    own = LiveParameter(weight, (Region.whole("weight", SHAPE),), {}, may_pad=False)
+    shard = LiveShard(own, Slice.whole(own.regions), (), adapter)
+    master = adapter.master(shard)
+    place = master.data_ptr()
+    adapter.set_master(shard, NEW)
+    assert torch.equal(adapter.master(shard), NEW) and adapter.master(shard).data_ptr() == place  # it may be pinned
