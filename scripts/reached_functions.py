@@ -3,8 +3,9 @@
     REACHED_FUNCTIONS=FOLDER python -m pytest -p reached_functions tests
 
 Each process appends a line of JSON for each passed test to a file of its own in the folder, and first one for what is
-entered while the tests are imported. Of a test that starts other processes it is recorded that it does, but not what
-they enter. What a fixture of several tests does counts for the first of them only. Needs Python 3.12
+entered while the tests are imported. Processes that a test starts append what they enter
+(`recorded_children/sitecustomize.py`), unless they get neither PYTHONPATH nor the name of the test: it is recorded that
+there are such processes. What a fixture of several tests does counts for the first of them only. Needs Python 3.12
 (`sys.monitoring`).
 """
 
@@ -14,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +23,14 @@ from types import CodeType
 from typing import Any
 
 import pytest
+from recorded_children.sitecustomize import write_entered
 
 VARIABLE = "REACHED_FUNCTIONS"
+_IMPORT = ""  # the name of the test for what is entered while tests are imported
 _TOOL = sys.monitoring.COVERAGE_ID
 _ENTRY = sys.monitoring.events.PY_START
 _PACKAGE = str(Path(__file__).parents[1] / "mcore_ckpt_ext")
+_CHILDREN = str(Path(__file__).parent / "recorded_children")
 _STARTED_PROCESS = {"subprocess.Popen", "os.fork", "os.posix_spawn"}  # audit events
 
 Function = tuple[str, str]
@@ -39,8 +44,8 @@ class RecordedTest:
     Attributes:
         name: its node identifier.
         seconds: how long it took, with its fixtures.
-        entered: the functions that it entered in its own process.
-        starts_processes: whether it started others, which may enter any function.
+        entered: the functions that it entered.
+        starts_processes: whether it started other processes, which may enter functions that are not recorded.
     """
 
     name: str
@@ -56,6 +61,8 @@ class Recorder:
         self.entered: set[Function] = set()
         self.starts_processes = False
         self.failed = False
+        self._process = os.getpid()
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_CHILDREN, os.environ.get("PYTHONPATH"))))
         self._events = _STARTED_PROCESS  # for the hook, which runs until Python has ended
         sys.addaudithook(self._audit)
         sys.monitoring.use_tool_id(_TOOL, __name__)
@@ -63,7 +70,9 @@ class Recorder:
         sys.monitoring.set_events(_TOOL, _ENTRY)
 
     def _enter(self, code: CodeType, offset: int) -> object:
-        if code.co_filename.startswith(_PACKAGE):
+        if os.getpid() != self._process:  # forked by a test
+            write_entered(code)
+        elif code.co_filename.startswith(_PACKAGE):
             path = Path(code.co_filename).relative_to(Path(_PACKAGE).parent).as_posix()
             self.entered.add((path, code.co_qualname))
         return sys.monitoring.DISABLE
@@ -77,7 +86,7 @@ class Recorder:
 
     def pytest_collection_finish(self) -> None:
         """Write down what the import of the tests entered."""
-        self._write("", 0.0)
+        self._write(_IMPORT, 0.0)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
@@ -115,14 +124,18 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
 def recorded_tests(folder: Path) -> tuple[list[RecordedTest], frozenset[Function]]:
     """Return the tests that were recorded in a folder, and the functions that their import entered."""
-    tests: list[RecordedTest] = []
-    imported: set[Function] = set()
+    passed: dict[str, tuple[float, bool]] = {}
+    entered: defaultdict[str, set[Function]] = defaultdict(set)
     for path in folder.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             record = json.loads(line)
-            entered = frozenset((module, function) for module, function in record["entered"])
-            if record["test"]:
-                tests.append(RecordedTest(record["test"], record["seconds"], entered, record["starts_processes"]))
-            else:
-                imported |= entered
-    return tests, frozenset(imported)
+            entered[record["test"]] |= {(module, function) for module, function in record["entered"]}
+            if "seconds" in record:
+                passed[record["test"]] = record["seconds"], record["starts_processes"]
+    imported = frozenset(entered[_IMPORT])
+    tests = [
+        RecordedTest(name, seconds, frozenset(entered[name]), starts_processes)
+        for name, (seconds, starts_processes) in passed.items()
+        if name != _IMPORT
+    ]
+    return tests, imported
