@@ -38,7 +38,7 @@ def prepared(
 
     Args:
         folder: folder of the environment.
-        extras: `demo` or `demo,test,muon,docs`, as in pyproject.toml.
+        extras: `demo` or `demo,test,docs`, as in pyproject.toml.
         log: file for pip's output.
         pins: releases of other packages, like `torch==2.9.1`.
         version: version of Python, major and minor.

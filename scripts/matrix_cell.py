@@ -68,7 +68,7 @@ class Cell:
             SetupError: there is no suitable interpreter, or the installation failed.
         """
         if self.python is None and self.torch is None:
-            base = prepared(REPOSITORY / ".venv", "demo,test,muon,docs", log)
+            base = prepared(REPOSITORY / ".venv", "demo,test,docs", log)
             if not self.has_loop or self.megatron is None:
                 return base
             return prepared_with_megatron(base, REPOSITORY / f".venv-megatron-{self.megatron}", self.megatron, log)
@@ -78,8 +78,7 @@ class Cell:
         if version >= PYTHON:
             pins.append(f"megatron-core=={self.megatron if self.has_loop else MEGATRON}")
         name = "-".join([".venv-python" + ".".join(map(str, version)), *(pin.replace("==", "-") for pin in pins)])
-        extras = "megatron-dependencies,test,muon" if self.has_loop else "megatron-dependencies,test"
-        return prepared(REPOSITORY / name, extras, log, pins=pins, version=version)
+        return prepared(REPOSITORY / name, "megatron-dependencies,test", log, pins=pins, version=version)
 
 
 def parse_cell(words: Sequence[str]) -> tuple[Cell, list[str]]:

@@ -62,7 +62,7 @@ def main() -> int:
     log = REPOSITORY / ".venv-install.log"
     with ThreadPoolExecutor(1) as executor:  # for ColossalAI's environment, in parallel
         try:
-            python = prepared(REPOSITORY / ".venv", "demo,test,muon,docs", log)
+            python = prepared(REPOSITORY / ".venv", "demo,test,docs", log)
             other = None if quick else executor.submit(prepared_beside, python, REPOSITORY / ".venv-colossalai", log)
             status = _checks(python)
             beside = other and other.result()

@@ -126,7 +126,7 @@ def test_the_metadata_are_complete(wheel: zipfile.ZipFile) -> None:
     }
     assert len(found.get_all("Classifier", [])) > 5
     extras = set(found.get_all("Provides-Extra", []))
-    assert extras == {"completion", "demo", "docs", "megatron-dependencies", "muon", "remote", "test"}
+    assert extras == {"completion", "demo", "docs", "megatron-dependencies", "remote", "test"}
     needed = [line for line in found.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(re.split(r"[<>=]", line)[0] for line in needed) == [
         "isal",

@@ -107,7 +107,7 @@ def test_fast_load_agrees_with_stock(fixture: str, resumed: Results) -> None:
 @pytest.mark.parametrize("fixture", TORCH_DIST)
 def test_torch_dist_in_stock_megatron(fixture: str, resumed: Results) -> None:
     if {"muon", "dist_muon"} & set(TORCH_DIST[fixture][1].get("optimizer", ())):
-        pytest.importorskip("emerging_optimizers", reason="the extra `muon` installs it")
+        pytest.importorskip("emerging_optimizers", reason="the extra `test` installs it")
         if resumed.megatron == "0.16":
             pytest.skip("the Muon of 0.16 does not run with emerging-optimizers 0.3.0")
     job = resumed.job(fixture)
