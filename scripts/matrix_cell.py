@@ -14,6 +14,9 @@ FIRST_WITH_LOOP = (0, 17)
 # For the oldest Python, the oldest supported torch; for each other one, a torch that its users have.
 TORCH_OF_PYTHON = {(3, 10): "2.4.1", (3, 11): "2.9.1", (3, 12): "2.13.0", (3, 13): "2.15.0"}
 MEGATRON = "0.19.2"
+# 0.19.2 declares torch 2.6, but reads its common state with `torch.distributed.checkpoint.load(no_dist=True)`
+# (megatron/core/dist_checkpointing/strategies/torch.py), an argument that 2.6 does not have.
+TORCH_OF_MEGATRON = (2, 7)
 # Tests for releases of Megatron with a loop: hooks, saving, resuming.
 LOOP_TESTS = (
     "tests/megatron", "tests/patching", "tests/jobs/test_first_step.py", "tests/jobs/test_flags.py",
@@ -73,9 +76,10 @@ class Cell:
                 return base
             return prepared_with_megatron(base, REPOSITORY / f".venv-megatron-{self.megatron}", self.megatron, log)
         version = self.python or PYTHON
-        pins = [f"torch=={self.torch or TORCH_OF_PYTHON[version]}"]
+        torch = self.torch or TORCH_OF_PYTHON[version]
+        pins = [f"torch=={torch}"]
         # The wheels of 0.17 and later are for Python 3.12 and later; without Megatron, tests that need it are skipped.
-        if version >= PYTHON:
+        if version >= PYTHON and _numbers(torch) >= TORCH_OF_MEGATRON:
             pins.append(f"megatron-core=={self.megatron if self.has_loop else MEGATRON}")
         name = "-".join([".venv-python" + ".".join(map(str, version)), *(pin.replace("==", "-") for pin in pins)])
         return prepared(REPOSITORY / name, "megatron-dependencies,test", log, pins=pins, version=version)

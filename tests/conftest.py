@@ -56,17 +56,20 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 def _skipped_where_not_installable() -> Iterator[None]:
-    """Python 3.10 and 3.11 have no Megatron: PyPI has no wheels for them (`scripts/matrix_cell.py`).
+    """Skip a test in a cell of the test matrix that lacks what the test needs.
 
+    There is no Megatron with Python 3.10 and 3.11, and none with torch 2.6 (`scripts/matrix_cell.py`).
     transformers does not use torch before 2.6, and says so in words of each release (`is_torch_available` and
     `PYTORCH_IMPORT_ERROR`, transformers/utils/import_utils.py, 5.20.2 and 5.23.0).
     """
     try:
         return (yield)
     except ImportError as error:
-        if sys.version_info < (3, 12) and str(error.name).partition(".")[0] == "megatron":
-            pytest.skip("needs Megatron, whose wheels are for Python 3.12 and later")
-        if "PyTorch" in str(error) and (parse_version(torch.__version__) or ()) < (2, 6):
+        release = parse_version(torch.__version__) or ()
+        has_megatron = sys.version_info >= (3, 12) and release >= (2, 7)
+        if not has_megatron and str(error.name).partition(".")[0] == "megatron":
+            pytest.skip("needs Megatron, which needs Python 3.12 and torch 2.7 or later")
+        if "PyTorch" in str(error) and release < (2, 6):
             pytest.skip("needs transformers 5, which needs torch 2.6 or later")
         raise
 
