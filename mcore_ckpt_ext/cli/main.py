@@ -22,7 +22,7 @@ from mcore_ckpt_ext.cli.join import reports_errors
 from mcore_ckpt_ext.cli.json_output import print_error, wants_json
 from mcore_ckpt_ext.cli.output import error_message, line, message
 from mcore_ckpt_ext.cli.torch_plugins import failures_explained
-from mcore_ckpt_ext.errors import CheckpointError, UsageError
+from mcore_ckpt_ext.errors import CheckpointError, UsageError, io_hint
 
 # Each command is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`. It is imported when
 # it is called, so that `--help` does not import torch.
@@ -96,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with failures_explained():
             arguments, unknown = parser_of(words).parse_known_args(words)
             if unknown:
-                raise UsageError("there is no such option", found=" ".join(unknown))
+                is_option = unknown[0].startswith("-")
+                raise UsageError(f"there is no such {'option' if is_option else 'argument'}", found=" ".join(unknown))
             code: int = import_module(f"mcore_ckpt_ext.cli.{arguments.command}").run(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -111,7 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE
     except OSError as error:
         sentence = error.strerror or str(error)
-        details = {"where": str(error.filename)} if error.filename else {}
+        details = {"where": os.fsdecode(error.filename)} if error.filename else {}
+        if isinstance(error, PermissionError):
+            details["hint"] = io_hint(error)
         error_message(sentence, details)
         with contextlib.suppress(OSError):  # stdout itself may be closed
             report(UNUSABLE, type(error).__name__, sentence, details)

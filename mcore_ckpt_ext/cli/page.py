@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.output import json_text
-from mcore_ckpt_ext.errors import DestinationError, UsageError
+from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.comparison_result import Comparison
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.rehearsal.result import Rehearsal
 
 _BEGINNING = b"<!doctype html>"
+_PAGE = "the page"
 _DATA, _STYLE, _SCRIPT = "/*DATA*/", "/*STYLE*/", "/*SCRIPT*/"
 
 
@@ -45,37 +45,31 @@ def check_place(path: Path) -> None:
     """Check, before anything is read, that a page may be written to a path.
 
     Raises:
-        UsageError: the path exists and is not an HTML page.
+        UsageError: the path exists and is not an HTML page, or its folder does not exist.
     """
-    if not os.path.lexists(path):
-        return
-    is_page = False
-    if path.is_file():
-        with path.open("rb") as stream:
-            is_page = stream.read(len(_BEGINNING)).lower() == _BEGINNING
-    if not is_page:
-        raise UsageError(
-            "--html would overwrite a file that is not an HTML page",
-            where=str(path),
-            hint="choose a new file, or an earlier page",
-        )
+    check_report(
+        path,
+        _is_page,
+        what=_PAGE,
+        conflict="--html would overwrite a file that is not an HTML page",
+        earlier="an earlier page",
+    )
+
+
+def _is_page(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return stream.read(len(_BEGINNING)).lower() == _BEGINNING
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a page to a path that `check_place` has accepted.
+    """Write a page atomically to a path that `check_place` has accepted.
 
     Raises:
         DestinationError: the page cannot be written.
     """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DestinationError(
-            "the page cannot be written",
-            found=error.strerror,
-            where=str(path),
-            hint="choose a file in an existing folder",
-        ) from error
+    write_report(path, text, what=_PAGE)
 
 
 def _page(script: str, data: dict[str, Any]) -> str:

@@ -8,9 +8,10 @@ family. A test requires a row for every argument of the installed parser.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
-from mcore_ckpt_ext.errors import escape, format_value, join_some, shorten
+from mcore_ckpt_ext.errors import UsageError, escape, format_value, join_some, shorten
 from mcore_ckpt_ext.job.arguments.row import SHAPES, Alias, AnyBut, Changes, Condition, Noted
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.arguments.without_effect import without_effect
@@ -45,6 +46,22 @@ _UNKNOWN = object()
 def classified(names: Collection[str]) -> set[str]:
     """Return the arguments with a known effect."""
     return without_effect(names) | (set(names) & ROWS.keys())
+
+
+def refuse_unknown_names(passed: Collection[str]) -> None:
+    """Refuse arguments that a user passes and that Megatron does not have: they would have no effect.
+
+    Raises:
+        UsageError: names the first one, and a similar one that Megatron has.
+    """
+    for name in sorted(set(passed) - classified(passed)):
+        similar = get_close_matches(name, ROWS, n=1)
+        raise UsageError(
+            "Megatron has no such argument",
+            found=name,
+            expected="as Megatron's arguments are stored: with underscores, and by their destination",
+            hint=f"did you mean {similar[0]}?" if similar else "correct the name after --argument",
+        )
 
 
 def unexpressed(expressed: Collection[str], arguments: ModelArguments) -> list[str]:

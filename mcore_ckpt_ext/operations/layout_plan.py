@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
+from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -150,6 +151,7 @@ def plan(
     check_gpus(gpus, gpus_per_node)
     with reraise_as_unreadable(path):
         checkpoint = open_checkpoint(path, facts=facts)
+        refuse_unknown_names(arguments or {})
         job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**(arguments or {})))
         version = version_number(megatron_version)
         old = ParallelLayout.from_arguments(job)

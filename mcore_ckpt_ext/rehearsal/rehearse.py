@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some, reraise_as_unreadable
+from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.target import version_number
@@ -82,6 +83,7 @@ def rehearse(
         UsageError: an argument has an invalid value.
         CheckpointError: the checkpoint cannot be read, or a rehearsal does not support the job.
     """
+    refuse_unknown_names(arguments or {})
     if not any_change:
         check_changes(changes or {})
     check_gpus(gpus)

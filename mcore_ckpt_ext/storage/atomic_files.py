@@ -9,21 +9,26 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import DestinationError, UsageError, io_hint
+from mcore_ckpt_ext.errors import DestinationError, UsageError
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 def cannot_write(path: Path, error: OSError) -> DestinationError:
     """Return the error to raise when the operating system cannot write to the destination."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    # A name in an open folder is relative to that folder.
+    named = Path(os.fsdecode(error.filename or "."))
     return DestinationError(
         "the destination cannot be written",
         found=error.strerror or str(error),
-        where=str(error.filename or path),
+        where=str(named if named.is_absolute() else path),
         hint="free some space or choose another destination; --resume then continues where this run stopped"
-        if full else "choose a destination that you may write to; --resume continues what this run began",
+        if _is_full(error) else "choose a destination that you may write to; --resume continues what this run began",
     )  # fmt: skip
+
+
+def _is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_report(path: Path, is_ours: Callable[[Path], bool], *, what: str, conflict: str, earlier: str) -> None:
@@ -56,7 +61,10 @@ def write_report(path: Path, text: str, *, what: str) -> None:
         replace({path: text})
     except OSError as error:
         raise DestinationError(
-            f"{what} cannot be written", found=error.strerror, where=str(path), hint=io_hint(error)
+            f"{what} cannot be written",
+            found=error.strerror,
+            where=str(path),
+            hint=f"{'free some space, or ' if _is_full(error) else ''}choose a file that you may write to",
         ) from error
 
 
@@ -95,8 +103,8 @@ def replace(files: Mapping[Path, str]) -> None:
         for path, partial in partials.items():
             # An existing link, which another user may have placed here, is removed and never followed.
             partial.unlink(missing_ok=True)
-            with os.fdopen(os.open(partial, _NEW | os.O_NOFOLLOW, 0o666), "w") as stream:
-                stream.write(files[path])
+            with os.fdopen(os.open(partial, _NEW | os.O_NOFOLLOW, 0o666), "wb") as stream:
+                stream.write(files[path].encode("utf-8", "surrogateescape"))
         flush_all(partials.values())
         for path, partial in partials.items():
             partial.replace(path)

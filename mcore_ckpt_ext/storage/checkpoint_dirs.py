@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import errno
 import re
+from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, join_some
 from mcore_ckpt_ext.job.loops.nemo import WEIGHTS
 from mcore_ckpt_ext.storage.checked_files import read_start
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
+from mcore_ckpt_ext.storage.paths import is_remote
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -126,17 +129,32 @@ def check_folder_exists(path: Path) -> None:
     """
     try:
         there = path.is_dir()
-    except OSError:
-        raise
     except Exception as error:
         # The libraries of remote stores raise their own errors, for example for missing credentials.
+        if not is_remote(path):
+            raise
         raise UnreadableCheckpointError(
             "the remote store cannot be read", found=f"{type(error).__name__}: {error}", where=str(path),
             hint="check the address, and that the store's library finds your credentials (fsspec, s3fs, gcsfs, adlfs)",
         ) from error  # fmt: skip
     if not there:
-        what = "that is a file, not a folder" if path.exists() else "there is no such folder"
-        raise UnreadableCheckpointError(what, where=str(path), hint="check the path")
+        if path.exists():
+            raise UnreadableCheckpointError(
+                "that is a file, not a folder", where=str(path), hint=f"pass the folder that holds it: {path.parent}"
+            )
+        raise UnreadableCheckpointError("there is no such folder", where=str(path), hint=_alternative(path))
+
+
+def _alternative(missing: Path) -> str:
+    """Return a hint for a path that does not exist: a folder next to it with a similar name."""
+    if is_remote(missing):
+        return "check the address"
+    there = missing.parent
+    with suppress(OSError):
+        names = sorted(entry.name for entry in there.iterdir() if entry.is_dir())
+        if similar := get_close_matches(missing.name, names, n=1):
+            return f"did you mean {there / similar[0]}?"
+    return "check the path"
 
 
 def no_checkpoint(path: Path) -> UnreadableCheckpointError:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, shorten, unreadable_file
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, shorten
 from mcore_ckpt_ext.storage.json_text import parsed
 
 _HEAD = "# mcore_ckpt_ext manifest 1"
@@ -27,6 +27,7 @@ _DIGEST = re.compile(r"^[0-9a-f]{64}$", re.ASCII)
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
 _ESCAPED = re.compile(r"\\(.)")
 _LIMIT = 1 << 30
+_EXPECTED = "pass a file that `mcore-ckpt verify PATH --record FILE` or `sha256sum` wrote"
 
 
 class TensorDigest(NamedTuple):
@@ -67,13 +68,16 @@ def read_manifest(path: Path) -> Manifest:
     try:
         if path.stat().st_size > _LIMIT:
             raise ValueError(f"more than {_LIMIT:,} bytes")
-        return _parsed(path.read_text(encoding="utf-8"))
+        # Linux file names are bytes, which need not be UTF-8.
+        return _parsed(path.read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError as error:
-        raise unreadable_file("the manifest cannot be read", error, path) from error
+        raise UnreadableCheckpointError(
+            "the manifest cannot be read", found=error.strerror, where=str(path), hint=_EXPECTED
+        ) from error
     except ValueError as error:
         raise UnreadableCheckpointError(
             "this file is not a manifest, or is damaged", found=shorten(str(error)), where=str(path),
-            hint="pass a file that `mcore-ckpt verify PATH --record FILE` or `sha256sum` wrote",
+            hint=_EXPECTED,
         ) from error  # fmt: skip
 
 

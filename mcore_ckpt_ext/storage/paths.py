@@ -17,7 +17,8 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         UnsupportedCheckpointError: the libraries for that store are not installed.
-        UsageError: the path is empty. It would mean the current folder; usually a shell variable is unset.
+        UsageError: the path is empty, which would mean the current folder (usually a shell variable is unset); or it
+            begins with ``~``, which would make a folder of that name.
     """
     if is_remote(path):
         found = cast("Path", path)
@@ -28,6 +29,11 @@ def as_path(path: str | os.PathLike[str]) -> Path:
         raise UsageError("a path is empty", found="''", hint="pass a folder; `.` is the current one")
     scheme, separator, rest = text.partition("://")
     if not separator:
+        if (text == "~" or text.startswith("~/")) and not os.path.lexists(text):
+            raise UsageError(
+                "a path begins with ~, which the shell has not expanded", found=text,
+                hint=f"write {Path(text).expanduser()}, or leave the path out of quotation marks",
+            )  # fmt: skip
         return Path(text)
     if scheme in _LOCAL:
         return Path(rest)

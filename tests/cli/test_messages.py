@@ -112,6 +112,19 @@ class TestPaths:
         assert (code, "there is no such folder" in err, "check the path" in err) == (2, True, True)
         assert "--load" not in err
 
+    def test_a_similar_one(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "iter_0000004").mkdir()
+        err = said(capsys, "verify", tmp_path / "iter_4")[2]
+        assert f"hint: did you mean {tmp_path / 'iter_0000004'}?" in err
+
+    def test_the_home_folder_in_quotation_marks(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for words in (["verify", "~/run"], ["convert", str(fixture_named("p01").run), "~/out", "--to", "torch_dist"]):
+            code, _, err = said(capsys, *words)
+            assert (code, f"hint: write {Path.home()}/" in err) == (2, True)
+
+    def test_one_too_many(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "there is no such argument; found: c;" in said(capsys, "diff", "a", "b", "c")[2]
+
     @pytest.mark.parametrize("words", [("inspect", ""), ("verify", ""), ("diff", "", "")])
     def test_an_empty_one(self, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
         code, _, err = said(capsys, *words)
@@ -120,7 +133,9 @@ class TestPaths:
     @pytest.mark.parametrize("command", ["inspect", "verify"])
     def test_a_file(self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "x").touch()
-        assert "a file, not a folder" in said(capsys, command, tmp_path / "x")[2]
+        err = said(capsys, command, tmp_path / "x")[2]
+        assert "that is a file, not a folder" in err
+        assert f"hint: pass the folder that holds it: {tmp_path}" in err
 
     @pytest.mark.parametrize("command", ["inspect", "verify"])
     def test_an_empty_folder(self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

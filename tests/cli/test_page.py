@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page, plan_page
+from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page, plan_page, write_page
+from mcore_ckpt_ext.errors import DestinationError
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.operations.comparison_result import Comparison, KindComparison, TensorDifference
 from mcore_ckpt_ext.operations.inspection import Inspection, StoredTensor, inspect
@@ -242,7 +243,15 @@ def test_a_page_takes_no_others_place(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main([*words, "--html", str(file)]) == 2
         assert "would overwrite a file that is not an HTML page" in capsys.readouterr().err
         assert main([*words, "--html", str(tmp_path / "nowhere" / "page.html")]) == 2
-        assert "the page cannot be written; found: No such file or directory" in capsys.readouterr().err
+        assert "the folder of the page does not exist" in capsys.readouterr().err
     assert file.read_bytes() == before
     page = tmp_path / "page.html"
     assert [main(["inspect", str(run), "--html", str(page)]) for _ in range(2)] == [0, 0]
+
+
+def test_a_page_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path) -> None:
+    page = tmp_path / ("x" * 250)  # no name is left for the unfinished page
+    page.write_text("<!doctype html>earlier")
+    with pytest.raises(DestinationError, match="the page cannot be written; found: File name too long"):
+        write_page(page, "<!doctype html>later")
+    assert page.read_text() == "<!doctype html>earlier"

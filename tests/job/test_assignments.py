@@ -44,3 +44,8 @@ def test_plan_takes_python_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", run, "--gpus", "8", "--argument", "sequence_parallel=True"]) == 0
     assert main(["plan", run, "--gpus", "8", "--argument", "num_layers=1", "num_layers=2"]) == 2
     assert "given twice" in capsys.readouterr().err
+    for rehearsed in ([], ["--rehearse", "tp=1"]):
+        assert main(["plan", run, "--gpus", "8", *rehearsed, "--argument", "seq_lenght=64"]) == 2
+        err = capsys.readouterr().err
+        assert "Megatron has no such argument; found: seq_lenght;" in err
+        assert "did you mean seq_length?" in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -194,6 +195,14 @@ def test_a_manifest_in_the_checkpoint_is_no_file_of_it(copy: Path) -> None:
     for _ in range(2):  # an earlier one is replaced
         mcore_ckpt_ext.verify(copy, record=manifest)
     assert differences(mcore_ckpt_ext.verify(copy, against=manifest)) == []
+
+
+def test_a_file_name_that_is_not_unicode_is_recorded(copy: Path, tmp_path: Path) -> None:
+    iteration = mcore_ckpt_ext.open_checkpoint(copy).folder
+    (iteration / os.fsdecode(b"notes\xff")).write_text("x")
+    mcore_ckpt_ext.verify(copy, record=tmp_path / "manifest")
+    assert b"  notes\xff\n" in (tmp_path / "manifest").read_bytes()
+    assert differences(mcore_ckpt_ext.verify(copy, against=tmp_path / "manifest")) == []
 
 
 def test_damaged_checkpoints_are_not_recorded(tmp_path: Path) -> None:
