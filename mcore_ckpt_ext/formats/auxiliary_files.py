@@ -7,13 +7,15 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, join_some, shorten
-from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.view import CheckpointView
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
