@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.cli import doctor
 from mcore_ckpt_ext.cli.main import COMMANDS, main
 from mcore_ckpt_ext.cli.output import escape, line
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -190,6 +192,14 @@ def test_doctor_with_a_megatron_that_cannot_be_imported(
     found = command({**without_megatron, "PYTHONPATH": path}, "doctor", "--all", interpreter=["-S"])
     assert found.returncode == 1
     assert "cannot be imported: ImportError: it is not here" in found.stdout
+
+
+def test_doctor_shows_no_warnings_of_frameworks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "warning_framework.py").write_text("import warnings\nwarnings.warn('an old version')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with warnings.catch_warnings(record=True) as shown:
+        assert doctor._import_problem("warning_framework") is None
+    assert shown == []
 
 
 @pytest.mark.thorough

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.storage import safe_pickle
 from mcore_ckpt_ext.storage.budget import MOST_ELEMENTS, Budget, OverBudgetError, check_keys, elements_of
 from mcore_ckpt_ext.storage.dcp_index import read_index
+from mcore_ckpt_ext.storage.dcp_metadata import index_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_tree import decode
+from mcore_ckpt_ext.storage.pickle_stubs import record_class
 from mcore_ckpt_ext.storage.plain_pickle import plain_form
 from mcore_ckpt_ext.storage.safe_pickle import _NotPlainError, _PlainUnpickler, safe_loads
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -114,6 +118,16 @@ def test_an_index_whose_offsets_have_one_hash_is_refused() -> None:
     with pytest.raises(ValueError, match="300 keys that have one hash"):
         check_keys([("weight", (number,)) for number in alike(300)])
     check_keys([("weight", (number,)) for number in range(300)])
+
+
+def test_an_index_whose_records_have_one_hash_is_refused() -> None:
+    """-1 and -2 have one hash; whether an offset is within its array is checked later."""
+    offsets = list(itertools.product((-1, -2), repeat=9))
+    records = [record_class("MetadataIndex")() for _ in offsets]
+    for record, offset in zip(records, offsets, strict=True):
+        record.__setstate__({"fqn": "weight", "offset": offset})
+    with pytest.raises(ValueError, match="512 keys that have one hash"):
+        index_of(SimpleNamespace(storage_data=dict.fromkeys(records), state_dict_metadata={}))
 
 
 @pytest.mark.parametrize("offset", [((1,),), (1 << 62,), ("text",)], ids=["a tuple", "a large number", "a text"])

@@ -125,6 +125,14 @@ def test_space_for_a_file_of_holes_is_not_taken(tmp_path: Path) -> None:
     assert (tmp_path / "file").stat().st_blocks * 512 < 1 << 20
 
 
+def test_space_is_reserved_for_a_whole_file(tmp_path: Path) -> None:
+    """Several threads write into it, and a file system would otherwise allocate their blocks in turn."""
+    with (tmp_path / "file").open("wb") as file:
+        file.truncate(1 << 20)
+        direct._reserve(file.fileno())
+        assert os.fstat(file.fileno()).st_blocks * 512 >= 1 << 20
+
+
 def test_only_large_writes_are_flushed_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the unaligned ends of direct writes, nor an empty range, which would mean the rest of the file."""
     counts: list[int] = []

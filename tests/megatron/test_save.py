@@ -1,0 +1,36 @@
+"""Test what wraps Megatron's functions of a save, in a process without ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcore_ckpt_ext.errors import SaveFailedError
+from mcore_ckpt_ext.megatron.save import wrap_save_state_dict_async_finalize
+
+
+class Writer:
+    """A storage writer, as far as the last step of a save uses it."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        if metadata is None:
+            raise OSError("no space left")
+
+    def retrieve_write_results(self) -> Any:
+        return []
+
+
+@wrap_save_state_dict_async_finalize
+def finalize(writer: Writer, metadata: Any) -> str:
+    writer.finish(metadata, writer.retrieve_write_results())
+    return "finished"
+
+
+def test_the_result_of_writing_the_index_is_that_of_megatron() -> None:
+    assert finalize(Writer(), {}) == "finished"
+
+
+def test_an_index_that_cannot_be_written_fails_the_save() -> None:
+    with pytest.raises(SaveFailedError, match=r"the index could not be written:\n  OSError: no space left"):
+        finalize(Writer(), None)
