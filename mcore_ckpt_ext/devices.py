@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,22 +69,19 @@ def host_buffer(nbytes: int) -> torch.Tensor:
     Pinned memory is limited, and a job without it is slower but not wrong. If the system refuses it, the result is
     ordinary memory.
     """
-    if pins_memory():
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=_CPU, pin_memory=True)
-        except RuntimeError:
-            pass
-    return torch.empty(nbytes, dtype=torch.uint8, device=_CPU)
+    return _on_host(partial(torch.empty, nbytes, dtype=torch.uint8))
 
 
 def empty_on_host(like: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized tensor on the CPU like another tensor, pinned as in `host_buffer`."""
+    return _on_host(partial(torch.empty_like, like))
+
+
+def _on_host(allocate: Callable[..., torch.Tensor]) -> torch.Tensor:
     if pins_memory():
-        try:
-            return torch.empty_like(like, device=_CPU, pin_memory=True)
-        except RuntimeError:
-            pass
-    return torch.empty_like(like, device=_CPU)
+        with suppress(RuntimeError):
+            return allocate(device=_CPU, pin_memory=True)
+    return allocate(device=_CPU)
 
 
 def is_staged(device: torch.device) -> bool:
@@ -102,11 +101,7 @@ def wait_for_copies(device: torch.device) -> Callable[[], None]:
 
 
 def driver_versions(driver: Path = _NVIDIA_DRIVER) -> Mapping[str, str]:
-    """Return the versions of the accelerator's software (CUDA, ROCm, NCCL, driver) that this process has.
-
-    Args:
-        driver: the file in which NVIDIA's kernel module writes its version.
-    """
+    """Return the versions of the accelerator's software (CUDA, ROCm, NCCL, driver) that this process has."""
     found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": _nccl_version()}
     if driver.exists() and (line := _NVIDIA_VERSION.search(driver.read_text(encoding="utf-8", errors="replace"))):
         found["NVIDIA driver"] = line["version"]

@@ -139,7 +139,7 @@ def handed_over(shard: Any, size: int, fate: GroupErrors) -> Iterator[tuple[Any,
 
 @contextmanager
 def consumer_errors_reported(owner: Any, method: str) -> Iterator[None]:
-    """Report an error of ColossalAI's asynchronous writer to the other ranks, which wait for the next shard.
+    """Report an error of ColossalAI's asynchronous writer to the ranks that wait for the next shard.
 
     ColossalAI's function receives the shards in a loop (0.5.0, checkpoint_io/utils.py:
     ``async_save_state_dict_shards``), so that its error does not reach the generator by itself.

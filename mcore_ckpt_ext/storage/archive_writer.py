@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 from mcore_ckpt_ext.lazy_torch import torch
@@ -51,9 +52,7 @@ class ArchivePlan:
 def plan_archive(tree: Any, writer: str | None = None) -> ArchivePlan:
     """Plan the archive of a tree. Declared tensors are written later, other tensors are part of the plan.
 
-    Args:
-        tree: plain objects, placeholders, tensors and declared tensors.
-        writer: name of the writing program, stored in a record of the archive.
+    `writer`: name of the writing program, stored in a record of the archive.
 
     Raises:
         TypeError: an object in the tree cannot be pickled by name.
@@ -90,16 +89,18 @@ class _Zip:
             self._add(f"archive/{name}".encode(), content)
         directory, crc_at = self._central_directory()
         tensors = tuple(
-            PlannedTensor(leaf.tag, leaf.dtype, _numel(leaf), data_at, (local_crc, crc_at[entry]))
+            PlannedTensor(leaf.tag, leaf.dtype, prod(leaf.shape), data_at, (local_crc, crc_at[entry]))
             for leaf, data_at, local_crc, entry in self._declared
         )
         self._literals.append((self._position, directory))
         return ArchivePlan(self._position + len(directory), tuple(self._literals), tensors)
 
     def _add(self, name: bytes, content: bytes | Leaf) -> None:
-        data = None if isinstance(content, DeclaredTensor) else _bytes(content)
-        size = _numel(content) * content.dtype.itemsize if isinstance(content, DeclaredTensor) else len(data or b"")
-        crc = 0 if data is None else crc32(data)
+        if isinstance(content, DeclaredTensor):
+            data, size, crc = b"", prod(content.shape) * content.dtype.itemsize, 0
+        else:
+            data = _bytes(content)
+            size, crc = len(data), crc32(data)
         header_at = self._position
         large = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LIMIT_32 else b""
         fixed = header_at + 30 + len(name) + len(large) + 4
@@ -111,7 +112,7 @@ class _Zip:
         )
         head = header + name + extra
         data_at = header_at + len(head)
-        self._literals.append((header_at, head if data is None else head + data))
+        self._literals.append((header_at, head + data))
         if isinstance(content, DeclaredTensor):
             crc_at = header_at + _CRC_IN_LOCAL_HEADER
             self._declared.append((content, data_at, crc_at, len(self._directory)))
@@ -148,10 +149,3 @@ def _bytes(content: bytes | torch.Tensor) -> bytes:
     if isinstance(content, bytes):
         return content
     return content.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _numel(leaf: DeclaredTensor) -> int:
-    numel = 1
-    for size in leaf.shape:
-        numel *= size
-    return numel

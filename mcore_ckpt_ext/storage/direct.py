@@ -15,13 +15,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import sys
 import threading
-from functools import cache
-from typing import Any
 
 from mcore_ckpt_ext.storage.folder import Folder
-from mcore_ckpt_ext.storage.writeback import begin_to_flush
+from mcore_ckpt_ext.storage.writeback import begin_to_flush, function_of_linux
 
 ALIGNMENT = 1 << 16
 """The alignment of file positions and memory in bytes: the largest page and block size of Linux today."""
@@ -111,15 +108,9 @@ def write_all(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def _reserve(descriptor: int) -> None:
-    """Allocate the blocks of a file; if this fails, later writes allocate them and report errors."""
-    if (call := _fallocate()) is not None:
-        call(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(os.fstat(descriptor).st_size))
-
-
-@cache
-def _fallocate() -> Any:
-    """Return `fallocate64` of the system; None if it has none.
+    """Allocate the blocks of a file; if this fails, later writes allocate them and report errors.
 
     `os.posix_fallocate` would write to every block on file systems that cannot allocate.
     """
-    return getattr(ctypes.CDLL(None), "fallocate64", None) if sys.platform.startswith("linux") else None
+    if (call := function_of_linux("fallocate64")) is not None:
+        call(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(os.fstat(descriptor).st_size))

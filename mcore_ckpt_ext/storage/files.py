@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, unreadable_file
 from mcore_ckpt_ext.storage.checked_files import open_file
@@ -60,9 +59,7 @@ class FolderReader:
     def __enter__(self) -> FolderReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -23,7 +23,9 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     if is_remote(path):
         found = cast("Path", path)
         # A local file given as a remote path is treated like every other local file.
-        return Path(found.path) if _LOCAL & set(_protocols(found)) else found  # type: ignore[attr-defined]
+        protocol = file_system(found).protocol
+        is_local = not _LOCAL.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
+        return Path(found.path) if is_local else found  # type: ignore[attr-defined]
     text = os.fspath(path)
     if not text:
         raise UsageError("a path is empty", found="''", hint="pass a folder; `.` is the current one")
@@ -48,11 +50,6 @@ def as_path(path: str | os.PathLike[str]) -> Path:
             where=text,
             hint="pip install universal_pathlib, and fsspec's library for the store (s3fs, gcsfs, adlfs, ...)",
         ) from error
-
-
-def _protocols(path: Path) -> tuple[str, ...]:
-    found = file_system(path).protocol
-    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def is_remote(path: object) -> bool:

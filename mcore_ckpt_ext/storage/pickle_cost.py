@@ -101,7 +101,8 @@ class _Scale:
                 self._below.append(stack)
                 self._stack = []
             case "t":
-                self._replace(tuple(self._marked()))
+                parts = self._marked()
+                self._stack.append(tuple(parts))
             case "\x85" | "\x86" | "\x87":
                 stack[-_TUPLES[code] :] = [tuple(self._top(_TUPLES[code]))]
             case "}" | "]" | "\x8f":
@@ -109,7 +110,7 @@ class _Scale:
             case "l" | "d" | "\x91":
                 parts = self._marked()
                 self._hash(parts if code == 0x91 else parts[::2] if code == ord("d") else [])
-                self._replace(list(parts))
+                self._stack.append(list(parts))
             case "a" | "s":
                 parts = self._top(1 if code == ord("a") else 2)
                 del stack[-len(parts) :]
@@ -129,7 +130,7 @@ class _Scale:
             case "o":
                 parts = self._marked()
                 self._walk(parts, _CALLED)
-                self._replace(tuple(parts))
+                self._stack.append(tuple(parts))
             case "\x93":
                 self._top(2)
                 stack[-2:] = [1]
@@ -138,7 +139,7 @@ class _Scale:
                 if code == ord("i"):
                     parts = self._marked()
                     self._walk(parts, _CALLED)
-                    self._replace(tuple(parts))
+                    self._stack.append(tuple(parts))
                 else:
                     stack.append(1)
             case "Q":
@@ -181,9 +182,6 @@ class _Scale:
         """Remove and return all items since the last mark."""
         parts, self._stack = self._stack, self._below.pop()
         return parts
-
-    def _replace(self, cell: _Cell) -> None:
-        self._stack.append(cell)
 
     def _extend(self, parts: list[_Cell], hashed: list[_Cell]) -> None:
         self._hash(hashed)

@@ -13,6 +13,7 @@ import pickle
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeAlias
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
@@ -143,17 +144,11 @@ class TreePickler(pickle._Pickler):
         if name_of(leaf.dtype) not in STORAGE_NAMES:
             raise TypeError(f"a tensor of {leaf.dtype}")
         shape = tuple(leaf.shape)
-        stride, strides = 1, []
-        for size in reversed(shape):
-            strides.append(stride)
-            stride *= max(size, 1)
-        numel = 1
-        for size in shape:
-            numel *= size
-        storage = _Storage(leaf.dtype, str(len(self.leaves)), numel)
+        strides = tuple(prod(max(size, 1) for size in shape[axis:]) for axis in range(1, len(shape) + 1))
+        storage = _Storage(leaf.dtype, str(len(self.leaves)), prod(shape))
         self.leaves.append(leaf)
         self._save_global(self._named("torch._utils", "_rebuild_tensor_v2"))
-        self.save((storage, 0, shape, tuple(reversed(strides)), False, collections.OrderedDict()))
+        self.save((storage, 0, shape, strides, False, collections.OrderedDict()))
         self.write(pickle.REDUCE)
         self.memoize(leaf)
 
@@ -161,9 +156,7 @@ class TreePickler(pickle._Pickler):
 def dumps(tree: Any, protocol: int = TORCH_PROTOCOL) -> tuple[bytes, list[Leaf]]:
     """Pickle a tree of plain objects, placeholders and tensors, as `torch.save` does.
 
-    Args:
-        tree: the object to be pickled.
-        protocol: pickle protocol; torch's own safe unpickler only supports that of `torch.save`.
+    `protocol`: the pickle protocol; torch's own safe unpickler only supports that of `torch.save`.
 
     Returns:
         The pickle, and the tensors whose elements are the records `data/0`, `data/1`, ... of the archive. The pickle

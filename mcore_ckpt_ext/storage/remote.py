@@ -44,7 +44,7 @@ class RemoteFolderReader(FolderReader):
     def size(self, file: str) -> int:
         if file not in self._sizes:
             try:
-                self._sizes[file] = int(self._files.size(self._place(file)))
+                self._sizes[file] = int(self._files.size(_place(self.folder, file)))
             except OSError as error:
                 raise self._unreadable(file, error) from error
         return self._sizes[file]
@@ -98,7 +98,7 @@ class RemoteFolderReader(FolderReader):
 
     def _range(self, file: str, begin: int, end: int) -> bytes:
         try:
-            data: bytes = self._files.cat_file(self._place(file), start=begin, end=end)
+            data: bytes = self._files.cat_file(_place(self.folder, file), start=begin, end=end)
         except OSError as error:
             raise self._unreadable(file, error) from error
         if len(data) != end - begin:
@@ -109,9 +109,6 @@ class RemoteFolderReader(FolderReader):
                 where=str(self.folder / file),
             )
         return data
-
-    def _place(self, file: str) -> str:
-        return str((self.folder / checked_name(file, self.folder)).path)  # type: ignore[attr-defined]  # a remote path
 
     def _unreadable(self, file: str, error: OSError) -> UnreadableCheckpointError:
         return UnreadableCheckpointError(
@@ -229,7 +226,7 @@ class Upload:
         """
         self.check_claim()
         with self._answering():
-            self._files.put_file(str(local), self._place(name))
+            self._files.put_file(str(local), _place(self.destination, name))
             with local.open("rb") as stream, self._guard:
                 self._noted[name] = _size_and_crc(stream)
                 self._journal.write_text(json.dumps(self._noted))
@@ -241,7 +238,7 @@ class Upload:
                 for name in names:
                     self._noted.pop(name, None)
                     with contextlib.suppress(FileNotFoundError):
-                        self._files.rm(self._place(name))
+                        self._files.rm(_place(self.destination, name))
                 self._journal.write_text(json.dumps(self._noted))
 
     def publish(self) -> None:
@@ -273,13 +270,15 @@ class Upload:
     def _there(self, name: str) -> list[int] | None:
         """Return size and CRC-32 of a file of the destination; None if it cannot be read."""
         try:
-            with self._files.open(self._place(name), "rb") as stream:
+            with self._files.open(_place(self.destination, name), "rb") as stream:
                 return _size_and_crc(stream)
         except (OSError, UnreadableCheckpointError):
             return None
 
-    def _place(self, name: str) -> str:
-        return str((self.destination / checked_name(name, self.destination)).path)  # type: ignore[attr-defined]
+
+def _place(folder: Path, file: str) -> str:
+    """Return the path of a file of a remote folder in its store."""
+    return str((folder / checked_name(file, folder)).path)  # type: ignore[attr-defined]
 
 
 def _size_and_crc(stream: IO[bytes]) -> list[int]:

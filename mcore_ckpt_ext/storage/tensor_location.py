@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.dtypes import Dtype
@@ -27,10 +28,7 @@ class TensorLocation:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return prod(self.shape)
 
     @property
     def gives(self) -> Dtype:

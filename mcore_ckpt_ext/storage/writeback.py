@@ -14,18 +14,12 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE, sync_file_range(2): start, do not wait
 
 
 def begin_to_flush(descriptor: int, position: int, count: int) -> None:
-    """Start writing a byte range of a file to the disk; a flush is still needed, and reports errors.
-
-    Args:
-        descriptor: descriptor of the open file.
-        position: first byte.
-        count: number of bytes.
-    """
-    if (call := _sync_file_range()) is not None:
+    """Start writing `count` bytes of a file to the disk; a flush is still needed, and reports errors."""
+    if (call := function_of_linux("sync_file_range")) is not None:
         call(descriptor, ctypes.c_int64(position), ctypes.c_int64(count), _WRITE)
 
 
 @cache
-def _sync_file_range() -> Any:
-    """Return `sync_file_range` of the system; None if it has none."""
-    return getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform.startswith("linux") else None
+def function_of_linux(name: str) -> Any:
+    """Return a function of Linux's C library; None on other systems, or if it has none."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

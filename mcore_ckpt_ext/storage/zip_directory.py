@@ -37,11 +37,7 @@ class Directory(NamedTuple):
 
 
 def plain_directory(tail: bytes, length: int) -> Directory | None:
-    """Return the directory of an archive.
-
-    Args:
-        tail: the last bytes of the archive.
-        length: length of the archive in bytes.
+    """Return the directory of an archive of `length` bytes, given its last bytes.
 
     Returns:
         None if the directory is not in `tail`, contradicts itself, or is not plain: it has compressed or encrypted
