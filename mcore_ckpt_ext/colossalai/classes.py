@@ -5,20 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from mcore_ckpt_ext.colossalai.hybrid_parallel import (
-    HybridParallelCheckpointIOMethods,
-    HybridParallelOptimizerMethods,
-)
-from mcore_ckpt_ext.colossalai.low_level_zero import (
-    LowLevelZeroCheckpointIOMethods,
-    LowLevelZeroMethods,
-)
-from mcore_ckpt_ext.colossalai.methods import (
-    CheckpointIOMethods,
-    OptimizerMethods,
-    WrapperMethods,
-    namespace,
-)
+from mcore_ckpt_ext.colossalai.hybrid_parallel import HybridParallelCheckpointIOMethods, HybridParallelOptimizerMethods
+from mcore_ckpt_ext.colossalai.low_level_zero import LowLevelZeroCheckpointIOMethods, LowLevelZeroMethods
+from mcore_ckpt_ext.colossalai.methods import CheckpointIOMethods, OptimizerMethods, WrapperMethods, namespace
 from mcore_ckpt_ext.errors import CheckpointError
 
 

@@ -13,7 +13,6 @@ import zipfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.storage.atomic_files import flush
 
+NOT_WHOLE = "no new checkpoint is there"
 _SCALAR: Any = np.float64(0).__reduce__()[0]
 # Classes and functions in the pickle of a numpy scalar; the function's module differs between numpy 1 and 2.
 _NUMPY: list[Any] = [
@@ -50,9 +50,7 @@ class Files:
     def __enter__(self) -> Files:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.is_writer:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -97,10 +95,8 @@ def write_shards(
 ) -> tuple[dict[str, str], int]:
     """Receive all shards on every rank, and write them on the writing rank.
 
-    Args:
-        files: receives the shards.
-        shards: the shards; an error of writing is thrown into the generator, which reports it to the other ranks.
-        name_of: returns the file name of a shard, by its number.
+    An error of writing is thrown into the generator `shards`, which reports it to the other ranks. `name_of` returns
+    the file name of a shard, by its number.
 
     Returns:
         The file of each entry, and the total size in bytes.
@@ -112,11 +108,27 @@ def write_shards(
     total = 0
     for place, (shard, size) in enumerate(shards):
         total += size
-        failure = _failure_of(partial(files.add, name_of(place), partial(write_tensors, shard)))
-        if failure is not None:
-            shards.throw(failure)
+        try:
+            files.add(name_of(place), partial(write_tensors, shard))
+        except Exception as error:  # noqa: BLE001 - the generator raises it, on all ranks
+            shards.throw(error)
         entries.update((str(key), name_of(place)) for key in shard)
     return entries, total
+
+
+def write_one(path: Path, state: Any, ranks: Ranks, is_writer: bool) -> None:
+    """Write a state into one file.
+
+    Raises:
+        ResumeRefusedError: on all ranks, if it cannot be written.
+    """
+    with Files(path.parent, path.name, is_writer) as files:
+
+        def finish() -> None:
+            files.add(path.name, partial(write_tensors, state))
+            files.publish()
+
+        ranks.agreed(f"saving {path.name}", finish, NOT_WHOLE)
 
 
 def write_index(metadata: Mapping[str, Any], entries: Mapping[str, str]) -> Callable[[Path], object]:
@@ -154,11 +166,8 @@ def read_by_all(ranks: Ranks, files: Callable[[], Iterable[Path]]) -> dict[Any, 
 def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict[Any, Any]:
     """Return all entries of the files that an index names, if they match the index.
 
-    Args:
-        ranks: the ranks that read.
-        index: the index.
-        exactly: refuse files with more entries than the index lists. Pipeline stages each write a tied parameter's
-            state, and the index lists only one of them (0.5.0, hybrid_parallel_checkpoint_io.py).
+    `exactly` refuses files with more entries than the index lists. Pipeline stages each write a tied parameter's state,
+    and the index lists only one of them (0.5.0, hybrid_parallel_checkpoint_io.py).
 
     Raises:
         ResumeRefusedError: on all ranks: a file is missing, or has other entries than the index lists.
@@ -217,11 +226,3 @@ def _refuse_other_entries(found: set[str], expected: set[str], file: Path) -> No
             where=str(file),
             hint="use another checkpoint; this one was overwritten in part",
         )
-
-
-def _failure_of(work: Callable[[], object]) -> Exception | None:
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - any error has to be reported to the other ranks
-        return error
-    return None

@@ -13,6 +13,7 @@ from torch import nn
 
 from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
+from mcore_ckpt_ext.colossalai.tensor_parallel import as_bytes
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped
 from mcore_ckpt_ext.devices import empty_on_host
 
@@ -30,11 +31,8 @@ def whole_values(
     """Yield each parameter of `places` with its gathered value; all ranks must iterate, chunk by chunk.
 
     Args:
-        zero: the wrapper.
-        places: the place of each parameter, in an order that is the same on all ranks.
         held: returns this rank's part of a chunk: its payload, or optimizer state with the same layout.
         dtype: the dtype in which values are sent and returned.
-        device: the device of the returned values.
         everywhere: True if every rank receives them, else only rank 0 of the group; the others get None.
         fate: stops all ranks if one fails, before the next chunk or at the end.
         padding: on receiving ranks, receives the padding rows of each parameter that has some.
@@ -180,11 +178,11 @@ def _gather(
 
 
 def _send(chunk: Any, piece: torch.Tensor, windows: list[torch.Tensor], everywhere: bool) -> Any:
-    received = [_as_bytes(window) for window in windows]
+    received = [as_bytes(window) for window in windows]
     if everywhere:
-        return dist.all_gather(received, _as_bytes(piece), group=chunk.torch_pg, async_op=True)
+        return dist.all_gather(received, as_bytes(piece), group=chunk.torch_pg, async_op=True)
     first_rank = dist.get_global_rank(chunk.torch_pg, 0)
-    return dist.gather(_as_bytes(piece), received or None, dst=first_rank, group=chunk.torch_pg, async_op=True)
+    return dist.gather(as_bytes(piece), received or None, dst=first_rank, group=chunk.torch_pg, async_op=True)
 
 
 def _take(
@@ -200,8 +198,3 @@ def _take(
             begin, end = max(place.begin, first), min(place.end, first + len(window))
             if begin < end:
                 value[begin - place.begin : end - place.begin].copy_(window[begin - first : end - first])
-
-
-def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    # View as bytes, because a backend may not support the dtype.
-    return flat.view(torch.uint8)

@@ -106,24 +106,15 @@ def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) 
             f"Unexpected key(s) in state_dict: {names_shown}", found=f"{len(unexpected)} of them",
             hint="strict=False loads the rest",
         )  # fmt: skip
-    paddings = [(p, p.detach().clone(), tensor_parallel.is_padding(p)) for p in _padded(module)]
-    module.load_state_dict({name: _own(value) for name, value in offered.items()}, strict=False)
+    masks = [(parameter, tensor_parallel.is_padding(parameter)) for parameter in module.parameters()]
+    paddings = [(parameter, parameter.detach().clone(), mask) for parameter, mask in masks if mask is not None]
+    # ColossalAI pads in place (0.5.0, tensor/padded_tensor/api.py: to_padded_tensor), so it gets views.
+    views = {name: v.view_as(v) if isinstance(v, torch.Tensor) else v for name, v in offered.items()}
+    module.load_state_dict(views, strict=False)
     for parameter, before, is_padding in paddings:
         # ColossalAI sets padding rows to zero, as model files do not contain them.
-        parameter.data.copy_(torch.where(is_padding.to(before.device), before, parameter.data))  # type: ignore[union-attr]
+        parameter.data.copy_(torch.where(is_padding.to(before.device), before, parameter.data))
     model.update_master_params()
-
-
-def _own(value: Any) -> Any:
-    """Return a view, since ColossalAI pads in place.
-
-    Source: ``to_padded_tensor`` (0.5.0, tensor/padded_tensor/api.py).
-    """
-    return value.view_as(value) if isinstance(value, torch.Tensor) else value
-
-
-def _padded(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if tensor_parallel.padding_shape(parameter) is not None]
 
 
 def _expected(module: nn.Module) -> dict[str, torch.Size]:

@@ -27,26 +27,13 @@ from torch import nn
 
 from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED
 from mcore_ckpt_ext.colossalai import master_state, tensor_parallel
-from mcore_ckpt_ext.colossalai.files import (
-    Files,
-    param_groups_of,
-    read_by_all,
-    read_sharded_by_all,
-    write_tensors,
-)
-from mcore_ckpt_ext.colossalai.hybrid_cuts import (
-    PADDING,
-    State,
-    entries,
-    joined,
-    local_state,
-    refuse_shape,
-)
+from mcore_ckpt_ext.colossalai.files import param_groups_of, read_by_all, read_sharded_by_all, write_one
+from mcore_ckpt_ext.colossalai.gathering import in_pinned
+from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, State, entries, joined, local_state, refuse_shape
 from mcore_ckpt_ext.colossalai.hybrid_loading import load_model, load_optimizer
 from mcore_ckpt_ext.colossalai.master_state import masters_in_state, take
 from mcore_ckpt_ext.colossalai.optimizer import MASTER
 from mcore_ckpt_ext.colossalai.ranks import Ranks
-from mcore_ckpt_ext.devices import empty_on_host
 
 _CPU = torch.device("cpu")
 
@@ -81,7 +68,8 @@ class HybridParallelCheckpointIOMethods:
         for name, value in entries(model, share_ties=False):
             if not isinstance(value, torch.Tensor):
                 continue
-            block, size = sharder.append_param(prefix + name, _in_pinned(value, prefix + name, pinned_state_dicts))
+            key = prefix + name
+            block, size = sharder.append_param(key, in_pinned({key: value}, pinned_state_dicts)[key])
             if block is not None:
                 yield block, size
         yield sharder.current_block, sharder.current_block_size
@@ -99,8 +87,7 @@ class HybridParallelCheckpointIOMethods:
                 refuse_shape(name, whole_value.shape, original_shape)
                 for key, tensor in ((name, whole_value), (f"{name}{PADDING}", rows)):
                     if tensor is not None:
-                        kept = tensor.detach().to(device, copy=True)
-                        whole[key] = _in_pinned(kept, key, pinned_state_dicts)
+                        whole |= in_pinned({key: tensor.detach().to(device, copy=True)}, pinned_state_dicts)
         if MASTER not in whole and tensor_parallel.padding_shape(param) is not None:
             # If the weights are the masters, the model's file has all of them but these rows.
             whole[f"{MASTER}{PADDING}"] = joined(MASTER, param.detach().contiguous(), param, None)[1]
@@ -118,14 +105,7 @@ class HybridParallelCheckpointIOMethods:
         state: dict[str, Any] = {}
         if self.dp_rank == 0:  # type: ignore[attr-defined]  # ColossalAI's own
             state = _of_all_stages(self, dict(entries(model.unwrap(), share_ties=not use_safetensors)))
-        path = Path(checkpoint)
-        with Files(path.parent, path.name, is_writer=dist.get_rank() == 0) as files:
-
-            def finish() -> None:
-                files.add(path.name, partial(write_tensors, state))
-                files.publish()
-
-            _ranks(self).agreed(f"saving {path.name}", finish, "no new checkpoint is there")
+        write_one(Path(checkpoint), state, _ranks(self), is_writer=dist.get_rank() == 0)
 
     def load_states_into_optimizer(self, optimizer: Any, state_dict: Mapping[Any, State], id_map: Any) -> None:
         """Load states like ColossalAI, but sliced like the parameters."""
@@ -191,25 +171,13 @@ class HybridParallelCheckpointIOMethods:
 
 
 def _is_of_experts(checkpoint_io: Any) -> bool:
-    """Return True for the checkpoint IO of MoeHybridParallelPlugin.
-
-    Source: 0.5.0, checkpoint_io/moe_checkpoint.py.
-    """
+    """Return True for MoeHybridParallelPlugin's checkpoint IO (0.5.0, checkpoint_io/moe_checkpoint.py)."""
     return "ep_group" in vars(checkpoint_io)
 
 
 def _ranks(checkpoint_io: Any) -> Ranks:
     groups = (checkpoint_io.global_dp_group, checkpoint_io.pp_group, checkpoint_io.tp_group, checkpoint_io.sp_group)
     return Ranks(tuple(dict.fromkeys(groups)))
-
-
-def _in_pinned(value: Any, name: str, pinned: dict[str, Any] | None) -> Any:
-    """Copy a value into the caller's pinned memory, as ColossalAI requires for asynchronous writing."""
-    if pinned is None or not isinstance(value, torch.Tensor):
-        return value
-    if name not in pinned:
-        pinned[name] = empty_on_host(value)
-    return pinned[name].copy_(value)
 
 
 def _of_all_stages(checkpoint_io: Any, state: dict[str, Any]) -> dict[str, Any]:

@@ -92,12 +92,8 @@ def write_master(
 ) -> None:  # fmt: skip
     """Write this rank's part of a whole value into the master, and rounded into the working parameter.
 
-    Args:
-        zero: the wrapper.
-        parameter: a parameter in chunks.
-        value: the whole value.
-        keeps_exact: keep a master that rounds to the value.
-        rows: the padding rows; None keeps the present ones, since a model's file has none.
+    `keeps_exact` keeps a master that rounds to the value. `rows` are the padding rows; None keeps the present ones,
+    since a model's file has none.
     """
     local = tensor_parallel.slice_of(parameter, value.detach(), rows).reshape(-1)
     written = _not_padding(parameter) if rows is None else None
@@ -117,11 +113,7 @@ def write_padding(zero: Wrapped, parameter: nn.Parameter, rows: torch.Tensor) ->
 
 
 def _not_padding(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return a mask of the non-padding elements of this rank's flat slice.
-
-    Returns:
-        None if the slice has no padding.
-    """
+    """Return a mask of the non-padding elements of this rank's flat slice; None if it has no padding."""
     found = tensor_parallel.is_padding(parameter)
     return None if found is None else ~found.reshape(-1)
 
@@ -150,10 +142,7 @@ def _write_place(place: Place, local: torch.Tensor, through: torch.dtype, where:
 
 @torch.no_grad()
 def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> Any:
-    """Write the values; a rank that fails reports it to the others.
-
-    It does so when they next meet, at the end at the latest.
-    """
+    """Write the values; a rank that fails reports it when the ranks next meet, at the end at the latest."""
     zero = accepted.zero
     fate = GroupErrors(zero.ranks, "writing the model", "it is partly written: do not train on, load again")
 
@@ -215,13 +204,13 @@ def _with_module(module: Any, hook: Callable[..., Any], _: nn.Module, *arguments
 
 def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Copy a state dict with plain tensors, and store a tied parameter under each of its names."""
-    offered = _Offered(state_dict)
+    offered = OrderedDict(state_dict)
     for key, value in state_dict.items():
         if isinstance(value, nn.Parameter):
             # PyTorch would change requires_grad of the caller's own parameter.
             offered[key] = value.detach()
     if hasattr(state_dict, "_metadata"):
-        offered._metadata = state_dict._metadata
+        vars(offered)["_metadata"] = state_dict._metadata
     for names in [*zero.names.values(), *_persistent_buffers(zero.module).values()]:
         given = [name for name in names if name in state_dict]
         offered.update((name, offered[given[0]]) for name in names if given and name not in offered)
@@ -242,12 +231,6 @@ def _persistent_buffers(module: nn.Module) -> dict[torch.Tensor, list[str]]:
             if name not in owner._non_persistent_buffers_set:
                 names.setdefault(buffer, []).append(f"{prefix}.{name}" if prefix else name)
     return names
-
-
-class _Offered(dict[str, Any]):
-    """A dict that can have PyTorch's ``_metadata``."""
-
-    _metadata: Any
 
 
 def _live_names(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

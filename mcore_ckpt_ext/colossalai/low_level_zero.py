@@ -41,10 +41,7 @@ class LowLevelZeroMethods:
 
 
 class LowLevelZeroCheckpointIOMethods:
-    """Replacements for methods of LowLevelZeroCheckpointIO.
-
-    Its sharded files bypass the optimizer's methods.
-    """
+    """Methods for LowLevelZeroCheckpointIO, whose sharded files bypass the optimizer's methods."""
 
     _non_strict_save_sharded_optimizer: Any
     _non_strict_load_sharded_optimizer: Any

@@ -69,10 +69,7 @@ def _popped(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:
 
 
 def _masters(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the masters that are not the weights themselves.
-
-    They are the weights with ``master_weights=False``, or if the training is in fp32.
-    """
+    """Yield masters, unless they are the weights (``master_weights=False``, or training in fp32)."""
     working = optimizer.get_master_to_working_map()
     if working is None or not getattr(optimizer, "_master_weights", True):
         return

@@ -19,13 +19,14 @@ import torch.distributed as dist
 
 from mcore_ckpt_ext.colossalai import optimizer as optimizer_state
 from mcore_ckpt_ext.colossalai.files import (
+    NOT_WHOLE,
     Files,
     param_groups_of,
     read_by_all,
     read_sharded_by_all,
     write_index,
+    write_one,
     write_shards,
-    write_tensors,
 )
 from mcore_ckpt_ext.colossalai.gathering import in_pinned
 from mcore_ckpt_ext.colossalai.loading import zero_strict_load_state_dict
@@ -35,7 +36,6 @@ from mcore_ckpt_ext.colossalai.wrapper import Wrapped, wrapped
 
 ORIGINAL = "_non_strict_"
 _MIB = 1 << 20
-_NOT_WHOLE = "no new checkpoint is there"
 
 
 class WrapperMethods:
@@ -158,8 +158,8 @@ class CheckpointIOMethods:
             with _ties_omitted(model):
                 self._non_strict_save_unsharded_model(model, checkpoint, gather_dtensor, use_safetensors, use_async)
             return
-        state = model.state_dict(ties="omit" if use_safetensors else None)
-        _write_one(wrapped(model), Path(checkpoint), state)
+        state, zero = model.state_dict(ties="omit" if use_safetensors else None), wrapped(model)
+        write_one(Path(checkpoint), state, zero.ranks, _writes(zero))
 
     def save_sharded_model(
         self, model: Any, checkpoint_path: str, gather_dtensor: bool = False, prefix: str | None = None,
@@ -177,7 +177,7 @@ class CheckpointIOMethods:
         base, index = utils.get_model_base_filenames(prefix, use_safetensors)
         shards = model.state_dict_shard(max_shard_size=max_shard_size, ties="omit" if use_safetensors else None)
         zero = wrapped(model)
-        with _files(zero, Path(checkpoint_path), index) as files:
+        with Files(Path(checkpoint_path), index, _writes(zero)) as files:
             entries, size = write_shards(files, shards, partial(utils.get_shard_filename, base))
 
             def finish() -> None:
@@ -187,7 +187,7 @@ class CheckpointIOMethods:
                 if files.is_writer:
                     utils.clean_folder(checkpoint_path, base, list(entries.values()))
 
-            zero.ranks.agreed("saving the model", finish, _NOT_WHOLE)
+            zero.ranks.agreed("saving the model", finish, NOT_WHOLE)
 
     def save_unsharded_optimizer(
         self, optimizer: Any, checkpoint: str, gather_dtensor: bool = True, use_async: bool = False
@@ -196,7 +196,8 @@ class CheckpointIOMethods:
         if use_async:
             self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
             return
-        _write_one(wrapped(optimizer.module), Path(checkpoint), optimizer.state_dict())
+        state, zero = optimizer.state_dict(), wrapped(optimizer.module)
+        write_one(Path(checkpoint), state, zero.ranks, _writes(zero))
 
     def save_sharded_optimizer(
         self, optimizer: Any, checkpoint: str | Path, gather_dtensor: bool = True, prefix: str | None = None,
@@ -215,7 +216,7 @@ class CheckpointIOMethods:
         padding = optimizer_state.Padding()
         shards = _state_shards(optimizer, size_per_shard, True, None, padding)
         zero = wrapped(optimizer.module)
-        with _files(zero, Path(checkpoint), index) as files:
+        with Files(Path(checkpoint), index, _writes(zero)) as files:
             entries, size = write_shards(files, shards, partial(utils.get_shard_filename, base))
 
             def finish() -> None:
@@ -226,7 +227,7 @@ class CheckpointIOMethods:
                 if files.is_writer:
                     utils.clean_folder(str(checkpoint), base, list(entries.values()))
 
-            zero.ranks.agreed("saving the optimizer", finish, _NOT_WHOLE)
+            zero.ranks.agreed("saving the optimizer", finish, NOT_WHOLE)
 
     def load_unsharded_model(self, model: Any, checkpoint: str, strict: bool = True, *_: Any, **__: Any) -> None:
         """Load the model like ColossalAI; all ranks refuse a file that one rank cannot read."""
@@ -312,19 +313,9 @@ def _ties_omitted(model: Any) -> Iterator[None]:
         model.__dict__.pop("_strict_ties", None)
 
 
-def _files(zero: Wrapped, folder: Path, last: str) -> Files:
-    """Return files that the first of the wrapper's ranks writes, which need not be rank 0 of the job."""
-    return Files(folder, last, is_writer=dist.get_rank() == min(zero.ranks.gather(None)))
-
-
-def _write_one(zero: Wrapped, path: Path, state: Any) -> None:
-    with _files(zero, path.parent, path.name) as files:
-
-        def finish() -> None:
-            files.add(path.name, partial(write_tensors, state))
-            files.publish()
-
-        zero.ranks.agreed(f"saving {path.name}", finish, _NOT_WHOLE)
+def _writes(zero: Wrapped) -> bool:
+    """Return True on the first of the wrapper's ranks, which need not be rank 0 of the job."""
+    return dist.get_rank() == min(zero.ranks.gather(None))
 
 
 def _write_config(model: Any, folder: Path) -> None:

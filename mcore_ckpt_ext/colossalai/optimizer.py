@@ -45,10 +45,8 @@ def iter_states(
     All ranks iterate.
 
     Args:
-        optimizer: a GeminiOptimizer.
         only_rank_0: rank 0 of each ZeRO group receives everything, the others None; else all receive it.
         with_masters: add the fp32 masters, as `fp32_param`.
-        fate: stops all ranks if one fails.
         collected: receives the padding rows of every kind, masters included; for `with_padding`.
 
     Yields:
@@ -123,13 +121,9 @@ def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str,
     scale = loss_scale(optimizer)
     if scale is not None:
         note["loss_scale"] = scale
-    groups = [{name: _plain(value) for name, value in group.items()} for group in groups]
+    # torch's safe unpickler does not know numpy's scalars, which schedulers store.
+    groups = [{n: v.item() if isinstance(v, np.generic) else v for n, v in group.items()} for group in groups]
     return [{**group, OURS: note} if place == 0 else group for place, group in enumerate(groups)]
-
-
-def _plain(value: Any) -> Any:
-    """Convert a numpy scalar, as schedulers store them, to Python's, for torch's safe unpickler."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def load_groups(optimizer: Any, groups: list[dict[str, Any]], load_param_groups: Any) -> None:
@@ -143,10 +137,8 @@ def load_groups(optimizer: Any, groups: list[dict[str, Any]], load_param_groups:
 def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Load an optimizer's whole state dict, saved under any layout, after all ranks have accepted it.
 
-    Args:
-        optimizer: a GeminiOptimizer.
-        state_dict: the whole `param_groups` and `state`; a rank whose `state` is empty, as `state_dict()` returns it on
-            all ranks but rank 0 of the ZeRO group, receives that of rank 0.
+    A rank whose `state` is empty, as `state_dict()` returns it on all ranks but rank 0 of the ZeRO group, receives that
+    of rank 0.
 
     Raises:
         ResumeRefusedError: on all ranks; nothing has been written, unless the message says that the state is partly

@@ -7,6 +7,7 @@ one tensor at a time.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from mcore_ckpt_ext.collectives import gather
 from mcore_ckpt_ext.colossalai.ranks import GroupErrors
 from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, refuse_different, summary
+from mcore_ckpt_ext.colossalai.tensor_parallel import as_bytes
 from mcore_ckpt_ext.colossalai.wrapper import Wrapped
 from mcore_ckpt_ext.errors import ResumeRefusedError, format_ranks
 from mcore_ckpt_ext.group_device import payload_device
@@ -40,14 +42,9 @@ def same_content(
 ) -> Agreed:  # fmt: skip
     """Make sure that all ranks pass equal content to the same call, or none, to receive that of rank 0.
 
-    Args:
-        zero: the wrapper.
-        call: the call on this rank.
-        arguments: arguments that must be equal on all ranks.
-        content: nested dicts and lists with tensors.
-        is_full: True if this rank passes content.
-        untouched: the state in which a refusal leaves the job.
-        own: entries whose values may differ between ranks.
+    `arguments` must be equal on all ranks; in `content`, nested dicts and lists with tensors, the values of the entries
+    `own` may differ. `is_full` is True if this rank passes content. `untouched` is the state in which a refusal leaves
+    the job.
 
     Raises:
         ResumeRefusedError: on all ranks.
@@ -87,15 +84,8 @@ def value_of_first(zero: Wrapped, value: torch.Tensor, fate: GroupErrors) -> tor
 
     sent: torch.Tensor = fate.attempt(sent_or_received)  # type: ignore[assignment]  # no rank has failed
     fate.meet()
-    # View as bytes, because a backend may not support the dtype; the values stay the same.
-    dist.broadcast(sent.view(-1).view(torch.uint8), src=zero.first_rank, group=zero.group)
+    dist.broadcast(as_bytes(sent), src=zero.first_rank, group=zero.group)
     return sent
-
-
-class _Outline(dict[Any, Any]):
-    """A dict that can have PyTorch's ``_metadata``."""
-
-    _metadata: Any
 
 
 def _outline_of_first(zero: Wrapped, content: Any) -> Any:
@@ -105,9 +95,9 @@ def _outline_of_first(zero: Wrapped, content: Any) -> Any:
     """
     own = (_without_data(dict(content)), getattr(content, "_metadata", None)) if zero.is_first else None
     items, metadata = gather(own, zero.group)[0]  # type: ignore[misc]  # rank 0 has one
-    outline = _Outline(items)
+    outline = OrderedDict(items)
     if metadata is not None:
-        outline._metadata = metadata
+        vars(outline)["_metadata"] = metadata
     return outline
 
 
