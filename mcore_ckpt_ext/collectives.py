@@ -51,7 +51,9 @@ def gather(item: Result, group: Any = None) -> list[Result]:
     item's digest. If few different items are long, the first rank that has each broadcasts it; otherwise all
     ranks send their items, padded to the largest size.
 
-    `group`: the ranks that take part; by default all ranks of the job.
+    Args:
+        item: this rank's item.
+        group: the ranks that take part; by default all ranks of the job.
     """
     if not dist.is_initialized():
         return [item]
@@ -198,6 +200,9 @@ def agreed_among(
 
     Args:
         exchange: takes an item of this rank, returns the items of all ranks concerned, by rank.
+        phase: names the work in the message.
+        work: the function to call; it must not communicate.
+        consequence: the state in which a refusal leaves the job.
 
     Raises:
         ResumeRefusedError: the work of some rank raised; the message holds the reasons.
@@ -270,7 +275,10 @@ def listed_of_all(reasons: Sequence[str | None]) -> str:
 def refusal(phase: str, reasons: dict[int, str], consequence: str = OPTIMIZER_UNCHANGED) -> ResumeRefusedError:
     """Make the error that all ranks raise if some refuse: the distinct reasons, each with its ranks.
 
-    `reasons`: texts by `reason_of`, by rank; ranks that did not refuse are absent.
+    Args:
+        phase: names the work in the message.
+        reasons: texts by `reason_of`, by rank; ranks that did not refuse are absent.
+        consequence: the state in which a refusal leaves the job.
     """
     return ResumeRefusedError(refusal_text(phase, _listed(reasons), consequence))
 

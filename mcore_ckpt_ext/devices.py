@@ -101,7 +101,11 @@ def wait_for_copies(device: torch.device) -> Callable[[], None]:
 
 
 def driver_versions(driver: Path = _NVIDIA_DRIVER) -> Mapping[str, str]:
-    """Return the versions of the accelerator's software (CUDA, ROCm, NCCL, driver) that this process has."""
+    """Return the versions of the accelerator's software (CUDA, ROCm, NCCL, driver) that this process has.
+
+    Args:
+        driver: the file in which NVIDIA's kernel module writes its version.
+    """
     found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": _nccl_version()}
     if driver.exists() and (line := _NVIDIA_VERSION.search(driver.read_text(encoding="utf-8", errors="replace"))):
         found["NVIDIA driver"] = line["version"]

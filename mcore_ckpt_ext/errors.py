@@ -170,6 +170,9 @@ def _items(value: Any, depth: int) -> str:
 def reraise_as_unreadable(where: object) -> Iterator[None]:
     """Turn any error that untrusted metadata causes into an UnreadableCheckpointError.
 
+    Args:
+        where: the file or folder that holds the metadata.
+
     Raises:
         UnreadableCheckpointError: a value of the metadata has a wrong type, range or name.
     """
@@ -211,7 +214,11 @@ def join_some(names: Sequence[str], limit: int = 4) -> str:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ascending ranks for a message, three or more in a row as a range: `0 to 7, 9, 11`."""
+    """Return ranks for a message, three or more in a row as a range: `0 to 7, 9, 11`.
+
+    Args:
+        ranks: in ascending order.
+    """
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -23,13 +23,20 @@ def control_device(group: Any = None) -> torch.device:
     """Return the device for short messages (numbers, bytes): the CPU if the group has a backend for it.
 
     torch chooses likewise for its collectives of objects (`_get_object_coll_device`, distributed_c10d.py, 2.6 to 2.13).
+
+    Args:
+        group: the process group; None is the default group.
     """
     backends = _backends(group)
     return _device(_CPU if _CPU in backends or not backends else next(iter(backends)), group)
 
 
 def payload_device(group: Any = None) -> torch.device:
-    """Return the device for a model's tensors: the accelerator if the group has a direct backend for it."""
+    """Return the device for a model's tensors: the accelerator if the group has a direct backend for it.
+
+    Args:
+        group: the process group; None is the default group.
+    """
     backends = _backends(group)
     direct = (kind for kind, backend in backends.items() if kind != _CPU and backend not in _THROUGH_THE_CPU)
     kind = next(direct, None)

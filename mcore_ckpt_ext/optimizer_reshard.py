@@ -86,6 +86,10 @@ def prepare(
     """Open the checkpoint, recover the packing that this rank needs, plan, check each record. Collective.
 
     Args:
+        folder: the iteration folder.
+        chunks: the unwrapped model chunks.
+        optimizer: the live optimizer.
+        arguments: Megatron's arguments of the run.
         verify_all: compare the checksums of all records, shared between the ranks.
         accept_lost: take elements that the checkpoint lost from the weights (masters) or as zero (moments).
         read_once: one rank reads data that several ranks need and sends them to the others.

@@ -77,6 +77,8 @@ class Transfer:
         """Read the plan's elements into the destinations, 1-D contiguous tensors by target index.
 
         Args:
+            plan: the elements to read.
+            destinations: one tensor for each target of the plan.
             on_read: called with elements while they are in the processor's cache, in the thread that has read them. It
                 is called for most elements that are read directly into CPU memory, and never twice for one element.
                 Its errors stop the transfer.
@@ -259,6 +261,10 @@ def read_slice(
     """Read a slice of model space into a 1-D tensor of the tensor's dtype, or compute it if derived.
 
     Args:
+        source: the checkpoint.
+        transfer: reads the checkpoint's files.
+        kind: the kind of the tensors.
+        wanted: the elements.
         accept_lost: return zero for elements that are not stored.
         allocate: makes the result's memory if the elements are stored; by default `torch.empty`.
 

@@ -94,6 +94,7 @@ class RecordWriter:
         """Fill numbered records.
 
         Args:
+            records: the records to fill, with their numbers.
             finished: called with the number and the CRC-32 of every finished record.
             moved: called with the number of bytes of every finished block.
 

@@ -95,8 +95,10 @@ def write_shards(
 ) -> tuple[dict[str, str], int]:
     """Receive all shards on every rank, and write them on the writing rank.
 
-    An error of writing is thrown into the generator `shards`, which reports it to the other ranks. `name_of` returns
-    the file name of a shard, by its number.
+    Args:
+        files: receives the shards.
+        shards: the shards; an error of writing is thrown into the generator, which reports it to the other ranks.
+        name_of: returns the file name of a shard, by its number.
 
     Returns:
         The file of each entry, and the total size in bytes.
@@ -118,6 +120,12 @@ def write_shards(
 
 def write_one(path: Path, state: Any, ranks: Ranks, is_writer: bool) -> None:
     """Write a state into one file.
+
+    Args:
+        path: the file; it is replaced atomically.
+        state: tensors and plain values; ranks that do not write may pass anything.
+        ranks: the ranks that save.
+        is_writer: True if this rank writes the file.
 
     Raises:
         ResumeRefusedError: on all ranks, if it cannot be written.
@@ -166,8 +174,11 @@ def read_by_all(ranks: Ranks, files: Callable[[], Iterable[Path]]) -> dict[Any, 
 def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict[Any, Any]:
     """Return all entries of the files that an index names, if they match the index.
 
-    `exactly` refuses files with more entries than the index lists. Pipeline stages each write a tied parameter's state,
-    and the index lists only one of them (0.5.0, hybrid_parallel_checkpoint_io.py).
+    Args:
+        ranks: the ranks that read.
+        index: the index.
+        exactly: refuse files with more entries than the index lists. Pipeline stages each write a tied parameter's
+            state, and the index lists only one of them (0.5.0, hybrid_parallel_checkpoint_io.py).
 
     Raises:
         ResumeRefusedError: on all ranks: a file is missing, or has other entries than the index lists.

@@ -31,8 +31,11 @@ def whole_values(
     """Yield each parameter of `places` with its gathered value; all ranks must iterate, chunk by chunk.
 
     Args:
+        zero: the wrapper.
+        places: the place of each parameter, in an order that is the same on all ranks.
         held: returns this rank's part of a chunk: its payload, or optimizer state with the same layout.
         dtype: the dtype in which values are sent and returned.
+        device: the device of the returned values.
         everywhere: True if every rank receives them, else only rank 0 of the group; the others get None.
         fate: stops all ranks if one fails, before the next chunk or at the end.
         padding: on receiving ranks, receives the padding rows of each parameter that has some.

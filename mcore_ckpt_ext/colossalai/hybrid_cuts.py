@@ -24,7 +24,9 @@ def entries(module: nn.Module, share_ties: bool) -> Iterator[tuple[str, Any]]:
 
     All ranks of a stage iterate.
 
-    With `share_ties` all names of a parameter get one tensor; else each gets its own, as safetensors require.
+    Args:
+        module: this stage's module.
+        share_ties: all names of a parameter get one tensor; else each gets its own, as safetensors require.
     """
     seen: dict[nn.Parameter, torch.Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -55,8 +57,11 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def joined(name: str, value: torch.Tensor, parameter: Any, zero_group: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the whole value of a parameter's state, and its padding rows.
 
-    `value` is this rank's part. `zero_group` are the ranks that share this slice of the working parameter, flat, in
-    equal parts; None without ZeRO.
+    Args:
+        name: the name of the state.
+        value: this rank's part.
+        parameter: the working parameter.
+        zero_group: the ranks that share this slice of it, flat, in equal parts; None without ZeRO.
     """
     from colossalai.utils import get_current_device
 

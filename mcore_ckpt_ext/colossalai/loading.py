@@ -92,8 +92,12 @@ def write_master(
 ) -> None:  # fmt: skip
     """Write this rank's part of a whole value into the master, and rounded into the working parameter.
 
-    `keeps_exact` keeps a master that rounds to the value. `rows` are the padding rows; None keeps the present ones,
-    since a model's file has none.
+    Args:
+        zero: the wrapper.
+        parameter: a parameter in chunks.
+        value: the whole value.
+        keeps_exact: keep a master that rounds to the value.
+        rows: the padding rows; None keeps the present ones, since a model's file has none.
     """
     local = tensor_parallel.slice_of(parameter, value.detach(), rows).reshape(-1)
     written = _not_padding(parameter) if rows is None else None

@@ -45,8 +45,10 @@ def iter_states(
     All ranks iterate.
 
     Args:
+        optimizer: a GeminiOptimizer.
         only_rank_0: rank 0 of each ZeRO group receives everything, the others None; else all receive it.
         with_masters: add the fp32 masters, as `fp32_param`.
+        fate: stops all ranks if one fails.
         collected: receives the padding rows of every kind, masters included; for `with_padding`.
 
     Yields:
@@ -137,8 +139,10 @@ def load_groups(optimizer: Any, groups: list[dict[str, Any]], load_param_groups:
 def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Load an optimizer's whole state dict, saved under any layout, after all ranks have accepted it.
 
-    A rank whose `state` is empty, as `state_dict()` returns it on all ranks but rank 0 of the ZeRO group, receives that
-    of rank 0.
+    Args:
+        optimizer: a GeminiOptimizer.
+        state_dict: the whole `param_groups` and `state`; a rank whose `state` is empty, as `state_dict()` returns it on
+            all ranks but rank 0 of the ZeRO group, receives that of rank 0.
 
     Raises:
         ResumeRefusedError: on all ranks; nothing has been written, unless the message says that the state is partly

@@ -18,8 +18,11 @@ from mcore_ckpt_ext.colossalai import tensor_parallel
 def fitting(parameter: Any, where: str, rows: torch.Tensor | None) -> torch.Tensor | None:
     """Return the padding rows for this job; None if it has none.
 
-    `where` names the state and the parameter in the warning that is logged if the rows of the file do not fit; they
-    then begin at zero, as in ColossalAI.
+    Args:
+        parameter: a parameter with its padding.
+        where: the state and the parameter, for the message.
+        rows: the rows in the file, or None. If they do not fit, a warning is logged, and the rows begin at zero, as in
+            ColossalAI.
     """
     expected = tensor_parallel.padding_shape(parameter)
     if rows is not None and rows.shape != expected:

@@ -42,9 +42,14 @@ def same_content(
 ) -> Agreed:  # fmt: skip
     """Make sure that all ranks pass equal content to the same call, or none, to receive that of rank 0.
 
-    `arguments` must be equal on all ranks; in `content`, nested dicts and lists with tensors, the values of the entries
-    `own` may differ. `is_full` is True if this rank passes content. `untouched` is the state in which a refusal leaves
-    the job.
+    Args:
+        zero: the wrapper.
+        call: the call on this rank.
+        arguments: arguments that must be equal on all ranks.
+        content: nested dicts and lists with tensors.
+        is_full: True if this rank passes content.
+        untouched: the state in which a refusal leaves the job.
+        own: entries whose values may differ between ranks.
 
     Raises:
         ResumeRefusedError: on all ranks.

@@ -51,6 +51,7 @@ class Ranks:
         """Make sure that every rank makes the same call with the same arguments, and that no rank refuses it.
 
         Args:
+            call: the call on this rank.
             arguments: arguments that must be equal on all ranks.
             inspect_here: raises if this rank refuses the call; it must not communicate.
             untouched: the state in which a refusal leaves the job.

@@ -144,7 +144,9 @@ def consumer_errors_reported(owner: Any, method: str) -> Iterator[None]:
     ColossalAI's function receives the shards in a loop (0.5.0, checkpoint_io/utils.py:
     ``async_save_state_dict_shards``), so that its error does not reach the generator by itself.
 
-    `method` is the method of `owner` that returns the generator.
+    Args:
+        owner: the model or optimizer that yields the shards.
+        method: name of the method that returns their generator.
     """
     begun_here: list[Generator[Any]] = []
     original = getattr(owner, method)

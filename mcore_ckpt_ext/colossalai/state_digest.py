@@ -29,7 +29,9 @@ Digests = dict[str, str]
 def digests(content: Mapping[Any, object], own: Container[str] = ()) -> Digests:
     """Return a digest of every leaf of nested dicts and lists, by its path.
 
-    Values of the entries `own` may differ between ranks (such as a BatchNorm's statistics): only their shapes count.
+    Args:
+        content: nested dicts and lists.
+        own: entries whose values may differ between ranks (such as a BatchNorm's statistics): only their shapes count.
 
     Raises:
         CheckpointError: a tensor has no values to copy: it is on the meta device, sparse or quantized.

@@ -71,7 +71,10 @@ def room_for(parameter: Any, dtype: torch.dtype, device: torch.device) -> Room |
 
     Sharding the indices like the parameter shows which elements a rank holds.
 
-    `device` is one that the group's backend can reach.
+    Args:
+        parameter: the parameter, with its sharding and padding.
+        dtype: the dtype of the values.
+        device: a device that the group's backend can reach.
 
     Returns:
         The buffers, or None if each rank holds the whole parameter.
@@ -105,8 +108,10 @@ def room_for(parameter: Any, dtype: torch.dtype, device: torch.device) -> Room |
 def whole(parameter: Any, local: torch.Tensor, room: Room | None) -> torch.Tensor:
     """Gather the whole value from the slices of all tensor-parallel ranks, which must all call this.
 
-    `local` has this rank's values, contiguous, in the parameter's local shape. `room` was made by `room_for`, for their
-    dtype and device; afterwards it has the input of `padding_of`.
+    Args:
+        parameter: the parameter, with its sharding and padding.
+        local: this rank's values, contiguous, in the parameter's local shape.
+        room: made by `room_for`, for the dtype and device of the values; afterwards it has the input of `padding_of`.
     """
     if room is not None:
         dist.all_gather(room.held_by, room.held, group=room.group)
@@ -127,7 +132,13 @@ def as_bytes(values: torch.Tensor) -> torch.Tensor:
 def padding_of(parameter: Any, room: Room | None, local: torch.Tensor) -> torch.Tensor | None:
     """Return the padding rows of the value that `whole` has just gathered.
 
-    Returns None if the parameter has none.
+    Args:
+        parameter: see `whole`.
+        room: see `whole`.
+        local: see `whole`.
+
+    Returns:
+        None if the parameter has none.
     """
     if padding_shape(parameter) is None:
         return None
@@ -165,7 +176,10 @@ def slice_of(parameter: Any, value: torch.Tensor, padding: torch.Tensor | None =
 
     Nothing is communicated, and ``value`` is not changed (ColossalAI's own ``to_padded_tensor`` would pad it in place).
 
-    `value` has no padding; `padding` are its rows, of `padding_shape`, or None for zeros.
+    Args:
+        parameter: the parameter, with its sharding and padding.
+        value: the value without padding.
+        padding: the padding rows, of `padding_shape`; None for zeros.
     """
     if hasattr(parameter, "_padding_dim"):
         value = _padded(value, _padded_shape(parameter), parameter._padding_dim, padding)

@@ -90,14 +90,14 @@ def pack(
     rule: PackingRule = PackingRule.SINCE_0_13,
     high_bandwidth: bool = False,
 ) -> list[Bucket]:
-    """Lay out the parameters of one buffer, given in registration order.
-
-    The buffer contains them in reverse.
+    """Lay out the parameters of one buffer.
 
     Args:
+        parameters: in registration order (`named_parameters()`); the buffer contains them in reverse.
         bucket_size: number of elements after which a bucket is closed; None for a single bucket.
-        data_parallel: number of ranks that share the buffer, context-parallel ranks included.
-        high_bandwidth: see `bucket_alignment`.
+        data_parallel: number of ranks that share the buffer (context-parallel ranks included).
+        rule: the rule of the version.
+        high_bandwidth: the same as in `bucket_alignment`.
     """
     packer = _Packer(bucket_alignment(data_parallel, high_bandwidth))
     cursor = end = 0

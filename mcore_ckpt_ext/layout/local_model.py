@@ -74,6 +74,9 @@ class LocalModels:
         """Keep the weights that gradient buffers can contain.
 
         Args:
+            weights: the stored weights by name.
+            arguments: the job's arguments.
+            layout: the job's layout.
             has_expert_optimizer: whether experts have separate buffers and an optimizer of their own (expert
                 parallelism).
             layers: global layers of the block that a pipeline divides, by `[pipeline rank][virtual stage]`; None to

@@ -84,10 +84,13 @@ class TensorPart:
 
 
 def model_space_name(local: str, first_layer: int, first_expert: int, arguments: JobArguments) -> str:
-    """Return the model-space name of a parameter, given its name in the rank's own `state_dict`.
+    """Return the model-space name of a parameter.
 
-    `first_layer` and `first_expert` are the global numbers of the model chunk's first decoder layer and of the rank's
-    first expert.
+    Args:
+        local: its name in the rank's own `state_dict`.
+        first_layer: global number of the model chunk's first decoder layer.
+        first_expert: global number of the rank's first expert.
+        arguments: Megatron's arguments of the job that wrote it.
 
     Raises:
         UnsupportedCheckpointError: the order of its elements is not supported.
@@ -144,8 +147,10 @@ def gated_in_towers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
     """Return whether each first linear layer outside the language model is gated, by name.
 
     The arguments describe only the language model. A gated linear has twice as many rows as the next one has columns
-    (megatron/core/transformer/mlp.py, core_v0.7.0 to 0.19.2). `shapes` are those of a model's weights, or of a rank's
-    parts of them.
+    (megatron/core/transformer/mlp.py, core_v0.7.0 to 0.19.2).
+
+    Args:
+        shapes: shapes of a model's weights, or of a rank's parts of them, by model-space name.
     """
     found = {}
     for name, shape in shapes.items():
@@ -183,7 +188,13 @@ class Cut:
 def regions_of(
     name: str, shape: tuple[int, ...], part: TensorPart, arguments: JobArguments
 ) -> tuple[tuple[int, ...], tuple[Region, ...]]:
-    """Return the position of a rank's part, of some shape, in the whole tensor.
+    """Return the position of a rank's part in the whole tensor.
+
+    Args:
+        name: model-space name.
+        shape: the shape of the rank's part.
+        part: the rank's place among the ranks that share the tensor.
+        arguments: the arguments of the job that wrote it.
 
     Returns:
         The shape of the whole tensor, and the part's regions in the order of the rank's memory.
@@ -212,7 +223,13 @@ def shard_grid(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the offsets of a tensor's shards on each axis, with `ranks` tensor-parallel ranks.
 
-    `arguments` and `version` are those of the job that will read it; for `gated` see `TensorPart`.
+    Args:
+        name: model-space name.
+        shape: the shape of the whole tensor.
+        ranks: the number of ranks that share it.
+        arguments: the arguments of the job that will read it.
+        version: the version of Megatron that will read it.
+        gated: whether a first linear includes a gate; None to decide by the arguments.
 
     Raises:
         UnsupportedCheckpointError: the tensor-parallel split is unknown, or the tensor is not divisible.

@@ -109,11 +109,13 @@ class Proof:
     def check(
         self, masters: torch.Tensor, weights: torch.Tensor, where: Callable[[int], str], instead: str = ""
     ) -> None:
-        """Refuse fp32 masters, or values in their place, that do not match weights of the same shape.
+        """Refuse masters that do not match their weights.
 
         Args:
+            masters: fp32 masters, or the values that the optimizer keeps in place of them.
+            weights: weights of the same shape, stored or live.
             where: describes the element at a position of the compared order.
-            instead: the end of the hint for the user.
+            instead: an additional hint for the user, if there is one.
 
         Raises:
             ProofError: a master does not round to its weight.

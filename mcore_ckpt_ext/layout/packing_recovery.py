@@ -142,6 +142,8 @@ def recover_unproven(
     or it is the only known one that fits these borders, for a model that Megatron itself builds.
 
     Args:
+        group: the group.
+        models: the parameters that may be in it.
         proposals: candidate packings, the most reliable first.
         contradiction: returns why a packing contradicts digests recorded at the save; None if it does not.
         is_recorded: whether there are such digests.

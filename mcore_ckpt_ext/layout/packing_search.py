@@ -37,9 +37,13 @@ def discover(
     borders: dict[BucketKey, frozenset[int]],
     read: Bytes,
 ) -> Packing:
-    """Locate every parameter of a group among all that this tensor-parallel rank can have.
+    """Locate every parameter of a group.
 
-    `borders`: by bucket, the cuts that data-parallel sharding alone explains.
+    Args:
+        group: the stored buffers.
+        candidates: all parameters that this tensor-parallel rank can have.
+        borders: cuts that are explained by data-parallel sharding alone, by bucket.
+        read: reads samples.
 
     Raises:
         PackingError: no parameter, or more than one, matches at some position.

@@ -287,9 +287,15 @@ def known_orders(arguments: JobArguments) -> list[KnownOrder]:
 
 
 def registration_order(names: Iterable[str], order: ParameterOrder, tied_copy: bool = False) -> list[str] | None:
-    """Return all parameters of a model chunk in registration order; None if the source lacks one.
+    """Return all parameters of one model chunk in registration order.
 
-    `tied_copy`: whether the chunk registers the word embeddings as its output layer (tied, last pipeline stage).
+    Args:
+        names: model-space names of the chunk's parameters.
+        order: the source of the order within a layer.
+        tied_copy: whether the chunk registers the word embeddings as its output layer (tied, last pipeline stage).
+
+    Returns:
+        None if the source lacks some parameter.
     """
     layers: dict[str, dict[int, list[str]]] = {}
     outside: list[str] = []

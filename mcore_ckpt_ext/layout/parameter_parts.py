@@ -38,7 +38,13 @@ def rows_of_mixer(arguments: Arguments) -> dict[str, int]:
 
 
 def parts_of(name: str, shape: tuple[int, ...], ranks: int, arguments: Arguments) -> Mapping[str, tuple[int, ...]]:
-    """Return the names and shapes of the parts of a rank's tensor, which `ranks` ranks share.
+    """Return the names and shapes of the parts of a rank's tensor.
+
+    Args:
+        name: model-space name of the unsplit parameter.
+        shape: the shape of the rank's tensor.
+        ranks: the number of ranks that share it.
+        arguments: the arguments of the job that wrote it.
 
     Returns:
         Its own name and shape if model space does not split it.

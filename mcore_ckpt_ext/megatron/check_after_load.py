@@ -63,8 +63,10 @@ def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, weaker: Proof | N
     It costs less than 2 % of a load, as only some stretches of large parameters are compared (see `live_mismatches`).
 
     Args:
-        loaded: this rank has loaded anything. For `weaker` see `live_mismatches`; it is None if this package did not
-            fill the optimizer.
+        chunks: the unwrapped model chunks.
+        optimizer: the live optimizer.
+        loaded: True if this rank has loaded anything.
+        weaker: see `live_mismatches`; None if this package did not fill the optimizer.
 
     Returns:
         True if every rank compared all of its masters without a mismatch; False if some masters are joined from

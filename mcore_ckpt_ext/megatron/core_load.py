@@ -225,8 +225,11 @@ def _fits(folder: Path, request: LoadRequest) -> bool:
 def _decided(folder: Path, optimizer: Any, fits: bool) -> LoadDecision:
     """Decide who loads an optimizer that this package can fill.
 
-    `fits`: every rank finds the arrays that it requests, of equal sizes. If the stored layout is unknown, nothing else
-    can be checked beforehand; a load by Megatron is then checked afterwards (`UncheckedLoads`).
+    Args:
+        folder: the checkpoint's folder.
+        optimizer: the live optimizer.
+        fits: True if every rank finds the arrays that it requests, of equal sizes. If the stored layout is unknown,
+            nothing else can be checked beforehand; a load by Megatron is then checked afterwards (`UncheckedLoads`).
     """
     checkpoint = open_checkpoint(folder)
     if checkpoint.optimizer_format is None:

@@ -34,6 +34,13 @@ def facts_of_presented(
 ) -> LoadFacts:
     """Return the facts of a load for which `sources.legacy_state_dict` presents the weights to Megatron.
 
+    Args:
+        folder: the iteration folder.
+        chain: the live optimizers.
+        arguments: Megatron's arguments.
+        version: the version of megatron-core.
+        has_new_tokens: True if the job has tokens without a row in the checkpoint.
+
     Raises:
         CheckpointError: the checkpoint has no optimizer state, or cannot be read.
     """
@@ -59,7 +66,14 @@ def facts_of_common(
 ) -> LoadFacts:  # fmt: skip
     """Return the facts of a load by Megatron's own loop from a checkpoint with a common state.
 
-    `children`: the number of optimizers in the live chain; 1 if it is no chain.
+    Args:
+        folder: the iteration folder.
+        common: the common state.
+        chain: the live optimizers.
+        children: the number of optimizers in the live chain; 1 if it is no chain.
+        arguments: Megatron's arguments.
+        version: the version of megatron-core.
+        has_new_tokens: True if the job has tokens without a row in the checkpoint.
 
     Raises:
         CheckpointError: the job cannot resume the checkpoint, whatever its optimizer is.

@@ -84,7 +84,12 @@ def _load(
 ) -> tuple[Any, int]:
     """Load a sharded state dict, with the tensors read by this package if it supports the request.
 
-    `stock` is Megatron's own loader of a sharded state dict; for the others see `reading_fast`.
+    Args:
+        request: the sharded state dict: a tree of ShardedTensors and ShardedObjects.
+        folder: the iteration folder.
+        opened: its checkpoint, if it is already open.
+        read_once: one rank reads data that several ranks need and sends them to the others.
+        stock: Megatron's own loader.
 
     Returns:
         The loaded state dict, and the number of bytes that all ranks read; 0 if Megatron's own loader read it.

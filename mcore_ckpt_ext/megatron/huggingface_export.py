@@ -35,6 +35,9 @@ _SHOWN = 3
 def check_export(arguments: Any) -> None:
     """Refuse to begin a job that could not write the requested folders.
 
+    Args:
+        arguments: Megatron's arguments, validated.
+
     Raises:
         UsageError: the job saves no checkpoints that can be exported.
     """
@@ -58,7 +61,12 @@ def check_export(arguments: Any) -> None:
 
 
 def export_command(save: Save, arguments: Any) -> list[str] | None:
-    """Return the command that exports a saved checkpoint; None if no export is requested for it."""
+    """Return the command that exports a saved checkpoint; None if no export is requested for it.
+
+    Args:
+        save: a committed save.
+        arguments: Megatron's arguments.
+    """
     every = EXPORT_HF.chosen(arguments)
     if every <= 0 or save.iteration % every or save.tracker_text == RELEASE:
         return None

@@ -18,6 +18,11 @@ def check_schedule(scheduler: Any, stored: Mapping[str, Any] | None, folder: Pat
     (`OptimizerParamScheduler.load_state_dict`, megatron/core/optimizer_param_scheduler.py, core_v0.7.0 to 0.19.2). It
     counts in samples: warm-up and decay given in iterations change with the global batch size.
 
+    Args:
+        scheduler: the live scheduler.
+        stored: its state in the checkpoint.
+        folder: the checkpoint's folder.
+
     Raises:
         ModelMismatchError: a value differs.
     """

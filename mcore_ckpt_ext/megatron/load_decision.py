@@ -64,8 +64,10 @@ def assess_load(
     """Assess the checkpoint that a load takes. Collective.
 
     Args:
+        scope: the globals of Megatron's checkpointing module.
         call: the arguments of `load_checkpoint`.
         directory: the run folder.
+        has_new_tokens: True if the job has tokens without a row in the checkpoint.
 
     Returns:
         The assessment; None if there is no optimizer state that this package could fill.

@@ -38,6 +38,10 @@ class MasterEvidence:
     def of(cls, chunks: Chunks, optimizer: Any) -> MasterEvidence:
         """Return the evidence of this rank.
 
+        Args:
+            chunks: the unwrapped model chunks.
+            optimizer: the live optimizer.
+
         Raises:
             UnsupportedCheckpointError: this package does not support the kind of optimizer.
         """

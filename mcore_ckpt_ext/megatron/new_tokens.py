@@ -108,8 +108,11 @@ def described(tokens: range) -> str:
 def initialization_kept(chunks: Chunks, tokens: range, optimizer: Any = None) -> Iterator[None]:
     """Load weights within this scope; afterwards the rows of new tokens have their former values.
 
-    If an optimizer is given, its masters are made from the weights once more, because the load itself made them from
-    weights with zeros (`load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
+    Args:
+        chunks: the unwrapped model chunks.
+        tokens: the tokens without a row in the checkpoint; may be empty.
+        optimizer: if given, its masters are made from the weights once more, because the load itself made them from
+            weights with zeros (`load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
     """
     rows = list(_rows_of(chunks, tokens)) if tokens else []
     values = [one.clone() for one in rows]

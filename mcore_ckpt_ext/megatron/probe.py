@@ -46,7 +46,9 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
     """Inspect the checkpoint to load, on rank 0.
 
     Args:
+        arguments: Megatron's arguments.
         load_arg: the name of the argument that holds the path to load from.
+        directory: the run folder.
         shares_index: share the index even for an unchanged parallel layout, with which Megatron may load the checkpoint
             itself.
     """
@@ -91,7 +93,10 @@ def check_all_see(seen: Sequence[tuple[bool, ...]], arguments: Any, load_arg: st
     Every rank looks for the tracker file itself, and only ranks that find it call a collective
     (`read_metadata`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
 
-    `seen`: `trackers_seen` of every rank.
+    Args:
+        seen: `trackers_seen` of every rank.
+        arguments: Megatron's arguments.
+        load_arg: the name of the argument that holds the path to load from.
 
     Raises:
         ResumeRefusedError: some ranks see a tracker file that others do not see.
@@ -111,6 +116,9 @@ def check_all_see(seen: Sequence[tuple[bool, ...]], arguments: Any, load_arg: st
 
 def check_all_have_the_same(settings: Sequence[Mapping[str, str]]) -> None:
     """Refuse a load if settings differ between ranks, so that ranks would call different collectives.
+
+    Args:
+        settings: this package's settings on every rank, by variable.
 
     Raises:
         ResumeRefusedError: some settings differ between ranks.
@@ -138,7 +146,10 @@ def resuming_from_complete(scope: Scope, directory: str | None, health: Iteratio
     `ckpt_step` has priority over the tracker in `load_checkpoint` and its callees, but only after `read_metadata` has
     read the tracker, which ends the job if it cannot (megatron/training/checkpointing.py, core_v0.8.0 to 0.19.2).
 
-    `health`: that of the requested iteration; None if it is not assessed.
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        directory: the run folder.
+        health: the health of the requested iteration; None if it is not assessed.
 
     Raises:
         ResumeRefusedError: on every rank, if another iteration is complete but the user did not allow to take it.
@@ -172,6 +183,10 @@ def _health_of(arguments: Any, directory: str) -> IterationHealth | None:
 
 def check_complete(health: IterationHealth | None, directory: str) -> None:
     """Refuse an incomplete checkpoint if the run has another one that is complete.
+
+    Args:
+        health: the health of the iteration that a load would take; None if it is not assessed.
+        directory: the run folder.
 
     Raises:
         ResumeRefusedError: it is incomplete, and the user did not allow to take another one.

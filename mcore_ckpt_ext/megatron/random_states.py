@@ -51,7 +51,11 @@ def are_lacking(
     Since core_v0.14 it requests none if pipeline or tensor parallel size has changed; otherwise the load fails with
     "Missing key in checkpoint state_dict: rng_state/shard_...".
 
-    `stored`: the grid in the checkpoint; None if it has no random states (its arguments then say no_save_rng).
+    Args:
+        stored: the grid in the checkpoint; None if it has no random states (its arguments then say no_save_rng).
+        arguments: Megatron's arguments.
+        version: the version of the running megatron-core.
+        written: the arguments of the job that saved, by name.
     """
     requested = requested_grid(arguments, version)
     is_requested = not STARTS_RANDOM_STATES_ANEW.is_of(version) or stored is None or stored[:2] == requested[:2]

@@ -21,7 +21,10 @@ def run_folder(scope: Scope, arguments: Any, load_arg: str) -> tuple[str | None,
     megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2); so does `--freeze-all-layers` (development head of
     August 2026).
 
-    `load_arg`: the name of the argument that holds the path to load from.
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        arguments: Megatron's arguments.
+        load_arg: the name of the argument that holds the path to load from.
     """
     directory, pretrained = getattr(arguments, load_arg), getattr(arguments, "pretrained_checkpoint", None)
     exists = scope["checkpoint_exists"]

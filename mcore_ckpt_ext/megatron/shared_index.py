@@ -43,7 +43,8 @@ _COMMON = "load_common_state_dict"
 def index_shared(handed: SharedIndex | None) -> Iterator[None]:
     """Let only rank 0 read the index of the checkpoint to load, within this scope.
 
-    `handed`: rank 0's index, by `index_of`; None if every rank reads its own.
+    Args:
+        handed: rank 0's index, by `index_of`; None if every rank reads its own.
     """
     # If this rank's folder is another copy, for example on a local disk, the size of its index may differ.
     mine = None if handed is None or _size(handed.folder) != handed.size else handed

@@ -63,7 +63,9 @@ def ordered_by_rank(names: Iterable[str], gated: bool) -> list[str]:
     ms-swift stores the rows of `lora_B` of a gated linear as if there were no gate
     (`LoraParallelLinear.sharded_state_dict`).
 
-    `gated`: whether the model's MLPs have gates.
+    Args:
+        names: model-space names.
+        gated: whether the model's MLPs have gates.
     """
     found = []
     for name in names:

@@ -90,7 +90,11 @@ def precedes_layers(name: str, prefix: str) -> bool:
     """Return whether a parameter outside the layers is before the first one, on the first pipeline stage.
 
     The language model begins with its embedding. Towers and projectors are not part of it, and are on the first stage
-    (`model_provider` of pretrain_vlm.py, core_v0.13.0 to 0.19.2). `prefix`: the `language_prefix` of the model.
+    (`model_provider` of pretrain_vlm.py, core_v0.13.0 to 0.19.2).
+
+    Args:
+        name: a parameter that is in no layer of the block that the pipeline divides.
+        prefix: the prefix of the language model's names, as `language_prefix` returns it.
     """
     return not name.startswith(prefix) or name.removeprefix(prefix).startswith(("embedding.", "position_embeddings."))
 
@@ -124,6 +128,10 @@ def leaves_out_state(key: str, names: Iterable[str]) -> bool:
     BERT's does not omit it.
 
     Source: `GPTModel.sharded_state_dict` (gpt_model.py, core_v0.7.0 to 0.19.2).
+
+    Args:
+        key: the key of the extra state.
+        names: the names of the model's weights.
     """
     is_own = key.removeprefix(language_prefix(key)).startswith("output_layer.")
     return is_own and not any(name.startswith(_HEAD) for name in names)

@@ -19,7 +19,10 @@ _FINAL_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
 def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict[str, str | None]:
     """Return the GPT's name of each parameter of a hybrid model; None for those that it does not have.
 
-    `pattern`: the hybrid model's `--hybrid-layer-pattern`. `layers`: the GPT's number of layers; None if unknown.
+    Args:
+        pattern: the pattern of the hybrid model's layers, `--hybrid-layer-pattern`.
+        layers: the GPT's number of layers; None if unknown.
+        names: model-space names of the hybrid model's parameters.
 
     Raises:
         UnsupportedCheckpointError: no GPT can be loaded into such a model.

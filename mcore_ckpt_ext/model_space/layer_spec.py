@@ -34,7 +34,11 @@ _ONLY_ENGINE = ("mixer.", "cross_attention.", "linear_attn.")
 
 
 def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
-    """Map a model's names of either spec to those of Transformer Engine's (`engine`), or the local one.
+    """Map a model's names, which have either layer spec, to names under one of them.
+
+    Args:
+        names: model-space names of all weights.
+        engine: True for Transformer Engine's spec, False for the local one.
 
     Raises:
         UnsupportedCheckpointError: only one of the two specs has a layer of some kind.

@@ -131,10 +131,7 @@ class ParameterName:
         return self._in_layer(f"{self.experts}.experts.{self.expert}.{self.rest}" if self.experts else self.rest)
 
     def own(self, grouped_experts: bool) -> str:
-        """Return the name in a rank's `state_dict`.
-
-        A grouped linear has one extra state for all of its experts.
-        """
+        """Return the name in a rank's `state_dict`; a grouped linear has one extra state for all experts."""
         if self.experts is None:
             return str(self)
         if not grouped_experts:
@@ -152,10 +149,7 @@ class ParameterName:
         return f"{self.block}.layers.{in_layer}", (self.layer, *index)
 
     def counted_from(self, layer: int, expert: int) -> ParameterName:
-        """Add the numbers of a rank's first layer and expert.
-
-        The layers of towers are not divided, so they keep their numbers.
-        """
+        """Add the numbers of a rank's first layer and expert; layers of towers, never divided, keep theirs."""
         is_divided = self.block is not None and is_language_block(self.block)
         return replace(
             self,
@@ -257,7 +251,12 @@ def stacked_axes(key: str) -> int:
 
 
 def name_at(key: str, stack_index: Sequence[int]) -> str:
-    """Return the model-space name of an element of a sharded key's array, by its index on stacked axes."""
+    """Return the model-space name of one element of a stacked array.
+
+    Args:
+        key: Megatron's sharded key.
+        stack_index: index on each of the `stacked_axes(key)` leading axes.
+    """
     index = list(stack_index)
     name = key
     for pattern in (_STACKED_LAYERS, _STACKED_EXPERTS):
@@ -293,10 +292,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def is_module_buffer(name: str) -> bool:
-    """Return whether a name denotes a tensor of the model that is not a parameter.
-
-    Source: moe/router.py, since 0.10.0.
-    """
+    """Return whether a name denotes a buffer of the model, not a parameter (moe/router.py, since 0.10.0)."""
     return bool(_MODULE_BUFFER.search(name))
 
 
@@ -329,7 +325,7 @@ def part_names(name: str) -> list[str]:
 
 
 def split_parameters(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group parts of parameters that are stored in parts: `in_proj`, `conv1d` of mixers, delta nets and products.
+    """Group parts of parameters stored in parts: `in_proj`, `conv1d` of mixers, delta nets and products.
 
     Sources: `MambaMixer.sharded_state_dict` (megatron/core/ssm/mamba_mixer.py, core_v0.9.0 to 0.19.2), which splits a
     rank's rows into z, x, B, C, dt (`in_proj.weight`) or x, B, C (`conv1d`), and that of a gated delta net

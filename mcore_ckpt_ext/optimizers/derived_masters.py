@@ -109,7 +109,10 @@ def numbers_of_remainders(state: OptimizerState) -> OptimizerState:
 def weights_as_masters(state: OptimizerState, weights: Source, trained: Collection[str] = ()) -> OptimizerState:
     """Add masters to a state that has none for fp32 weights: the weights themselves (`FP32Optimizer`).
 
-    `trained`: the parameters of a state that lists none, for example of SGD without momentum.
+    Args:
+        state: the stored state.
+        weights: the model's arrays.
+        trained: the parameters of a state that lists none, for example of SGD without momentum.
     """
 
     def weight_of(name: str) -> LogicalTensor | None:
@@ -144,7 +147,10 @@ def with_masters(
 ) -> OptimizerState:
     """Add masters to a state that stores only the values that they are derived from.
 
-    `trained`: returns the parameters; called if the state lists none.
+    Args:
+        state: the stored state.
+        weights: the model's arrays.
+        trained: returns the parameters; called if the state lists none.
     """
     if PARAM_REMAINDER in state.kinds:
         return joined_masters(state, weights)

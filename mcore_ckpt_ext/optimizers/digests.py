@@ -28,7 +28,10 @@ PlacedParameter = tuple[OptimizerGroup, BucketKey, Placement]
 def differing(buffers: Buffers, kinds: Collection[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Describe where stored state differs from the saved state; empty if nothing was recorded.
 
-    By default all recorded kinds are compared. `share`: the part of the work to do: its number, and how many there are.
+    Args:
+        buffers: the state.
+        kinds: the kinds to compare; by default all recorded ones.
+        share: the part of the work to do: its number, and the number of parts.
     """
     placed = [
         (group, key, placement)

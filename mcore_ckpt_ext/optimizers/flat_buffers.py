@@ -305,9 +305,13 @@ class FlatBuffers(OptimizerState):
 
 
 def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule], models: LocalModels) -> FlatBuffers:
-    """Return the optimizer state in a checkpoint's flat arrays, with the parameters of `models`.
+    """Return the optimizer state in flat arrays, with the parameters of `models`.
 
-    `rules`: the packing rules of the versions that wrote such arrays.
+    Args:
+        holder: the checkpoint.
+        state: its flat arrays.
+        rules: the packing rules of the versions that wrote such arrays.
+        models: the parameters that may be in them.
     """
     proposals = partial(holder.proposals, rules, models)
     return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof, holder.sidecar)

@@ -18,7 +18,12 @@ _LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
 
 
 def join(weights: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 masters of bf16 weights, in their shape, and of as many int16 remainders."""
+    """Return the fp32 masters, with the shape of the weights.
+
+    Args:
+        weights: bf16.
+        remainders: int16, with the same number of elements.
+    """
     halves = torch.empty((*weights.shape, 2), dtype=torch.int16, device=weights.device)
     halves[..., _LOW] = remainders.reshape(weights.shape)
     # int16 arithmetic wraps around, as in the kernel.

@@ -33,11 +33,15 @@ def encodings_named(name: str | None) -> list[Encoding]:
 
 
 def stock_can_load(name: str | None, placement_changed: bool, version: Version) -> bool:
-    """Return whether Megatron itself loads an intact optimizer state of a format correctly.
+    """Return whether Megatron itself loads an intact optimizer state correctly.
 
     Sources: `load_checkpoint` (megatron/training/checkpointing.py) and `DistributedOptimizer.load_state_dict` in each
-    version. `placement_changed`: whether the gradient buffers of the running job differ from those of the job that
-    wrote it.
+    version.
+
+    Args:
+        name: the optimizer format.
+        placement_changed: whether the gradient buffers of the running job differ from those of the job that wrote it.
+        version: the version of megatron-core, (major, minor).
     """
     return all(
         (encoding.stock_loads is None or encoding.stock_loads.is_of(version))
@@ -77,7 +81,11 @@ def format_name(keys: StoredKeys) -> str | None:
 
 
 def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
-    """Return the optimizer state of a torch_dist checkpoint, given its keys.
+    """Return the optimizer state of a torch_dist checkpoint.
+
+    Args:
+        holder: the checkpoint.
+        keys: the stored state of its optimizers.
 
     Raises:
         UnsupportedCheckpointError: there is no state, or its format is not supported.

@@ -24,7 +24,10 @@ _BLOCK = 1 << 22
 def differing_masters(state: OptimizerState, transfer: Transfer, share: tuple[int, int] = (0, 1)) -> int:
     """Return the number of masters of the word embeddings that differ in a bit between copies.
 
-    `share`: the part of the work to do: its number, and how many there are.
+    Args:
+        state: the optimizer's state.
+        transfer: reads its files.
+        share: the part of the work to do: its number, and the number of parts.
     """
     table = word_embeddings_in(state.names(FP32_PARAM))
     tensor = state.logical_tensor(FP32_PARAM, table) if table else None
@@ -43,7 +46,13 @@ def different_elements(
 ) -> int:  # fmt: skip
     """Return the number of elements that differ in a bit between two copies of a part of a tensor.
 
-    `share`: the part of the blocks to compare: its number, and how many there are.
+    Args:
+        tensor: the tensor.
+        kind: the kind of the tensor.
+        one: the slices of a copy.
+        other: the slices of another copy of the same part.
+        transfer: reads the files.
+        share: the blocks to compare: the number of this process, and the number of processes.
     """
     regions = tuple(dict.fromkeys(region for stored in one for region in stored.slice.regions))
     end, found = sum(stored.slice.numel for stored in one), 0

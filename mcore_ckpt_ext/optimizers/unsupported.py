@@ -23,6 +23,11 @@ _MODEL_SPACE_MASTER = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.(?:fp32_
 def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[str]) -> None:
     """Refuse optimizer state that cannot be verified by comparison with weights.
 
+    Args:
+        holder: the checkpoint.
+        keys: the stored state of a torch_dist checkpoint's optimizers.
+        encodings: the names of the state's encodings.
+
     Raises:
         UnsupportedCheckpointError: the state cannot be verified, or its parameters cannot be located.
     """

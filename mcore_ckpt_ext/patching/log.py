@@ -67,9 +67,11 @@ def announce(line: str, *, every_rank: bool = False) -> None:
 def missing_extra_states_message(count: int, *, were_dropped: bool = False) -> str:
     """Return the log line about extra states of this model's modules that a checkpoint lacks.
 
-    `were_dropped`: the job that wrote the checkpoint dropped extra states that hold only settings, by
-    `--ckpt-drop-redundant-extra-state` (`_localize_redundant_extra_states`, megatron/training/checkpointing.py,
-    development head of August 2026).
+    Args:
+        count: the number of extra states.
+        were_dropped: the job that wrote the checkpoint dropped extra states that hold only settings, by
+            `--ckpt-drop-redundant-extra-state` (`_localize_redundant_extra_states`, megatron/training/checkpointing.py,
+            development head of August 2026).
     """
     why = (
         "whose job left them out (--ckpt-drop-redundant-extra-state)"

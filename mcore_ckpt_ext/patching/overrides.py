@@ -12,7 +12,11 @@ Scope = MutableMapping[str, Any]
 
 @contextmanager
 def overridden(namespace: Scope, **values: Any) -> Iterator[None]:
-    """Give existing names of a module, or of `vars` of arguments, other values; restore the former ones.
+    """Give existing names other values within this scope, and restore the former values.
+
+    Args:
+        namespace: the globals of a module, or the `vars` of its arguments.
+        values: the values within the scope.
 
     Raises:
         KeyError: a name does not exist; nothing has changed.

@@ -16,8 +16,10 @@ def add_replaced_types(error: BaseException, replaced: Sequence[str]) -> None:
 
     Its class name and text stay the same: the new class is a subclass.
 
-    `replaced`: the types that the wrapped function itself raises, as "module:class". Modules that are not imported are
-    skipped, since no program can expect their errors.
+    Args:
+        error: an error that leaves a wrapped function of a framework.
+        replaced: the types that this function itself raises, as "module:class". Modules that are not imported are
+            skipped, since no program can expect their errors.
     """
     if not isinstance(error, CheckpointError):
         return

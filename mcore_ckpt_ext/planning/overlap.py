@@ -96,7 +96,10 @@ def contiguous_runs(
 ) -> tuple[Integers, Integers, Integers]:
     """Return the maximal contiguous runs of a piece in the flattening of a tensor of `shape`.
 
-    Runs outside of `window`, a half-open interval of the flattening, may be omitted.
+    Args:
+        shape: global shape of the tensor, which contains the region.
+        piece: the piece.
+        window: a half-open interval of the flattening; runs outside it may be omitted.
 
     Returns:
         (first element in the flattening, position in the piece's owner, length), each ascending by row of the region.
@@ -154,9 +157,13 @@ class Overlap:
 def overlap(shape: tuple[int, ...], target: Piece, sources: Sequence[Piece]) -> Overlap:
     """Intersect one target piece with all sources of the same logical tensor.
 
-    If several sources contain an element, it is copied from the first one in the list. `shape` is that of the tensor in
-    the *target*; sources may be truncated or padded along axis 0 only, which preserves the row-major position of every
-    element.
+    If several sources contain an element, it is copied from the first one in the list.
+
+    Args:
+        shape: shape of the tensor in the *target*; sources may be truncated or padded along axis 0 only, which
+            preserves the row-major position of every element.
+        target: the requested piece.
+        sources: the available pieces.
 
     Returns:
         The index and the runs of each source that is used. `missing` lists the intervals that no source contains as
@@ -231,9 +238,13 @@ def _position(shape: tuple[int, ...], region: Region, element: int) -> int:
 def _overlap_of_intervals(
     target: Piece, first: int, last: int, touching: Sequence[tuple[int, Piece, int, int]]
 ) -> Overlap:
-    """Compute `overlap` for a target `[first, last)` and sources that are intervals of the flattening.
+    """Compute `overlap` for a target and sources that are intervals of the flattening.
 
-    `touching`: the sources that overlap it: (index, piece, first element, one past its last).
+    Args:
+        target: the requested piece.
+        first: its first element.
+        last: one past its last element.
+        touching: the sources that overlap it: (index, piece, first element, one past its last).
     """
     # The starts and ends of the intervals that are still missing, ascending.
     begins, ends = ([first], [last]) if first < last else ([], [])

@@ -232,7 +232,10 @@ def plans_of(wanted: TargetSlice, source: Source, accept_lost: bool = False) -> 
 def make_plan(wanted: Sequence[TargetSlice], source: Source, accept_lost: bool = False) -> Plan:
     """Plan the transfer of all requested slices; every element is copied exactly once.
 
-    With `accept_lost`, elements that the source lacks become zero instead of an error.
+    Args:
+        wanted: the slices to fill.
+        source: the checkpoint.
+        accept_lost: whether elements that the checkpoint lacks become zero instead of an error.
 
     Raises:
         ModelMismatchError: the source lacks a tensor or a part of it, or has it in another shape.

@@ -76,7 +76,9 @@ def united(starts: Integers, stops: Integers) -> Integers:
 def messages_of(wants: Sequence[Spans], rank: int) -> list[Message]:
     """Return the messages that a rank sends or receives, in the order common to all ranks.
 
-    `wants`: the requests of every rank; ranks with equal requests may share one object.
+    Args:
+        wants: the requests of every rank; ranks with equal requests may share one object.
+        rank: this rank.
     """
     messages: list[Message] = []
     last: dict[Ranks, Message] = {}

@@ -52,7 +52,9 @@ class ArchivePlan:
 def plan_archive(tree: Any, writer: str | None = None) -> ArchivePlan:
     """Plan the archive of a tree. Declared tensors are written later, other tensors are part of the plan.
 
-    `writer`: name of the writing program, stored in a record of the archive.
+    Args:
+        tree: plain objects, placeholders, tensors and declared tensors.
+        writer: name of the writing program, stored in a record of the archive.
 
     Raises:
         TypeError: an object in the tree cannot be pickled by name.

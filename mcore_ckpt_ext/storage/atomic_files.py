@@ -35,6 +35,7 @@ def check_report(path: Path, is_ours: Callable[[Path], bool], *, what: str, conf
     """Check, before anything is read, that a report may be written to a path.
 
     Args:
+        path: the file to be written.
         is_ours: returns whether an existing file is such a report, which may be replaced.
         what: name of the report for messages, such as `the manifest`.
         conflict: message if an existing file may not be replaced.

@@ -185,7 +185,9 @@ class Checksums:
         """Add the large pieces that a plan has just read.
 
         Args:
+            plan: the plan that was executed.
             destinations: contiguous 1-D CPU tensors by target index.
+            locate: returns the location of an array's elements.
 
         Returns:
             The target index and the byte range of each piece, with its CRC-32.

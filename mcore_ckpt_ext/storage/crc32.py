@@ -34,6 +34,7 @@ def checksum(data: memoryview, known: Iterable[Piece] = (), crc: int = 0) -> int
     """Return the CRC-32 of bytes, reusing the known CRC-32 of some pieces.
 
     Args:
+        data: the bytes.
         known: pieces of `data` that do not overlap.
         crc: the CRC-32 of the bytes before `data`.
     """

@@ -82,7 +82,9 @@ def is_own(placeholder: Placeholder) -> bool:
 def first_unwritable(tree: Any, unread_tensors: bool = False) -> str | None:
     """Return a description of the first object in a tree that may not be written; None if all may.
 
-    `unread_tensors`: allow tensors whose elements have not been read.
+    Args:
+        tree: a state of a checkpoint.
+        unread_tensors: allow tensors whose elements have not been read.
     """
     seen: dict[int, Any] = {}
     waiting = [tree]

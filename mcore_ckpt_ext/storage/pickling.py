@@ -156,7 +156,9 @@ class TreePickler(pickle._Pickler):
 def dumps(tree: Any, protocol: int = TORCH_PROTOCOL) -> tuple[bytes, list[Leaf]]:
     """Pickle a tree of plain objects, placeholders and tensors, as `torch.save` does.
 
-    `protocol`: the pickle protocol; torch's own safe unpickler only supports that of `torch.save`.
+    Args:
+        tree: the object to be pickled.
+        protocol: pickle protocol; torch's own safe unpickler only supports that of `torch.save`.
 
     Returns:
         The pickle, and the tensors whose elements are the records `data/0`, `data/1`, ... of the archive. The pickle

@@ -36,6 +36,7 @@ class Stages:
         """Fill a block with at most STAGE_BYTES, and start copying it to the device.
 
         Args:
+            nbytes: number of bytes.
             fill: fills a block of `nbytes` bytes.
             places: destination on the device; the block holds elements of the same dtype.
         """

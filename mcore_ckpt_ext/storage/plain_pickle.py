@@ -102,6 +102,7 @@ def without_last(data: bytes, attribute: str, needed: Sequence[str]) -> bytes | 
     Only bytes are compared, so the caller must check the loaded object: the list may not have been its last attribute.
 
     Args:
+        data: the pickle.
         attribute: name of the last attribute.
         needed: names of attributes that must come before it.
 

@@ -53,6 +53,7 @@ class Publication:
         """Compute the paths; nothing is written yet.
 
         Args:
+            destination: the folder to publish, an absolute path.
             fingerprint: identifies the conversion, so that only the same one is continued.
             rank: rank of this process among those that share the work; rank 0 opens and publishes.
             replaceable: checks the folder that would be replaced, before the work and again before it is removed.

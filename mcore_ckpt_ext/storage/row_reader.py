@@ -44,6 +44,8 @@ class RowReader:
         """Read elements into a tensor.
 
         Args:
+            location: location of the stored array.
+            runs: source and destination of the elements.
             destination: 1-D, contiguous, in ordinary memory, of the array's dtype.
             on_read: called with the begin and the end of each contiguous part of `destination` that has just been read.
 

@@ -264,6 +264,10 @@ class _PlainUnpickler(SafeUnpickler):
 def safe_loads(data: bytes, where: str) -> Any:
     """Unpickle `data`; tensors become `TensorReference` objects.
 
+    Args:
+        data: the pickle.
+        where: file and record, for error messages.
+
     Raises:
         UnsafePickleError: the pickle contains more than data, or the bytes are not a pickle.
         OverBudgetError: the pickle needs far more work or memory than its size justifies.

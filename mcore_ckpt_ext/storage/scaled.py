@@ -25,7 +25,15 @@ ReadCodes: TypeAlias = "Callable[[int, int], torch.Tensor]"
 
 
 def decode(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
-    """Decode `count` elements of a quantized matrix from the first on, in row-major order."""
+    """Decode elements of a quantized matrix, in row-major order.
+
+    Args:
+        extent: the quantized matrix.
+        first: index of the first element.
+        count: number of elements.
+        codes: reads the codes of the matrix.
+        scales: reads the scales of the matrix.
+    """
     found = torch.empty(count, dtype=getattr(torch, extent.dtype))
     columns = extent.columns
     start = 0
@@ -110,7 +118,10 @@ def block_scales(band: torch.Tensor, width: int, name: str) -> torch.Tensor:
 
     Computed as in DeepSeek's `act_quant` (DeepSeek-V3, inference/kernel.py); the scale of a block of zeros is 1.
 
-    `band`: `[rows of a block, columns]`, in float32. `width`: number of columns of a block.
+    Args:
+        band: `[rows of a block, columns]`, in float32.
+        width: number of columns of a block.
+        name: name of the matrix, for messages.
 
     Raises:
         UnsupportedCheckpointError: a number is not finite.

@@ -77,7 +77,9 @@ def read_state(content: bytes) -> dict[str, Any] | None:
 def write_state(content: Mapping[str, Any], stream: bool) -> Any:
     """Return a state in the form that a module loads.
 
-    `stream`: return a stream with a torch archive, as in 1.x, instead of a tensor with the bytes of a pickle.
+    Args:
+        content: the state.
+        stream: return a stream with a torch archive, as in 1.x, instead of a tensor with the bytes of a pickle.
 
     Raises:
         UnknownStateError: the state has a recipe, which streams of 1.x do not contain.

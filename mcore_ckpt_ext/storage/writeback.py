@@ -14,7 +14,13 @@ _WRITE = 2  # SYNC_FILE_RANGE_WRITE, sync_file_range(2): start, do not wait
 
 
 def begin_to_flush(descriptor: int, position: int, count: int) -> None:
-    """Start writing `count` bytes of a file to the disk; a flush is still needed, and reports errors."""
+    """Start writing a byte range of a file to the disk; a flush is still needed, and reports errors.
+
+    Args:
+        descriptor: descriptor of the open file.
+        position: first byte.
+        count: number of bytes.
+    """
     if (call := function_of_linux("sync_file_range")) is not None:
         call(descriptor, ctypes.c_int64(position), ctypes.c_int64(count), _WRITE)
 

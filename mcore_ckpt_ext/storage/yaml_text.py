@@ -25,6 +25,10 @@ _Sized: TypeAlias = tuple[Any, int]
 def parsed_yaml(text: str, where: str) -> Any:
     """Parse YAML into dicts with strings as keys, lists, and plain values.
 
+    Args:
+        text: the text.
+        where: path of the file, for messages.
+
     Raises:
         ValueError: the text is not YAML, is nested too deeply, names a class, or has a key twice.
         OverBudgetError: its aliases repeat far too many values.

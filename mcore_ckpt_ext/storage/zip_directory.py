@@ -37,7 +37,11 @@ class Directory(NamedTuple):
 
 
 def plain_directory(tail: bytes, length: int) -> Directory | None:
-    """Return the directory of an archive of `length` bytes, given its last bytes.
+    """Return the directory of an archive.
+
+    Args:
+        tail: the last bytes of the archive.
+        length: length of the archive in bytes.
 
     Returns:
         None if the directory is not in `tail`, contradicts itself, or is not plain: it has compressed or encrypted

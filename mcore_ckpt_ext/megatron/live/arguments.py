@@ -54,7 +54,12 @@ def chunks_of(optimizer: Any) -> list[Any]:
 
 
 def live_arguments(chunks: Iterable[Any], optimizer: Any) -> JobArguments:
-    """Return the arguments of a live job, by Megatron's names."""
+    """Return the arguments of a live job, by Megatron's names.
+
+    Args:
+        chunks: the unwrapped model chunks.
+        optimizer: the live optimizer.
+    """
     arguments: dict[str, Any] = {}
     config = next((chunk.config for chunk in chunks if hasattr(chunk, "config")), None)
     arguments |= {name: getattr(config, name) for name in _OF_MODEL if hasattr(config, name)}

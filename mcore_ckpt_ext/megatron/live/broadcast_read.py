@@ -73,7 +73,11 @@ class ReadOnce:
     def __init__(self, plan: Plan, reader: FolderReader, transfer: Transfer, wants: Sequence[Spans]) -> None:
         """Divide the plan; nothing is read or sent yet.
 
-        `wants`: `wanted_bytes` of every rank.
+        Args:
+            plan: this rank's plan.
+            reader: reads the checkpoint's folder.
+            transfer: executes plans on the same folder.
+            wants: `wanted_bytes` of every rank.
         """
         self._reader, self._transfer = reader, transfer
         self._rank = rank_and_size()[0]
@@ -93,7 +97,10 @@ class ReadOnce:
     def _divided(self, copy: Copy, payload: TensorLocation, places: list[tuple[int, int, int, int]]) -> Iterator[Copy]:
         """Yield the parts of a copy that this rank reads for itself; record those that come in messages.
 
-        `places`: the message parts in its file, ascending: first byte, end, place in the message, message number.
+        Args:
+            copy: a copy of plain elements.
+            payload: where they lie.
+            places: the message parts in its file, ascending: first byte, end, place in the message, message number.
         """
         size = payload.dtype.itemsize
         low, high = (int(edge) for edge in (_hull(copy.runs)[0].min(), _hull(copy.runs)[1].max()))

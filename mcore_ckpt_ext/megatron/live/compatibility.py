@@ -34,8 +34,9 @@ def name_map_for(checkpoint: CheckpointView, live: set[str], arguments: JobArgum
     Names differ if the layer spec differs, or if a hybrid model resumes from a GPT.
 
     Args:
+        checkpoint: the checkpoint.
         live: the names of all parameters and buffers of the live model.
-        arguments: those of the running job, if it may have another kind of model.
+        arguments: the arguments of the running job, if it may have another kind of model.
 
     Raises:
         CheckpointError: a hybrid model cannot resume from this GPT.
@@ -62,7 +63,9 @@ def becomes_hybrid(written: JobArguments, running: JobArguments) -> bool:
 def check_names(checkpoint: CheckpointView, live: set[str]) -> None:
     """Refuse a model that would leave stored parameters unused, or whose output layer is not stored.
 
-    `live`: the names of all parameters and buffers of the live model, as in the checkpoint.
+    Args:
+        checkpoint: the checkpoint.
+        live: the names of all parameters and buffers of the live model, as in the checkpoint.
 
     Raises:
         ModelMismatchError: the checkpoint holds a tensor that no rank's model has, or its embeddings are tied and the
@@ -98,6 +101,10 @@ def check_optimizer_was_saved(written: JobArguments, folder: str) -> None:
     Megatron fails with a KeyError after it has loaded the weights (`load_checkpoint`,
     megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
 
+    Args:
+        written: the arguments of the job that wrote the checkpoint.
+        folder: the checkpoint's folder.
+
     Raises:
         ModelMismatchError: it was saved with --no-save-optim.
     """
@@ -114,7 +121,10 @@ def check_optimizer_was_saved(written: JobArguments, folder: str) -> None:
 def check_tokens(tokens: int | None, arguments: JobArguments, folder: Path) -> None:
     """Refuse a vocabulary without rows for some tokens of the checkpoint; padding rows may be absent.
 
-    `tokens`: the checkpoint's number of tokens, without padding; None if it is unknown.
+    Args:
+        tokens: the checkpoint's number of tokens, without padding; None if it is unknown.
+        arguments: the arguments of the running job.
+        folder: the checkpoint's folder.
 
     Raises:
         ModelMismatchError: tokens have no row.

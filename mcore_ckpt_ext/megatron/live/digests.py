@@ -29,7 +29,13 @@ class Digester:
     """Digests an optimizer; ranks agree once on parameters, and exchange a number for each in a save."""
 
     def __init__(self, chunks: Chunks, optimizer: Any, log: Callable[[str], None]) -> None:
-        """Collect the parameters from all ranks. Collective."""
+        """Collect the parameters from all ranks. Collective.
+
+        Args:
+            chunks: the unwrapped model chunks.
+            optimizer: the live optimizer.
+            log: logs a line.
+        """
         self._log = log
         self._names: Mapping[int, str] = {}
         own: list[Place] = []
@@ -73,7 +79,9 @@ class Digester:
 
         The remainders must not change until the digests are shared.
 
-        `in_background`: a background thread may compute them meanwhile, since no other process is forked.
+        Args:
+            optimizer: the optimizer that is saved.
+            in_background: a background thread may compute them meanwhile, since no other process is forked.
         """
         own: Callable[[], torch.Tensor] | None = None
         if self.places and self._reserve():

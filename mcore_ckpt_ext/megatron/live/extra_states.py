@@ -35,7 +35,13 @@ class FoundStates:
 
 
 def states_for(own: Mapping[str, Any], live: Mapping[str, LiveParameter], stored: Mapping[str, Any]) -> FoundStates:
-    """Return the states of a chunk's modules, given its `state_dict`, parameters and all stored states."""
+    """Return the states of a chunk's modules.
+
+    Args:
+        own: the chunk's `state_dict`.
+        live: its parameters, by their names in `own`.
+        stored: the checkpoint's states, by model-space name.
+    """
     weights: dict[str, dict[int, str]] = {}
     for name, parameter in live.items():
         if match := _WEIGHT.match(name):

@@ -33,7 +33,12 @@ class LiveJob:
     """
 
     def __init__(self, chunks: Chunks, optimizer: Any, spell: NameFunction = str) -> None:
-        """Read the model and the optimizer; `spell` maps live names to the checkpoint's.
+        """Read the model and the optimizer.
+
+        Args:
+            chunks: the unwrapped model chunks.
+            optimizer: the live optimizer.
+            spell: maps live names to the checkpoint's.
 
         Raises:
             UnsupportedCheckpointError: this package does not fill this kind of optimizer.

@@ -140,9 +140,11 @@ def live_mismatches(chunks: Chunks, optimizer: Any, weaker: Proof | None = None,
     weights: the optimizer itself pairs them, and the model's sharded state dict is needed only to name a mismatch.
 
     Args:
+        chunks: the unwrapped model chunks.
+        optimizer: the live optimizer.
         weaker: the comparison that the loaded checkpoint permits, if rounding is too strict for it.
-        every: compare one of this many stretches of `STRETCH` elements of this rank's part of a parameter, and the last
-            one. A misplaced or unset parameter is found in any case, damage within a single stretch may not be.
+        every: compare one of this many stretches of `STRETCH` elements of this rank's part of a parameter, and the
+            last one. A misplaced or unset parameter is found in any case, damage within a single stretch may not be.
 
     Raises:
         UnsupportedCheckpointError: this package does not support the kind of optimizer.

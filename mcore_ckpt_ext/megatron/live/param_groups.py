@@ -42,6 +42,7 @@ def carried_groups(live: Sequence[Group], stored: Sequence[Group], own_bounds: b
     """Return the values of every live group after the resume, without `params`, in the live order.
 
     Args:
+        live: the live inner optimizer's groups.
         stored: all groups of the checkpoint, repetitions allowed.
         own_bounds: keep the learning rates' bounds of the live groups, as --override-opt_param-scheduler requests; the
             scheduler computes their rates from them.
@@ -61,6 +62,10 @@ def takes_own_bounds(arguments: Mapping[str, Any], version: tuple[int, int]) -> 
     stored groups. 0.20 takes the bounds from the arguments (`load_checkpoint`). The bounds of the live groups also
     follow from the arguments, including --use-mup and overrides, which 0.20 omits (`get_megatron_optimizer`,
     megatron/core/optimizer/__init__.py, core_v0.19.2).
+
+    Args:
+        arguments: Megatron's arguments of the job that resumes.
+        version: the version of its Megatron.
     """
     return bool(arguments.get("override_opt_param_scheduler")) and MATCHES_GROUPS_BY_BOUNDS.is_of(version)
 
@@ -73,7 +78,10 @@ def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: in
     The scheduler counts the samples of all steps (`train_step`, megatron/training/training.py), so it shows whether
     every iteration made a step.
 
-    `batch_size`: the number of samples in an iteration; None if it has varied.
+    Args:
+        stored: all groups of the checkpoint.
+        common: its common state.
+        batch_size: the number of samples in an iteration; None if it has varied.
 
     Raises:
         UnsupportedCheckpointError: no group has a step, and it cannot be derived.
@@ -155,7 +163,10 @@ def _identity(group: Group, keys: Sequence[str] = IDENTITY) -> tuple[Any, ...]:
 def _has_sibling(group: Group, live: Sequence[Group], kinds_are_known: bool) -> bool:
     """Return True if another group that trains something differs in bounds only, as by --decoupled-lr.
 
-    `kinds_are_known`: groups with the job's learning rate are distinguished from groups with their own.
+    Args:
+        group: a live group.
+        live: all live groups.
+        kinds_are_known: groups with the job's learning rate are distinguished from groups with their own.
     """
     alike = (one for one in live if one.get("params") != [] and rule_of(one) == rule_of(group))
     alike = (one for one in alike if _identity(one) == _identity(group))

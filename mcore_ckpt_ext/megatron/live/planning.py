@@ -75,6 +75,8 @@ def plan_rank(
     """Plan the reads of one rank; only metadata and samples are read.
 
     Args:
+        checkpoint: the checkpoint to resume.
+        shards: the shards of the rank's optimizers.
         groups: the parameter groups of each of its optimizers.
         accept_lost: see `prepare`.
         own_bounds: see `carried_groups`.

@@ -42,7 +42,11 @@ class Reading(Generic[OwnShard]):
         return {kind: wanted_bytes(self._plan.of_kind(kind), transfer) for kind in (FP32_PARAM, *self.kinds)}
 
     def share(self, wants: Sequence[Mapping[str, Spans]]) -> None:
-        """Make `read` collective, given `wanted_bytes` of every rank: one rank reads what several need."""
+        """Make `read` collective: one rank reads data of a kind that several ranks need.
+
+        Args:
+            wants: `wanted_bytes` of every rank.
+        """
         reader, transfer = self._checkpoint.reader, self._checkpoint.transfer
         for kind in (FP32_PARAM, *self.kinds):
             of_ranks = [spans.get(kind, {}) for spans in wants]
@@ -80,7 +84,8 @@ class Reading(Generic[OwnShard]):
         """Read all state of one kind.
 
         Args:
-            rooms: the memory, 1-D, for each shard that keeps the kind.
+            kind: the kind.
+            rooms: the memory, 1-D, for each shard that keeps it.
             on_read: called with a shard and the range of elements just read, see `Transfer.execute`.
 
         Returns:

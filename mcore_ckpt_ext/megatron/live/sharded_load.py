@@ -129,7 +129,11 @@ class ShardedLoad:
     """A planned load; nothing is changed before `read`."""
 
     def __init__(self, requested: Sequence[Any], checkpoint: TorchDistCheckpoint) -> None:
-        """Plan the load of tensors that `unsupported_reason` accepts, and check every record.
+        """Plan the load and check every record.
+
+        Args:
+            requested: ShardedTensors that `unsupported_reason` accepts.
+            checkpoint: the checkpoint that holds them.
 
         Raises:
             ModelMismatchError: an array has a hole.
@@ -157,7 +161,11 @@ class ShardedLoad:
         return wanted_bytes(self._plan, self._transfer)
 
     def share(self, wants: Sequence[Spans]) -> None:
-        """Make `read` collective, given `wanted_bytes` of every rank: one rank reads what several need."""
+        """Make `read` collective: one rank reads data that several ranks need.
+
+        Args:
+            wants: `wanted_bytes` of every rank.
+        """
         self._once = ReadOnce(self._plan, self._reader, self._transfer, wants)
 
     def read(self) -> list[torch.Tensor]:

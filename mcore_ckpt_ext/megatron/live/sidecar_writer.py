@@ -66,8 +66,10 @@ class PackingRecorder:
         """Begin the sidecar of a save. Collective.
 
         Args:
-            optimizer: None if no sidecar is needed.
+            chunks: returns the unwrapped model chunks.
+            optimizer: the optimizer that is saved; None if no sidecar is needed.
             arguments: Megatron's arguments of the run.
+            iteration: the iteration that is saved.
             in_background: see `Digester.begin`.
         """
         if optimizer is None:

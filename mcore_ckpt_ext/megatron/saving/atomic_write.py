@@ -65,9 +65,11 @@ class Disk:
         """Write the sidecar of a checkpoint and let the tracker name it, after everything else is on disk.
 
         Args:
-            sidecar: its text, which gets the digest of the folder's index; empty if there is none.
-            tracker: the tracker file, which is replaced atomically by `text` (Megatron truncates it first); None if
-                Megatron has written it.
+            folder: the iteration folder.
+            sidecar: the text of its sidecar, which gets the digest of the folder's index; empty if there is none.
+            tracker: the tracker file, which is replaced atomically (Megatron truncates it first); None if Megatron has
+                written it.
+            text: the tracker's new content.
 
         Raises:
             OSError: writing failed; the tracker is unchanged.

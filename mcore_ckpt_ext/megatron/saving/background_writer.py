@@ -115,7 +115,8 @@ class ProcessWatch:
     def problem(self, owes: bool) -> str | None:
         """Return the problem of the writer; None if there is none.
 
-        `owes`: a result of the writer is outstanding, so that even a normal exit is an error.
+        Args:
+            owes: a result of the writer is outstanding, so that even a normal exit is an error.
         """
         if not self.process.is_alive():
             return self._death() if owes or (self.process.exitcode and not self._stays) else None

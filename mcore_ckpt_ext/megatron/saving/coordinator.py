@@ -45,7 +45,8 @@ class Writers(Protocol):
     def watch_newest(self, completed: Callable[[str], str]) -> None:
         """Let `are_done` raise WriterLostError on all ranks, from now on, if a writer fails.
 
-        `completed`: adds the writer's own error report to a problem.
+        Args:
+            completed: adds the writer's own error report to a problem.
         """
 
     def are_done(self) -> bool:
@@ -89,6 +90,7 @@ class Coordinator:
         """Run one `save_checkpoint`: the checkpoint is complete afterwards, or absent.
 
         Args:
+            save: the iteration, the folder and the tracker.
             stock: Megatron's own function; its argument is True if the tracker file goes to the scratch place.
             must_track: Megatron must write the tracker of a synchronous save itself.
 
@@ -157,7 +159,8 @@ class Coordinator:
     def index(self, writes: Callable[[Save | None, list[str]], Any]) -> Any:
         """Run the step that writes the index; errors on rank 0 reach all ranks.
 
-        `writes`: runs it for the active save, and appends problems to the list.
+        Args:
+            writes: runs it for the active save, and appends problems to the list.
 
         Raises:
             SaveFailedError: on every rank, in a synchronous save. In an asynchronous save no rank raises here, because

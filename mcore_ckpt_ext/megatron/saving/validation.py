@@ -63,6 +63,7 @@ def judged(storage_writer: Any, judge: Callable[[Any], list[str]], troubles: lis
     """Within this context, the step that writes the index never raises on one rank while others wait.
 
     Args:
+        storage_writer: the storage writer of this save.
         judge: returns the problems on disk, by the index that has just been written; called on rank 0.
         troubles: receives the errors of writing the index and the problems on disk.
     """

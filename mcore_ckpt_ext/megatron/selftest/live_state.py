@@ -14,7 +14,14 @@ _SETTINGS = ("step", "lr", "weight_decay", "wd_mult")
 
 
 def live_state(chunks: Iterable[Any], optimizer: Any, scheduler: Any, arguments: Any) -> State:
-    """Copy this rank's state."""
+    """Copy this rank's state.
+
+    Args:
+        chunks: the model chunks, without their wrappers.
+        optimizer: a DistributedOptimizer, or a chain of them.
+        scheduler: the learning rate scheduler.
+        arguments: the arguments of the job, which count iterations and samples.
+    """
     shards = _shards(chunks)
     state = State(
         progress={

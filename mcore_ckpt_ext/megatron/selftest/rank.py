@@ -28,7 +28,11 @@ from mcore_ckpt_ext.selftest.state import State, differences, number_of_elements
 
 
 def main(path: str) -> None:
-    """Run all jobs of an order file."""
+    """Run all jobs of an order file.
+
+    Args:
+        path: the file.
+    """
     order = Order.read(Path(path))
     for job in order.jobs:
         with _reporting_failure(order.failure(job.name, _rank())):

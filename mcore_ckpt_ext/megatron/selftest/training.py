@@ -32,7 +32,11 @@ class Training:
     """A job with a command line: it is set up at once, then trained step by step."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Set up Megatron, the model and the optimizer; resume if the command line has `--load`."""
+        """Set up Megatron, the model and the optimizer; resume if the command line has `--load`.
+
+        Args:
+            words: the words of the command line.
+        """
         sys.argv = [sys.argv[0], *words]
         if hasattr(training_arguments, "parse_and_validate_args"):  # since 0.18; before, initialize_megatron parses
             training_arguments.parse_and_validate_args()

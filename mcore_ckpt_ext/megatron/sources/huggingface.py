@@ -79,6 +79,9 @@ def _is_model(directory: str | None) -> bool:
 def check_arguments(arguments: Any) -> None:
     """Refuse to start from a Hugging Face folder with arguments that contradict it, on all ranks.
 
+    Args:
+        arguments: Megatron's arguments, validated.
+
     Raises:
         UsageError: there is no such folder, or an option requires another way of loading.
         ModelMismatchError: the arguments describe another model than `config.json` does.
@@ -122,7 +125,10 @@ def start_from(scope: Scope, folder: Path, chunks: Chunks, optimizer: Any, stock
     """Load this rank's part of a Hugging Face folder by stock Megatron's function. Collective.
 
     Args:
-        optimizer: its masters are made of the weights; or None.
+        scope: the globals of Megatron's checkpointing module.
+        folder: the folder, on every rank.
+        chunks: the unwrapped model chunks.
+        optimizer: the live optimizer, whose masters are made of the weights; or None.
         stock: calls the original with all its arguments.
 
     Raises:

@@ -102,7 +102,11 @@ def changes_of(folder: Path, arguments: Any) -> list[str]:
 def load_weights_alone(scope: Scope, directory: str | None, chunks: Chunks, stock: Callable[[], Any]) -> Any:
     """Load without the optimizer by stock Megatron's function; present the checkpoint to it if necessary.
 
-    `stock`: calls the original with all its arguments.
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        directory: the run folder.
+        chunks: the unwrapped model chunks.
+        stock: calls the original with all its arguments.
 
     Raises:
         ResumeRefusedError: on every rank, if some rank's part is unavailable.
@@ -132,7 +136,11 @@ def presented(
 ) -> Iterator[None]:
     """Present the checkpoint to the loads within this scope, after all ranks have read their parts.
 
-    `opened`: opens the checkpoint, given the names of the live model over all ranks; by default `open_checkpoint`.
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        folder: the checkpoint's folder.
+        chunks: the unwrapped model chunks.
+        opened: opens the checkpoint, given the names of the live model over all ranks; by default `open_checkpoint`.
 
     Raises:
         ResumeRefusedError: on every rank, if some rank's part is unavailable.

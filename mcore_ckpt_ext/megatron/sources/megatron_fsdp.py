@@ -35,7 +35,10 @@ def is_of_fsdp(arguments: Any) -> bool:
 def load_into_fsdp(scope: Scope, directory: str | None, stock: Callable[[], Any]) -> Any:
     """Load into a job of Megatron-FSDP: by stock, or other formats through a `VirtualStorageReader`.
 
-    `stock`: calls the original with all its arguments.
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        directory: the run folder.
+        stock: calls the original with all its arguments.
 
     Raises:
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.

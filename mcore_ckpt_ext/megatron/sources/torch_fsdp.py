@@ -81,7 +81,12 @@ def load_into_torch_fsdp(
 ) -> Any:
     """Load into a job of torch's FSDP by stock Megatron's function and a `VirtualStorageReader`.
 
-    `stock`: calls the original with all its arguments.
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        directory: the run folder.
+        chunks: the unwrapped model chunks.
+        optimizer: the live optimizer.
+        stock: calls the original with all its arguments.
 
     Raises:
         ResumeRefusedError: on every rank, if the checkpoint does not fit the job.

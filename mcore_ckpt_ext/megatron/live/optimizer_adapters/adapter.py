@@ -70,7 +70,10 @@ class OptimizerAdapter(Protocol):
         """The parameter groups, in the optimizer's own order."""
 
     def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
-        """Yield the shards of this rank, given the model's parameters by `id`.
+        """Yield the shards of this rank.
+
+        Args:
+            live: the model's parameters by `id`.
 
         Raises:
             ModelMismatchError: a parameter is trained but never stored, so that no checkpoint can have it.
@@ -96,7 +99,11 @@ class OptimizerAdapter(Protocol):
         """Send the weights whose masters this rank holds to all data-parallel ranks. Collective."""
 
     def set_master(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
-        """Take fp32 masters in memory from `room`, which must not be changed afterwards.
+        """Take fp32 masters.
+
+        Args:
+            shard: the shard.
+            values: memory from `room`; it must not be changed afterwards.
 
         Returns:
             Memory of the same size that the caller may use: `values`, if copied, or the memory of the old masters.

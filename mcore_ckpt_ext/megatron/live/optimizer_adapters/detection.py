@@ -166,6 +166,8 @@ def switched(chain: Chain, written: JobArguments, kind: str | None, stored_remai
     into remainders (seen with core_v0.19.0 and 0.19.2; NaN after the next step).
 
     Args:
+        chain: the live optimizers.
+        written: the arguments of the job that wrote the checkpoint.
         kind: the running job's optimizer, by `kind_named`.
         stored_remainders: returns True if the checkpoint has remainders; called only if both jobs may have them.
     """
