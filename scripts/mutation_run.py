@@ -56,6 +56,7 @@ def main() -> int:
     print(f"seed {options.seed}", flush=True)
     sample = mutants(REPOSITORY, options.functions, options.seed, options.only)
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        Path(folder).chmod(0o755)  # some tests become another user
         copies = [_copied(Path(folder, str(index))) for index in range(options.processes)]
         recorded = _recorded(copies[0], options.reached or Path(folder, "reached"))
         tests = _Tests(importers(REPOSITORY), *recorded)

@@ -74,6 +74,7 @@ def test_intact_checkpoints_are_sound(checkpoint_fixture: Fixture) -> None:
     parameters = sum(t.numel() for key, t in checkpoint_fixture.truth.items() if key.startswith(FP32_PARAM))
     (proof,) = (check for check in result.checks if check.name == PROOF)
     assert proof.extent.startswith(f"{parameters:,} masters")
+    assert COMPLETE in {check.name for check in result.checks}
     assert verify(checkpoint_fixture.run, quick=True).sound
 
 

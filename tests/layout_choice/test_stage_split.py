@@ -1,0 +1,30 @@
+"""Test the division of layers among pipeline stages; `tests/jobs/test_layout_choice.py` compares it with Megatron's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.layout_choice.stage_split import applied_split
+
+
+def layers(pipeline: int, virtual: int = 1, **ends: int) -> Any:
+    arguments = {f"decoder_{end}_pipeline_num_layers": count for end, count in ends.items()}
+    split = applied_split(JobArguments.of({"num_layers": 8}), arguments, pipeline, virtual)
+    return split and split.layers
+
+
+@pytest.mark.parametrize(("pipeline", "virtual", "ends", "split"), [
+    (2, 1, {}, ((4,), (4,))),
+    (2, 1, {"first": 2}, ((2,), (6,))),
+    (3, 1, {"first": 2, "last": 2}, ((2,), (4,), (2,))),
+    (2, 1, {"first": 8}, None),
+    (3, 2, {"first": 2, "last": 2}, ((1, 1), (2, 2), (1, 1))),
+    (2, 2, {"first": 4, "last": 4}, None),
+])  # fmt: skip
+def test_stages_with_their_own_number_of_layers(
+    pipeline: int, virtual: int, ends: dict[str, int], split: object
+) -> None:
+    assert layers(pipeline, virtual, **ends) == split
