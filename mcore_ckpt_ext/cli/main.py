@@ -22,7 +22,7 @@ from mcore_ckpt_ext.cli.join import reports_errors
 from mcore_ckpt_ext.cli.json_output import print_error, wants_json
 from mcore_ckpt_ext.cli.output import error_message, line, message
 from mcore_ckpt_ext.cli.torch_plugins import failures_explained
-from mcore_ckpt_ext.errors import CheckpointError, UsageError, io_hint
+from mcore_ckpt_ext.errors import CheckpointError, UsageError, io_hint, shorten
 
 # Each command is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`. It is imported when
 # it is called, so that `--help` does not import torch.
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE
     except OSError as error:
         sentence = error.strerror or str(error)
-        details = {"where": os.fsdecode(error.filename)} if error.filename else {}
+        details = {"where": shorten(os.fsdecode(error.filename))} if error.filename else {}
         if isinstance(error, PermissionError):
             details["hint"] = io_hint(error)
         error_message(sentence, details)

@@ -167,6 +167,11 @@ def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> An
 
 def _accepted(model: Any, zero: Wrapped, state_dict: Mapping[str, Any], strict: bool, are_outlines: bool) -> _Accepted:
     """Let PyTorch load the dict into stand-ins, and collect the values that they received."""
+    if numbers := [key for key in state_dict if not isinstance(key, str)]:
+        raise ModelMismatchError(
+            "this is not the state dict of a model", found=f"the key {numbers[0]!r}", expected="names of parameters",
+            hint="an optimizer's state dict has numbers: load it with the optimizer (booster.load_optimizer)",
+        )  # fmt: skip
     offered = _with_all_names(zero, state_dict)
     stand_ins = StandIns(zero, offered.values(), are_outlines)
     extra_states: list[tuple[Callable[[Any], None], Any]] = []

@@ -22,7 +22,7 @@ def checked_size(key: str, value: Any, limit: int = MOST_COUNTED) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
         raise UnsupportedCheckpointError(
             "config.json has an invalid size", found=repr(value),
-            expected="a whole number above 0", where=key,
+            expected=f"a whole number from 1 to {limit:,}", where=key,
         )  # fmt: skip
     return value
 

@@ -222,6 +222,8 @@ def test_a_hook_that_needs_a_value_that_is_missing_is_refused() -> None:
         assert 'Missing key(s) in state_dict: "layers.1.weight"' in refusal(
             lambda: strict.zero_strict_load_state_dict(model, state)
         )
+        text = refusal(lambda: strict.zero_strict_load_state_dict(model, {0: {"step": torch.ones(1)}}))
+        assert "booster.load_optimizer" in text
         text = refusal(lambda: strict.zero_strict_load_state_dict(model, state, strict=False))
         assert "not been loaded" in text
         assert "where: layers.1.weight" in text

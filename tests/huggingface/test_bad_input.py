@@ -142,7 +142,7 @@ def changed(**keys: Any) -> Callable[[Path], None]:
         (missing_shard, "files that do not exist"),
         (index_of_absent_tensors, "no model.layers.2.mlp.up_proj.weight"),
         (index_that_lacks_a_tensor, "a model.norm.weight"),
-        (index_that_leads_out_of_the_folder, "files that do not exist"),
+        (index_that_leads_out_of_the_folder, "do not trust it: an index lists files of its own folder"),
         (cut_file, "damaged"),
         (header_that_lies, "longer than the file"),
         (other_hidden_size, "not (250, 48)"),

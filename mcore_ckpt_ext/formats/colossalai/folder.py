@@ -10,6 +10,7 @@ from typing import NamedTuple
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.hugging_face.folder import INDICES, StoredTensor, is_huggingface, stored_tensor_of
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.listed_files import check_listed
 from mcore_ckpt_ext.storage.safetensors import read_header, read_json
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -17,7 +18,6 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 _OPTIMIZER_INDICES = ("pytorch_optim.bin.index.json", "optimizer.safetensors.index.json")
 # transformers counts its shards, "-00001-of-00002"; ColossalAI only numbers them, by stage with pipelines.
 _SHARD = re.compile(r"^(?:pytorch_model|model)(?:-stage-\d{5}-shard)?-\d{5}\.(?:bin|safetensors)$")
-_SHOWN = 4
 
 
 class OptimizerIndex(NamedTuple):
@@ -65,15 +65,7 @@ def optimizer_index_of(folder: Path, index: Path) -> OptimizerIndex:
     files: dict[str, set[str]] = {}
     for number, file in numbers.items():
         files.setdefault(str(file), set()).add(str(number))
-    outside = [file for file in (*files, groups) if Path(file).name != file]
-    absent = [file for file in (*files, groups) if file not in outside and not (index.parent / file).exists()]
-    if outside or absent:
-        raise UnreadableCheckpointError(
-            "the optimizer's index lists files that do not exist",
-            found=", ".join((outside + absent)[:_SHOWN]),
-            where=str(index),
-            hint="the save or the copy is incomplete: use another checkpoint",
-        )
+    check_listed(index, (*files, groups), "the save or the copy is incomplete: use another checkpoint")
     below = index.parent.relative_to(folder)
     return OptimizerIndex(str(below / groups), {str(below / file): keys for file, keys in files.items()})
 

@@ -13,6 +13,7 @@ from mcore_ckpt_ext.planning.array_location import PlainExtent, ScaleCodec
 from mcore_ckpt_ext.storage.dcp_index import extent_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.index_entries import StoredObject
+from mcore_ckpt_ext.storage.listed_files import check_listed
 from mcore_ckpt_ext.storage.safetensors import WRITER, check_index, read_header, read_json, writer_of
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -128,13 +129,7 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UnreadableCheckpointError("the index has no weight_map", where=str(path))
     files = sorted(set(weight_map.values()))
-    outside = [file for file in files if Path(file).name != file]
-    absent = [file for file in files if file not in outside and not (path.parent / file).exists()]
-    if outside or absent:
-        raise UnreadableCheckpointError(
-            "the index lists files that do not exist", found=", ".join((outside + absent)[:4]), where=str(path),
-            hint="the download or copy is incomplete: download the missing files",
-        )  # fmt: skip
+    check_listed(path, files, "the download or copy is incomplete: download the missing files")
     found: dict[str, StoredTensor] = {}
     origin: dict[str, str] = {}
     for file in files:

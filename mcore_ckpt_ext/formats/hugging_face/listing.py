@@ -11,7 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, join_some
+from mcore_ckpt_ext.errors import (
+    CheckpointError,
+    UnreadableCheckpointError,
+    UnsupportedCheckpointError,
+    join_some,
+    shorten,
+)
 from mcore_ckpt_ext.formats.hugging_face.folder import (
     CONFIG,
     INDICES,
@@ -23,6 +29,7 @@ from mcore_ckpt_ext.formats.hugging_face.folder import (
 from mcore_ckpt_ext.formats.hugging_face.quantised import dequantised
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
 from mcore_ckpt_ext.planning.array_location import ScaleCodec
+from mcore_ckpt_ext.storage.listed_files import is_file_name
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.storage.safetensors import METADATA, SUFFIX, read_arrays, read_json
 
@@ -128,8 +135,8 @@ def _list_shard(
     listing: Listing, below: str, index: str, file: str, names: list[str]
 ) -> Iterator[tuple[str, StoredTensor]]:
     place = _below(below, file)
-    if Path(file).name != file:
-        listing.add("files", _below(below, index), f"it names a file outside of its folder: {file!r}")
+    if not is_file_name(file):
+        listing.add("files", _below(below, index), f"it names no file of its folder: {shorten(repr(file))}")
         return
     if not (listing.folder / place).exists():
         listing.add("files", place, f"missing; {index} lists {len(names)} tensors in it: {join_some(names, _SHOWN)}")
