@@ -154,6 +154,7 @@ def redirect_torch() -> None:
     torch.Tensor.cpu = _copied  # type: ignore[method-assign]
     torch.Tensor.cuda = _copied  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign,assign,misc]
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign,assign]
     torch.jit.script = lambda function, *_, **__: function
     for name in ("synchronize", "reset_peak_memory_stats", "set_device", "empty_cache"):
         setattr(torch.cuda, name, lambda *_: None)

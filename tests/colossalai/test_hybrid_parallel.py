@@ -46,7 +46,7 @@ def _boost(
     module = gpt2(vocabulary)
     plugin = HybridParallelPlugin(
         tp_size=tensor_parallel, pp_size=stages, zero_stage=zero, precision=precision, initial_scale=128,
-        overlap_communication=False, num_microbatches=2 if stages > 1 else None,
+        num_microbatches=2 if stages > 1 else None,
     )  # fmt: skip
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(module, HybridAdam(module.parameters(), lr=1e-2))

@@ -24,7 +24,7 @@ def _boost(stage: int, precision: str = "bf16", seed: int = 0) -> tuple[Any, Any
 
     torch.manual_seed(seed)
     module = gpt2()
-    plugin = LowLevelZeroPlugin(stage=stage, precision=precision, initial_scale=128, overlap_communication=False)
+    plugin = LowLevelZeroPlugin(stage=stage, precision=precision, initial_scale=128)
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(module, HybridAdam(module.parameters(), lr=1e-2))
     return booster, model, optimizer
