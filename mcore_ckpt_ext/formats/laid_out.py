@@ -91,7 +91,7 @@ def _version_notes(target: Target) -> list[str]:
 
 def _with_companions(output: Output, checkpoint: CheckpointView) -> Output:
     """Return the same output with the model's small files where Megatron keeps its tokenizer."""
-    taken = checkpoint.auxiliary_files()
+    taken = checkpoint.files.auxiliary_files()
     small = [small_file(f"{TOKENIZER_FOLDER}/{name}", content) for name, content in taken.items()]
     return with_notes(with_files(output, *small), companion_notes(taken, checkpoint))
 

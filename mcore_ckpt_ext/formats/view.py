@@ -32,7 +32,6 @@ from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
 from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, derivation_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer
@@ -103,19 +102,6 @@ class CheckpointView:
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """Yield all torch archives of the checkpoint as (file, offset, length)."""
         return self.files.archives()
-
-    def checked_arrays(self) -> Iterator[RawArray]:
-        """Yield arrays stored outside archives that have a known checksum; only some formats have them."""
-        return self.files.checked_arrays()
-
-    def auxiliary_files(self) -> dict[str, bytes]:
-        """Read small files that belong to the model, such as its tokenizer, by name."""
-        return self.files.auxiliary_files()
-
-    @property
-    def auxiliary_files_below(self) -> str:
-        """The subfolder of the checkpoint that contains the auxiliary files; empty for the checkpoint itself."""
-        return self.files.auxiliary_files_below
 
     @property
     def common(self) -> dict[str, Any]:

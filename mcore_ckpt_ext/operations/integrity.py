@@ -70,7 +70,7 @@ class StoredChecksums:
     def __init__(self, checkpoint: CheckpointView, failed: set[str]) -> None:
         self._checkpoint = checkpoint
         self._archives = [archive for archive in checkpoint.archives() if archive[0] not in failed]
-        self._arrays = [array for array in checkpoint.checked_arrays() if array.file not in failed]
+        self._arrays = [array for array in checkpoint.files.checked_arrays() if array.file not in failed]
         self._manifest_bytes = manifest_bytes(checkpoint.folder)
 
     @property

@@ -90,7 +90,7 @@ class HuggingFaceTarget:
         self._checkpoint = checkpoint
         self._options = options
         self._tokenizer = tokenizer
-        self.auxiliary_files = {**checkpoint.auxiliary_files(), **tokenizer}
+        self.auxiliary_files = {**checkpoint.files.auxiliary_files(), **tokenizer}
         config = json_of(self.auxiliary_files, CONFIG)
         self._vision_tensors = vision_tensors(checkpoint, config)
         vision_names = {tensor.regions[0].name for tensor in self._vision_tensors}
