@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +92,9 @@ def _show(found: Inspection, *, show_all: bool) -> None:
         heading("training")
         table([(name, _number(value)) for name, value in found.training.items()])
     heading("bytes")
-    _show_bytes(found.bytes_by_kind, found.bytes_on_disk)
+    overhead = max(0, found.bytes_on_disk - sum(found.bytes_by_kind.values()))
+    sizes = {**found.bytes_by_kind, "archive overhead": overhead, "on disk": found.bytes_on_disk}
+    table([(kind, format_bytes(size)) for kind, size in sizes.items()], right=[1])
     heading("files")
     _show_files(found, show_all=show_all)
     heading("can be resumed by, optimizer included")
@@ -107,12 +109,6 @@ def _sidecar(found: Inspection) -> str:
 
 def _writer(version: str) -> str:
     return f"Megatron {version}" if version[:1].isdigit() else version
-
-
-def _show_bytes(by_kind: Mapping[str, int], on_disk: int) -> None:
-    rows = [(kind, format_bytes(size)) for kind, size in by_kind.items()]
-    rows.append(("archive overhead", format_bytes(max(0, on_disk - sum(by_kind.values())))))
-    table([*rows, ("on disk", format_bytes(on_disk))], right=[1])
 
 
 def _show_files(found: Inspection, *, show_all: bool) -> None:

@@ -101,12 +101,13 @@ def _pins(texts: list[str]) -> dict[str, int]:
 
 def _show(found: LayoutPlan) -> None:
     line(found.path)
+    size = "" if found.gpu_memory is None else f"{format_bytes(found.gpu_memory)}, "
     table(
         [
             ("written by", found.old_layout or "no job"),
             ("for", f"{found.gpus} GPUs, Megatron {found.megatron_version}"),
             ("parameters", f"{found.parameters:,}"),
-            ("memory of a GPU", _limit(found)),
+            ("memory of a GPU", f"{size}{found.gpu_memory_source}"),
         ]
     )
     if found.unknown:
@@ -118,11 +119,6 @@ def _show(found: LayoutPlan) -> None:
         line(Painted(f"no layout of {found.gpus} GPUs is accepted", BAD))
     if not found.fits:
         _show_what_excludes(found)
-
-
-def _limit(found: LayoutPlan) -> str:
-    size = "" if found.gpu_memory is None else f"{format_bytes(found.gpu_memory)}, "
-    return f"{size}{found.gpu_memory_source}"
 
 
 def _show_layouts(found: LayoutPlan) -> None:

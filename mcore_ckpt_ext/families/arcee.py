@@ -5,11 +5,9 @@ from __future__ import annotations
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SIZES, TRAINING, tied
-from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Constant, Implies, Mapped
-
-_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
 class Arcee(Family):
@@ -19,8 +17,7 @@ class Arcee(Family):
     architecture = "ArceeForCausalLM"
     rules = (
         parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT,
-        Rule(f"{_THEIRS}.mlp.up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight"), parts.MLP[-1],
-        parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
+        *parts.MLP_WITHOUT_GATE, parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
     )  # fmt: skip
     settings = (
         *SIZES, query_groups(), head_size(always=True), rope(), tied(by_default=False), *TRAINING, RMS_NORM,

@@ -8,7 +8,7 @@ from typing import Any
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.config_checks import Config, checked_size, mismatches, unrepresentable
-from mcore_ckpt_ext.families.family import Rule
+from mcore_ckpt_ext.families.family import Rule, set_in
 from mcore_ckpt_ext.families.rope import KEYS, base_of, concentration, mscales, rope_parameters, yarn_lengths
 from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Mapped, Nullable, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, has_experts
@@ -22,21 +22,17 @@ _YARN = {
 }  # fmt: skip
 
 
-def compressed_queries(arguments: ModelArguments, layer: int) -> bool:
-    """Return whether queries are compressed (projected down) first."""
-    return bool(arguments.q_lora_rank)
-
-
-def plain_queries(arguments: ModelArguments, layer: int) -> bool:
-    """Return whether queries are not compressed (V2-Lite)."""
-    return not compressed_queries(arguments, layer)
-
-
+_COMPRESSED = set_in("q_lora_rank")
 LATENT_ATTENTION = (
-    Rule(f"{_THEIRS}.q_proj.weight", f"{_OURS}.linear_q_proj.weight", where=plain_queries),
-    Rule(f"{_THEIRS}.q_a_proj.weight", f"{_OURS}.linear_q_down_proj.weight", where=compressed_queries),
-    Rule(f"{_THEIRS}.q_a_layernorm.weight", f"{_OURS}.linear_q_up_proj.layer_norm_weight", where=compressed_queries),
-    Rule(f"{_THEIRS}.q_b_proj.weight", f"{_OURS}.linear_q_up_proj.weight", where=compressed_queries),
+    # Queries of V2-Lite are not compressed.
+    Rule(
+        f"{_THEIRS}.q_proj.weight",
+        f"{_OURS}.linear_q_proj.weight",
+        where=lambda arguments, layer: not _COMPRESSED(arguments, layer),
+    ),
+    Rule(f"{_THEIRS}.q_a_proj.weight", f"{_OURS}.linear_q_down_proj.weight", where=_COMPRESSED),
+    Rule(f"{_THEIRS}.q_a_layernorm.weight", f"{_OURS}.linear_q_up_proj.layer_norm_weight", where=_COMPRESSED),
+    Rule(f"{_THEIRS}.q_b_proj.weight", f"{_OURS}.linear_q_up_proj.weight", where=_COMPRESSED),
     Rule(f"{_THEIRS}.kv_a_proj_with_mqa.weight", f"{_OURS}.linear_kv_down_proj.weight"),
     Rule(f"{_THEIRS}.kv_a_layernorm.weight", f"{_OURS}.linear_kv_up_proj.layer_norm_weight"),
     Rule(f"{_THEIRS}.kv_b_proj.weight", f"{_OURS}.linear_kv_up_proj.weight"),

@@ -22,7 +22,12 @@ _WITHOUT_FLAG_LATENT = ("beta_fast", "beta_slow", "original_max_position_embeddi
 
 def training_flags(arguments: ModelArguments) -> list[str]:
     """Return the flags that describe the model, without those for layout, data and optimizer."""
-    words = [word for name, flag in _flags("value", arguments) for word in _with_value(name, flag, arguments)]
+    words: list[str] = []
+    for name, flag in _flags("value", arguments):
+        value = arguments.get(name)
+        if value is not None and value != ROWS[name].without_flag:
+            text = str(value)
+            words += [flag.spelling(name), text.replace(" ", "") if isinstance(value, (list, tuple)) else text]
     if arguments.num_query_groups != arguments.num_attention_heads:
         words += ["--group-query-attention", "--num-query-groups", str(arguments.num_query_groups)]
     words += [flag.spelling(name) for name, flag in _flags("on", arguments) if arguments.get(name)]
@@ -34,12 +39,6 @@ def _flags(form: str, arguments: ModelArguments) -> Iterator[tuple[str, Flag]]:
     for name, row in ROWS.items():
         if row.flag and row.flag.form == form and row.flag.applies(arguments.get):
             yield name, row.flag
-
-
-def _with_value(name: str, flag: Flag, arguments: ModelArguments) -> list[str]:
-    """Return a flag with its value; empty if the value is the default."""
-    value = arguments.get(name)
-    return [] if value is None or value == ROWS[name].without_flag else [flag.spelling(name), _word(value)]
 
 
 def without_flag(arguments: ModelArguments, *, since_0_19: bool) -> dict[str, Any]:
@@ -68,7 +67,3 @@ def ignored(arguments: ModelArguments) -> dict[str, Any]:
 def _not_default(names: Iterable[str], arguments: ModelArguments) -> dict[str, Any]:
     values = {name: arguments.value(name) for name in names}
     return {name: value for name, value in values.items() if value != ROWS[name].values.default}
-
-
-def _word(value: Any) -> str:
-    return str(value).replace(" ", "") if isinstance(value, (list, tuple)) else str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, SIZES, TRAINING, tied
-from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Constant, Implies, Mapped, Requires
 
@@ -21,8 +21,7 @@ class Nemotron(Family):
     architecture = "NemotronForCausalLM"
     rules = (
         parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT,
-        Rule("model.layers.{layer}.mlp.up_proj.weight", "decoder.layers.{layer}.mlp.linear_fc1.weight"), parts.MLP[-1],
-        *parts.layer_norms(), parts.OUTPUT[1],
+        *parts.MLP_WITHOUT_GATE, *parts.layer_norms(), parts.OUTPUT[1],
     )  # fmt: skip
     settings = (
         *SIZES, query_groups(), head_size(always=True), rope(partial=0.5), tied(by_default=False), *TRAINING,

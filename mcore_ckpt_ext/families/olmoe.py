@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like, why_not_everywhere
-from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
 from mcore_ckpt_ext.families.qwen_experts import normalised_choice
 from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Forbidden, Requires, Size
-from mcore_ckpt_ext.job.model_arguments import ModelArguments
-
-
-def _width(arguments: ModelArguments) -> dict[str, Any]:
-    return {"intermediate_size": arguments.moe_ffn_hidden_size}
-
-
-def _experts(config: Config) -> dict[str, Any]:
-    return {"moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]}
 
 
 class OLMoE(FullWidthQKNorm):
@@ -36,7 +24,11 @@ class OLMoE(FullWidthQKNorm):
     settings = (
         *llama_like(epsilon=1e-5),
         Size("num_experts", "num_experts", 64, counted=True), Size("num_experts_per_tok", "moe_router_topk", 8),
-        Custom(("intermediate_size",), _width, _experts, why_not_everywhere, ("moe_layer_freq", "moe_ffn_hidden_size")),
+        Custom(
+            ("intermediate_size",), lambda arguments: {"intermediate_size": arguments.moe_ffn_hidden_size},
+            lambda config: {"moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]},
+            why_not_everywhere, ("moe_layer_freq", "moe_ffn_hidden_size"),
+        ),
         normalised_choice(), Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.01), Forbidden("clip_qkv"),
         Constant("attention_bias", False, NO_BIASES),
         Requires({"qk_layernorm": True, "moe_router_score_function": "softmax"}),

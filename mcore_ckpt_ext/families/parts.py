@@ -66,6 +66,7 @@ MLP = (
     Rule(f"{_THEIRS}.mlp.up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight", UP, dense),
     Rule(f"{_THEIRS}.mlp.down_proj.weight", f"{_OURS}.mlp.linear_fc2.weight", where=dense),
 )
+MLP_WITHOUT_GATE = (Rule(f"{_THEIRS}.mlp.up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight"), MLP[-1])
 GATE_AND_UP = Rule(f"{_THEIRS}.mlp.gate_up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight")
 """Gate and up projection in one matrix."""
 DECODER = (

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, SILU, SIZES, TRAINING, tied
-from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_PARTS, NET, SETTINGS
 from mcore_ckpt_ext.families.qwen3_next import EXPERTS, WithOneFurtherToken
 from mcore_ckpt_ext.families.qwen_experts import expert_count
@@ -49,10 +46,6 @@ class Qwen35(WithOneFurtherToken):
     settings = (*SIZES, *_common(4))
 
 
-def _everywhere(config: Config) -> dict[str, Any]:
-    return {"moe_layer_freq": 1, "ffn_hidden_size": config.get("moe_intermediate_size", 512)}
-
-
 def _why_not(arguments: ModelArguments) -> list[str]:
     return [] if arguments.num_experts and arguments.moe_layer_freq == 1 else ["no experts in all layers"]
 
@@ -70,7 +63,11 @@ class Qwen35MoE(WithOneFurtherToken):
     without_effect = ("mamba_ssm_dtype", "intermediate_size")
     settings = (
         *(size for size in SIZES if size.keys != ("intermediate_size",)), *_common(2), expert_count(256),
-        Custom((), lambda arguments: {}, _everywhere, _why_not, expressed=("moe_layer_freq",)),
+        Custom(
+            (), lambda arguments: {},
+            lambda config: {"moe_layer_freq": 1, "ffn_hidden_size": config.get("moe_intermediate_size", 512)},
+            _why_not, expressed=("moe_layer_freq",),
+        ),
         Size("num_experts_per_tok", "moe_router_topk", 8), Size("moe_intermediate_size", "moe_ffn_hidden_size", 512),
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
         Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),

@@ -8,7 +8,7 @@ from math import isfinite, prod
 
 from mcore_ckpt_ext.errors import CheckpointError, join_some
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Mismatch
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
@@ -134,8 +134,10 @@ class ContentCheck:
                 if self._checkpoint.masters_are_derived(name):
                     report.joined += wanted.numel
                     continue
-                mismatch = proof.first_mismatch(values[FP32_PARAM], values[WEIGHT])
-                _tally_mismatch(mismatch, wanted.start, tallies[FP32_PARAM])
+                if (mismatch := proof.first_mismatch(values[FP32_PARAM], values[WEIGHT])) is not None:
+                    tally = tallies[FP32_PARAM]
+                    tally.wrong += mismatch.count
+                    tally.first = tally.first or (wanted.start + mismatch.position, mismatch.master, mismatch.weight)
                 report.proven += wanted.numel
         report.digests += [hashed.digest for hashed in hashes.values()]
         for kind, tally in tallies.items():
@@ -247,12 +249,6 @@ def count_values(kind: str, block: torch.Tensor, tally: Tally) -> None:
         tally.infinite += int(torch.isinf(values).sum())
     if kind == EXP_AVG_SQ and values.numel() and not float(values.amin()) >= 0:
         tally.negative += int((values < 0).sum())
-
-
-def _tally_mismatch(mismatch: Mismatch | None, start: int, tally: Tally) -> None:
-    if mismatch is not None:
-        tally.wrong += mismatch.count
-        tally.first = tally.first or (start + mismatch.position, mismatch.master, mismatch.weight)
 
 
 def _judge(kind: str, name: str, shape: tuple[int, ...], tally: Tally) -> Iterator[Finding]:

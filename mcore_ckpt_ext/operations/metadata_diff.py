@@ -33,7 +33,7 @@ class MetadataDifference:
 
 def metadata_differences(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
     """Yield the differences in metadata of two checkpoints."""
-    yield MetadataDifference("format", _format(a), _format(b))
+    yield MetadataDifference("format", *(f"{one.format}, optimizer {one.optimizer_format or 'none'}" for one in (a, b)))
     yield MetadataDifference("layout", str(a.layout), str(b.layout))
     yield MetadataDifference("iteration", str(a.iteration), str(b.iteration))
     for key in ("step", "lr"):
@@ -47,15 +47,14 @@ def metadata_differences(a: CheckpointView, b: CheckpointView) -> Iterator[Metad
         if "none" not in counts and counts[0] != counts[1]:
             yield MetadataDifference(what, *counts)
     yield from _models(a, b)
-    left_out = _left_out(a), _left_out(b)
-    if any(left_out):
-        yield MetadataDifference("not compared", *(value or "nothing" for value in left_out))
-    scaling = _scaling(a), _scaling(b)
-    multiplied = _multiplied(a), _multiplied(b)
-    if any(multiplied):
-        yield MetadataDifference("adapters multiplied by", *(value or "none" for value in multiplied))
-    if any(scaling):
-        yield MetadataDifference("fp8 scales, histories", *(value or "none" for value in scaling))
+    for what, describe, empty in (
+        ("not compared", _left_out, "nothing"),
+        ("adapters multiplied by", _multiplied, "none"),
+        ("fp8 scales, histories", _scaling, "none"),
+    ):
+        values = describe(a), describe(b)
+        if any(values):
+            yield MetadataDifference(what, *(value or empty for value in values))
 
 
 def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference]:
@@ -69,10 +68,6 @@ def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference
 def _left_out(checkpoint: CheckpointView) -> str:
     """Return the vision tensors of a Hugging Face folder that are ignored; empty if there are none."""
     return join_some(checkpoint.format_reader.ignored_vision_tensors, 1)
-
-
-def _format(checkpoint: CheckpointView) -> str:
-    return f"{checkpoint.format}, optimizer {checkpoint.optimizer_format or 'none'}"
 
 
 def _group_values(checkpoint: CheckpointView, key: str) -> str:

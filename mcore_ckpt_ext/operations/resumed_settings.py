@@ -84,11 +84,10 @@ def _groups(checkpoint: CheckpointView) -> list[dict[str, Any]]:
     steps = {repr(_plain(group["step"])): {"step": group["step"]} for group in stored if group.get("step") is not None}
     defaults = {**_DEFAULTS, **(next(iter(steps.values())) if len(steps) == 1 else {})}
     groups = [{**defaults, **{key: value for key, value in group.items() if value is not None}} for group in stored]
-    return [{key: value for key, value in group.items() if _counts(key)} for group in groups]
-
-
-def _counts(key: str) -> bool:
-    return key not in _WITHOUT_EFFECT and not key.startswith("pre_")
+    return [
+        {key: value for key, value in group.items() if key not in _WITHOUT_EFFECT and not key.startswith("pre_")}
+        for group in groups
+    ]
 
 
 def _of_groups(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> Iterator[Setting]:

@@ -62,7 +62,9 @@ def open_source(
     if not target.places_mtp:
         checkpoint = checkpoint.for_legacy_files(checkpoint)
     if target.for_bridge or target.is_model_folder:
-        checkpoint = _of_whole_or_text_model(checkpoint, target)
+        from mcore_ckpt_ext.formats.hugging_face.vision import as_text_model, with_vision_tower
+
+        checkpoint = with_vision_tower(checkpoint) if target.for_bridge else as_text_model(checkpoint)
     if wanted is not None and not from_hugging_face:
         checkpoint = _under_layer_spec(checkpoint, target, wanted)
     if family is not None and not (from_hugging_face or weights) and not target.is_model_folder:
@@ -115,13 +117,6 @@ def require_weights(checkpoint: CheckpointView) -> None:
             "the checkpoint has an optimizer without weights, and cannot be verified without them",
             found=checkpoint.optimizer_format, where=str(checkpoint.folder), hint=NAME_THEM,
         )  # fmt: skip
-
-
-def _of_whole_or_text_model(checkpoint: CheckpointView, target: Target) -> CheckpointView:
-    """Return the whole of a vision-language model for Bridge, or its language model for a model folder."""
-    from mcore_ckpt_ext.formats.hugging_face.vision import as_text_model, with_vision_tower
-
-    return with_vision_tower(checkpoint) if target.for_bridge else as_text_model(checkpoint)
 
 
 def _merged(

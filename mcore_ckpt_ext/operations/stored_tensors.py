@@ -77,7 +77,7 @@ def check_stored_tensors(
     check = _ElementCheck(listing, advance, digest_tensors=digest_tensors)
     files, single = _by_file(listing) if digest_files else ({}, list(listing))
     of_archives = workers.map(check.archive, listing.archives, listing.reader.size)
-    of_files = workers.map(check.file, list(files.items()), _bytes_of_file)
+    of_files = workers.map(check.file, list(files.items()), lambda item: sum(map(_bytes_of, item[1])))
     checked = workers.map(check.tensor, single, _bytes_of)
     digests = Digests()
     for file, (of_tensors, digest) in zip(files, of_files, strict=True):
@@ -106,10 +106,6 @@ def _by_file(listing: Listing) -> tuple[dict[str, list[ListedTensor]], list[List
     for tensors in files.values():
         tensors.sort(key=lambda tensor: (tensor.extent.offset, tensor.extent.length))
     return files, others
-
-
-def _bytes_of_file(item: tuple[str, list[ListedTensor]]) -> int:
-    return sum(map(_bytes_of, item[1]))
 
 
 def _bytes_of(tensor: ListedTensor) -> int:

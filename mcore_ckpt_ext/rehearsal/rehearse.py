@@ -190,7 +190,8 @@ class _Rehearsing:
                 folder, common, chain, len(groups), arguments, self._version, has_new_tokens=False
             )  # fmt: skip
         decision = decision_on(facts)
-        if decision is not None and _is_adam(running):
+        # Other optimizers than Adam are not simulated.
+        if decision is not None and kind_named(running.raw) in (None, "adam"):
             loader = STOCK if decision.is_stock else PACKAGE
             check = decision.check
             why = None if check is None else f"{check.name}; stock Megatron cannot do this: {check.consequence}"
@@ -241,11 +242,6 @@ def _probe(path: Path) -> SharedIndex | None:
     probed = on_every_rank(phase, 1, lambda: probe_checkpoint(arguments, "load", run, shares_index=True))
     on_every_rank(phase, 1, lambda: check_complete(probed.health, run))
     return probed.index
-
-
-def _is_adam(running: JobArguments) -> bool:
-    """Return whether Adam updates all parameters; other optimizers are not simulated."""
-    return kind_named(running.raw) in (None, "adam")
 
 
 def _extra_parameter_orders(checkpoint: CheckpointView) -> tuple[str, ...]:

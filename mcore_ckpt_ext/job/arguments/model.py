@@ -45,6 +45,9 @@ from mcore_ckpt_ext.job.arguments.row import (
     SHAPES,
     VALUE,
     Argument,
+    BridgeField,
+    Changes,
+    Flag,
     bridge,
     changes,
     off,
@@ -57,6 +60,13 @@ _EXPERTS = (changes(WITH_EXPERTS), value(WITH_EXPERTS), bridge(WITH_EXPERTS))
 _INDEXER = (changes(WITH_VARIANT), value(WITH_INDEXED), bridge(WITH_SPARSE))
 _LINEAR = (changes(WITH_VARIANT), value(WITH_LINEAR), bridge(WITH_DELTA_NET))
 _LATENT = (changes(WITH_LATENT), value(WITH_LATENT), bridge(WITH_LATENT))
+_YARN = (changes(WITH_YARN, neutral=None), value(WITH_YARN), bridge(WITH_YARN))
+
+
+def _scaled(field: str) -> tuple[Changes, Flag, tuple[BridgeField, ...]]:
+    """Return them for an argument of YaRN; without latent attention its field is `field`."""
+    fields = bridge(WITH_LATENT) + bridge(WITH_YARN, name=field)
+    return changes(WITH_YARN, WITH_LATENT), value(WITH_LATENT, WITH_YARN), fields
 
 
 class ModelTable:
@@ -206,27 +216,9 @@ class ModelTable:
     )
 
     # Positions scaled by YaRN, with and without latent attention.
-    rotary_scaling_factor = Argument(
-        ABOVE_ZERO.default(1.0),
-        changes(WITH_YARN, WITH_LATENT),
-        value(WITH_LATENT, WITH_YARN),
-        bridge(WITH_LATENT) + bridge(WITH_YARN, name="yarn_rotary_scaling_factor"),
-        since="0.10",
-    )
-    mscale = Argument(
-        NUMBER.default(1.0),
-        changes(WITH_YARN, WITH_LATENT),
-        value(WITH_LATENT, WITH_YARN),
-        bridge(WITH_LATENT) + bridge(WITH_YARN, name="yarn_mscale"),
-        since="0.11",
-    )
-    mscale_all_dim = Argument(
-        NUMBER.default(0.0),
-        changes(WITH_YARN, WITH_LATENT),
-        value(WITH_LATENT, WITH_YARN),
-        bridge(WITH_LATENT) + bridge(WITH_YARN, name="yarn_mscale_all_dim"),
-        since="0.11",
-    )
+    rotary_scaling_factor = Argument(ABOVE_ZERO.default(1.0), *_scaled("yarn_rotary_scaling_factor"), since="0.10")
+    mscale = Argument(NUMBER.default(1.0), *_scaled("yarn_mscale"), since="0.11")
+    mscale_all_dim = Argument(NUMBER.default(0.0), *_scaled("yarn_mscale_all_dim"), since="0.11")
     yarn_original_max_position_embeddings = Argument(
         ELEMENT_COUNT.default(4096),
         changes(WITH_YARN, neutral=None),
@@ -234,12 +226,8 @@ class ModelTable:
         bridge(WITH_YARN),
         since="0.19",
     )
-    yarn_beta_fast = Argument(
-        ABOVE_ZERO.default(32.0), changes(WITH_YARN, neutral=None), value(WITH_YARN), bridge(WITH_YARN), since="0.19"
-    )
-    yarn_beta_slow = Argument(
-        ABOVE_ZERO.default(1.0), changes(WITH_YARN, neutral=None), value(WITH_YARN), bridge(WITH_YARN), since="0.19"
-    )
+    yarn_beta_fast = Argument(ABOVE_ZERO.default(32.0), *_YARN, since="0.19")
+    yarn_beta_slow = Argument(ABOVE_ZERO.default(1.0), *_YARN, since="0.19")
     yarn_correction_range_round_to_int = Argument(
         SWITCH.default(True),
         changes(WITH_YARN, neutral=None),
