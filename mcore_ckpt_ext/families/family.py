@@ -31,7 +31,6 @@ from mcore_ckpt_ext.families.rules import (
     name_pattern,
     parameter_shapes,
     rule_places,
-    rule_tensor,
     rule_tensors,
     set_in,
     untied,
@@ -242,20 +241,19 @@ class Family:
             arguments: arguments of the model, with `vocab_size` without padding.
             present: names of tensors in the folder to be read, which select between `rules` and `read_rules`.
         """
-        found = []
-        for rule in self._rules_for(present or ()):
-            for layer, places in rule_places(rule, arguments):
-                if rule.where(arguments, layer):
-                    found += list(rule_tensors(rule, places, arguments, self.shape))
-        return found
+        return self._tensors_of(self._rules_for(present or ()), arguments)
 
     def copies(self, arguments: ModelArguments) -> list[HuggingFaceTensor]:
         """Return the tensors that a folder may repeat, with the regions of the originals."""
+        return self._tensors_of(self.repeated, arguments)
+
+    def _tensors_of(self, rules: Sequence[Rule], arguments: ModelArguments) -> list[HuggingFaceTensor]:
         return [
-            rule_tensor(rule, places, arguments, self.shape)
-            for rule in self.repeated
+            tensor
+            for rule in rules
             for layer, places in rule_places(rule, arguments)
             if rule.where(arguments, layer)
+            for tensor in rule_tensors(rule, places, arguments, self.shape)
         ]
 
     def mtp_layers(self, names: Collection[str], arguments: ModelArguments) -> int:

@@ -35,19 +35,15 @@ def dense(arguments: ModelArguments, layer: int) -> bool:
     return not has_experts(arguments, layer)
 
 
-def with_experts(arguments: ModelArguments, layer: int) -> bool:
-    """Return whether a layer has experts."""
-    return has_experts(arguments, layer)
-
-
-def untied(arguments: ModelArguments, layer: int) -> bool:
-    """Return whether the output layer has its own weight."""
-    return bool(arguments.untie_embeddings_and_output_weights)
-
-
 def set_in(argument: str) -> Condition:
     """Return a condition for models in which an argument is set."""
     return lambda arguments, layer: bool(arguments.value(argument))
+
+
+with_experts: Condition = has_experts
+"""The rule applies to layers with experts."""
+untied = set_in("untie_embeddings_and_output_weights")
+"""The rule applies if the output layer has its own weight."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ def rule_places(rule: Rule, arguments: ModelArguments) -> Iterator[tuple[int, Pl
 def rule_tensors(rule: Rule, places: Places, arguments: ModelArguments, shape: ShapeOf) -> Iterator[HuggingFaceTensor]:
     """Yield the tensors of a rule in one layer: one, one for each expert, or a stack of all experts."""
     experts = range(arguments.num_experts or 0) if "{expert}" in rule.megatron else range(1)
-    parts = [rule_tensor(rule, places, arguments, shape, expert) for expert in experts]
+    parts = [_rule_tensor(rule, places, arguments, shape, expert) for expert in experts]
     if "{expert}" in rule.hugging_face or "{expert}" not in rule.megatron:
         yield from parts
     else:
@@ -120,8 +116,8 @@ def rule_tensors(rule: Rule, places: Places, arguments: ModelArguments, shape: S
         yield replace(parts[0], shape=(len(parts), *parts[0].shape), regions=regions)
 
 
-def rule_tensor(
-    rule: Rule, places: Places, arguments: ModelArguments, shape: ShapeOf, expert: int = 0
+def _rule_tensor(
+    rule: Rule, places: Places, arguments: ModelArguments, shape: ShapeOf, expert: int
 ) -> HuggingFaceTensor:
     """Return the tensor of a rule for one layer and one expert."""
     generic = rule.megatron.format(expert=expert, **places)

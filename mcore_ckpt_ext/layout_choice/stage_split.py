@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
@@ -114,14 +115,8 @@ def layout_string(counts: list[int], extra_layers: int = 0) -> str:
     stages = ["t" * count for count in counts]
     stages[0] = f"E{stages[0]}"
     stages[-1] += "m" * extra_layers + "L"
-    parts: list[str] = []
-    position = 0
-    while position < len(stages) - 1:
-        run = 1
-        while position + run < len(stages) - 1 and stages[position + run] == stages[position]:
-            run += 1
-        parts.append(f"({stages[position]}|)*{run}" if run > 1 else f"{stages[position]}|")
-        position += run
+    runs = [(stage, len(list(run))) for stage, run in groupby(stages[:-1])]
+    parts = [f"({stage}|)*{count}" if count > 1 else f"{stage}|" for stage, count in runs]
     return "".join([*parts, stages[-1]])
 
 

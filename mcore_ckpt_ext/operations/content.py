@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, prod
 
+import numpy as np
+
 from mcore_ckpt_ext.errors import CheckpointError, join_some
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
@@ -272,8 +274,4 @@ def judge(where: str, tally: Tally, file: str | None = None, offset: int | None 
 
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the index of an element, given its position in row-major order."""
-    index: list[int] = []
-    for size in reversed(shape):
-        position, remainder = divmod(position, max(size, 1))
-        index.insert(0, remainder)
-    return tuple(index)
+    return tuple(map(int, np.unravel_index(position, tuple(shape))))

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.layout.master_check import bits_dtype
+
 WEIGHT = "weight"
 _MOST_NAMED = 5
 
@@ -106,8 +108,7 @@ class _Whole:
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    of_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return values.contiguous().view(of_size[values.element_size()])
+    return values.contiguous().view(bits_dtype(values.element_size()))
 
 
 def number_of_elements(state: State) -> int:
