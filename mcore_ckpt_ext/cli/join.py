@@ -21,7 +21,7 @@ def add_join(parser: argparse._ActionsContainer) -> None:
 
 
 def reports_errors(words: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Return whether this process prints an error as JSON: of several that share a command, only rank 0 does.
+    """Return True if this process prints an error as JSON; only rank 0 of a shared command does.
 
     Processes of srun share a command if it has `--join`, and a self-test in any case. Otherwise each has a command of
     its own, with its own result.

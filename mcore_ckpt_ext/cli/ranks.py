@@ -59,7 +59,7 @@ def started_by_srun(environment: Mapping[str, str]) -> bool:
 
 
 def variables_of_srun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which torch connects the processes of an srun step, except those that are set.
+    """Return the variables by which torch connects the processes of an srun step, without those set.
 
     Returns:
         RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; nothing if srun has not started several processes.
