@@ -129,7 +129,7 @@ def prepare(
             check_digests(buffers, str(checkpoint.folder), rank_and_size())
         offloaded, share = bool(checkpoint.arguments.optimizer_cpu_offload), rank_and_size()
         groups = [adapter.param_groups for adapter in job.adapters]
-        planned = plan_rank(checkpoint, job.shards, groups, accept_lost=accept_lost, own_bounds=own_bounds)
+        planned = plan_rank(checkpoint, job.shards, groups, arguments, accept_lost=accept_lost, own_bounds=own_bounds)
         return Prepared(
             job,
             checkpoint,

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.job.differences import SAME_MODEL
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.array_location import Extent
@@ -294,7 +295,7 @@ def _checked_tensor(want: TargetSlice, name: str, source: Source) -> LogicalTens
             "the model has a parameter that the checkpoint lacks",
             expected=f"a tensor of shape {live.shape}",
             where=f"{want.kind} {name}",
-            hint="resume with the model arguments that the checkpoint was written with",
+            hint=SAME_MODEL,
         )
     same = tensor.shape == live.shape
     if not same and not (want.may_pad and len(live.shape) > 0 and tensor.shape[1:] == live.shape[1:]):
@@ -303,6 +304,6 @@ def _checked_tensor(want: TargetSlice, name: str, source: Source) -> LogicalTens
             found=f"{tensor.shape} in the checkpoint",
             expected=f"{live.shape}",
             where=f"{want.kind} {name}",
-            hint="resume with the model arguments that the checkpoint was written with",
+            hint=SAME_MODEL,
         )
     return tensor

@@ -166,7 +166,7 @@ class Shares:
 
     def _plan(self, shards: Sequence[SimulatedShard]) -> int:
         """Plan shards, and return the number of bytes to read."""
-        plan = plan_rank(self._checkpoint, shards, self._groups, own_bounds=self._own_bounds)
+        plan = plan_rank(self._checkpoint, shards, self._groups, self._job.arguments, own_bounds=self._own_bounds)
         return sum(one.bytes_read for one in plan.reading.plans)
 
     def _is_refused(self, one: Held) -> bool:

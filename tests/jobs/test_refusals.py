@@ -152,7 +152,11 @@ REFUSALS = [
         "a tracker that names no folder", r"40 is not complete.*iter_0000040.*step 4", tracker_of_a_missing_iteration
     ),
     Refusal("a wider model", r"different shapes in the model.*\(32,\) in the checkpoint.*\(64,\)", model=WIDER),
-    Refusal("a layer too many in the model", r"the checkpoint lacks.*decoder\.layers\.4\.", model={"num_layers": 5}),
+    Refusal(
+        "a layer too many in the model",
+        r"the checkpoint lacks.*decoder\.layers\.4\..*different: num_layers 4, now 5",
+        model={"num_layers": 5},
+    ),
     Refusal("a layer too many in the checkpoint", r"does not have.*decoder\.layers\.3\.", model={"num_layers": 3}),
     Refusal("a bias that the checkpoint lacks", r"the checkpoint lacks.*\.bias", model=LLAMA, fixture="p02"),
     Refusal("a vocabulary too small", r"vocabulary is smaller.*at most 96", model={"padded_vocab_size": 96}),
@@ -161,7 +165,11 @@ REFUSALS = [
         r"another precision.*found: bfloat16; expected: float16.*--bf16.*--no-load-optim",
         model={"bf16": False, "fp16": True},
     ),
-    Refusal("biases that the model lacks", r"does not have.*\.bias", model={"add_bias_linear": False}),
+    Refusal(
+        "biases that the model lacks",
+        r"does not have.*\.bias.*different: add_bias_linear True, now False",
+        model={"add_bias_linear": False},
+    ),
 ]
 
 

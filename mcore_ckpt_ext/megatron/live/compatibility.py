@@ -14,6 +14,7 @@ from mcore_ckpt_ext.errors import (
 )
 from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.differences import SAME_MODEL
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.megatron.live.model import NEW, NameFunction, quantization_check
@@ -80,7 +81,7 @@ def check_names(checkpoint: CheckpointView, live: set[str]) -> None:
             where=str(checkpoint.folder),
             hint="resume with --untie-embeddings-and-output-weights, as the checkpoint was written"
             if all(map(is_output_layer, unused))
-            else "resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
+            else SAME_MODEL,
         )
     embeddings = word_embeddings_in(stored)
     output_layer = embeddings and output_layer_of(embeddings)

@@ -10,6 +10,7 @@ from typing import Any, Generic
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_first_moments
+from mcore_ckpt_ext.job.differences import naming_differences
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ObservedOrder
@@ -50,7 +51,8 @@ def check_job(
     """
     check_same_kinds(views)
     check_stored_once(checkpoint)
-    check_names(checkpoint, {spell(name) for view in views for name in view.names})
+    with naming_differences(checkpoint.arguments, arguments):
+        check_names(checkpoint, {spell(name) for view in views for name in view.names})
     check_tokens(checkpoint.tokens, arguments, checkpoint.folder)
     check_gates(checkpoint.arguments, arguments, str(checkpoint.folder))
     check_adapters(checkpoint, ParallelLayout.from_arguments(arguments), arguments)
@@ -68,6 +70,7 @@ def plan_rank(
     checkpoint: CheckpointView,
     shards: Sequence[OwnShard],
     groups: Sequence[Sequence[Group]],
+    arguments: JobArguments,
     *,
     accept_lost: bool = False,
     own_bounds: bool = False,
@@ -78,15 +81,17 @@ def plan_rank(
         checkpoint: the checkpoint to resume.
         shards: the shards of the rank's optimizers.
         groups: the parameter groups of each of its optimizers.
+        arguments: those of the running job.
         accept_lost: see `prepare`.
         own_bounds: see `carried_groups`.
 
     Raises:
         CheckpointError: the checkpoint does not have what the rank needs.
     """
-    for shard in shards:
-        check_kinds(checkpoint, shard)
-        check_precision(checkpoint, shard)
+    with naming_differences(checkpoint.arguments, arguments):
+        for shard in shards:
+            check_kinds(checkpoint, shard)
+            check_precision(checkpoint, shard)
+        reading = Reading(checkpoint, shards, accept_lost)
     stored = with_step(checkpoint.param_groups(), checkpoint.common, checkpoint.arguments.constant_batch_size)
-    reading = Reading(checkpoint, shards, accept_lost)
     return RankPlan(reading, [carried_groups(own, with_torch_dtypes(stored), own_bounds) for own in groups])

@@ -27,6 +27,7 @@ from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, Unsupp
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.differences import SAME_MODEL
 from mcore_ckpt_ext.megatron.live.compatibility import check_lost, verify_checksums
 from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import VirtualStorageReader
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
@@ -228,7 +229,7 @@ class DcpStorageAdapter(ABC):
             raise ModelMismatchError(
                 "a parameter has different shapes in the model and the checkpoint",
                 found=f"{array.shape} in the checkpoint", expected=f"{shape}", where=array.key,
-                hint="resume with the model arguments that the checkpoint was written with",
+                hint=SAME_MODEL,
             )  # fmt: skip
         return replace(array, shape=shape, tensor=replace(array.tensor, shape=shape)) if may_pad else array
 

@@ -15,6 +15,7 @@ from mcore_ckpt_ext.formats.fsdp.options import FsdpDtensor
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray, FsdpTarget
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.target import LayerSpec
+from mcore_ckpt_ext.job.differences import SAME_MODEL
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.load_decision import explain
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
@@ -111,5 +112,5 @@ class _MegatronFsdpAdapter(DcpStorageAdapter):
             raise ModelMismatchError(
                 "the checkpoint holds parameters that the model does not have",
                 found=f"{len(unused)} of them, {', '.join(unused[:3])}", where=str(self._folder),
-                hint="resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
+                hint=SAME_MODEL,
             )  # fmt: skip

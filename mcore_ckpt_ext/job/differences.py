@@ -1,0 +1,60 @@
+"""Names the arguments in which the models of two jobs differ, for the errors of a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError, format_value, join_some
+from mcore_ckpt_ext.job.arguments.model import ModelTable
+from mcore_ckpt_ext.job.arguments.other import OtherTable
+from mcore_ckpt_ext.job.arguments.row import NOTHING, Changes, rows_of
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.model_arguments import complete
+
+SAME_MODEL = "resume with the model arguments that the checkpoint was written with"
+"""The hint of errors about parameters that only one of the two models has, or with another shape."""
+
+_ROWS = {name: row for name, row in rows_of(ModelTable, OtherTable).items() if row.effect is not NOTHING}
+
+
+def differing_arguments(written: JobArguments, running: JobArguments) -> list[str]:
+    """Return the arguments of the model that both jobs have, with different values: `num_layers 4, now 6`.
+
+    An argument without effect in both jobs is left out, for example one of experts in dense models.
+    """
+    try:
+        sources = [complete(job) for job in (written, running)]
+    except UnsupportedCheckpointError:
+        return []  # one of them is not fully described
+    found = []
+    for name, row in _ROWS.items():
+        before, now = (source.get(name) for source in sources)
+        conditions = row.effect.only_with if isinstance(row.effect, Changes) else ()
+        has_effect = not conditions or any(
+            condition.holds(source.get) for condition in conditions for source in sources
+        )
+        if name in written.raw and name in running.raw and before != now and has_effect:
+            found.append(f"{name} {format_value(before)}, now {format_value(now)}")
+    return found
+
+
+@contextmanager
+def naming_differences(written: JobArguments, running: JobArguments) -> Iterator[None]:
+    """Within this scope, an error whose hint is `SAME_MODEL` names the arguments that differ.
+
+    Args:
+        written: the arguments of the job that wrote the checkpoint.
+        running: the arguments of the job that resumes it.
+    """
+    try:
+        yield
+    except ModelMismatchError as error:
+        differing = differing_arguments(written, running)
+        if error.details.get("hint") != SAME_MODEL or not differing:
+            raise
+        raise ModelMismatchError(
+            error.message,
+            **{label: text for label, text in error.details.items() if label != "hint"},
+            hint=f"{SAME_MODEL}; different: {join_some(differing)}",
+        ) from error
