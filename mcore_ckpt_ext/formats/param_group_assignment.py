@@ -11,6 +11,8 @@ from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.optimizers.groups import identity
 
+_DECOUPLED = "is_decoupled_lr"
+
 
 def group_that_holds(
     name: str, shape: tuple[int, ...], groups: Sequence[Mapping[str, Any]], arguments: JobArguments
@@ -20,8 +22,9 @@ def group_that_holds(
     Source: `_get_param_groups` (megatron/core/optimizer/__init__.py).
 
     Biases and arrays with one axis have no weight decay, except norms of queries and keys if the job applies it to them
-    (`get_standard_config_overrides`, since core_v0.16.0). Experts with expert parallelism, and embeddings with a
-    decoupled learning rate, have groups of their own.
+    (`get_standard_config_overrides`, since core_v0.16.0). Experts with expert parallelism, and embeddings and output
+    layers with a decoupled learning rate, have groups of their own. Since core_v0.16.0 a group of the latter records no
+    more than its rate: `is_decoupled_lr` is always False there.
 
     Args:
         name: the parameter's name in model space.
@@ -33,7 +36,8 @@ def group_that_holds(
         UnsupportedCheckpointError: the groups differ in other settings, or no group fits the parameter.
     """
     decays = float(decays_by_rule(name, shape, arguments))
-    wanted = {"wd_mult": decays, "is_expert_parallel": of_experts(name), "is_decoupled_lr": name in VOCABULARY}
+    wanted = {"wd_mult": decays, "is_expert_parallel": of_experts(name), _DECOUPLED: name.endswith(VOCABULARY)}
+    groups = [{**group, _DECOUPLED: _is_decoupled(group, arguments)} for group in groups]
     fit = list(range(len(groups)))
     for setting, value in wanted.items():
         values = {bool(_setting(group, setting)) for group in groups}
@@ -59,6 +63,11 @@ def decays_by_rule(name: str, shape: tuple[int, ...], arguments: JobArguments) -
 def decay_of(group: Mapping[str, Any]) -> Any:
     """Return a group's multiplier of the weight decay; None if it does not record one."""
     return identity(group, ("wd_mult",))[0]
+
+
+def _is_decoupled(group: Mapping[str, Any], arguments: JobArguments) -> bool:
+    rate = arguments.decoupled_lr
+    return bool(_setting(group, _DECOUPLED)) or rate not in (None, arguments.lr) and group.get("max_lr") == rate
 
 
 def _setting(group: Mapping[str, Any], name: str) -> Any:

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from megatron_on_cpu.dump_optimizer import assemble, parameter_settings
 
+from mcore_ckpt_ext import FsdpDtensor, convert
+from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.inspection import inspect
 from tests.harness.checkouts import EITHER
 from tests.harness.checkpoints import assert_converted
-from tests.harness.jobs import SAVED, assert_same_training_state, differing
+from tests.harness.jobs import LEGACY, SAVED, assert_same_training_state, differing
 from tests.harness.layouts import Layout, experts_over
 from tests.harness.models import GATED_EXPERTS
 from tests.harness.turns import Results, Turn, run_in_turn
@@ -23,6 +25,8 @@ SAME, OTHER = Layout(1, 2, 4), Layout(2, 1, 4)
 EP1, EP2 = experts_over(1, 1, 4, 1), experts_over(1, 2, 4, 2)
 SGD = ("--optimizer", "sgd")
 PLAIN_SGD = (*SGD, "--sgd-momentum", "0")
+# Three parameter groups: norms of queries and keys decay as matrices do, embeddings have their own learning rate.
+GROUPS = ["--qk-layernorm", "--apply-wd-to-qk-layernorm", "--decoupled-lr", "5e-4"]
 
 
 @pytest.fixture(scope="module", params=EITHER)
@@ -32,10 +36,12 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     run = {name: folder / name / "checkpoints" for name in (
         "whole", "distributed", "fp32", "experts", "experts together", "SGD", "plain SGD", "nothing"
     )}  # fmt: skip
+    to_legacy = ["convert", run["whole"], folder / "legacy", "--to", "legacy", "--tensor-model-parallel-size", 2]
+    to_legacy += ["--pipeline-model-parallel-size", 1]
     turns = [
-        Turn(folder / "whole", SAME, optimizer=WHOLE, saves=True, until=5),
-        Turn(folder / "switched on", SAME, load=run["whole"]),
-        Turn(folder / "switched on, TP2", OTHER, load=run["whole"]),
+        Turn(folder / "whole", SAME, more=GROUPS, optimizer=WHOLE, saves=True, until=5),
+        Turn(folder / "switched on", SAME, more=GROUPS, load=run["whole"]),
+        Turn(folder / "switched on, TP2", OTHER, more=GROUPS, load=run["whole"]),
         Turn(folder / "distributed", SAME, saves=True, until=5),
         Turn(folder / "switched off", SAME, optimizer=WHOLE, load=run["distributed"]),
         Turn(folder / "switched off, TP2", OTHER, optimizer=WHOLE, load=run["distributed"]),
@@ -57,6 +63,8 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         Turn(folder / "experts, stock", EP1, more=GATED_EXPERTS, optimizer=WHOLE, precision=(), load=run["experts"],
              stock=True),
         Turn(folder / "SGD, stock", SAME, optimizer=SGD, load=run["SGD"], stock=True),
+        Turn(folder / "whole, legacy, stock", OTHER, more=[*GROUPS, *LEGACY, "--no-load-rng"], optimizer=WHOLE,
+             load=folder / "legacy", stock=True, commands=[to_legacy]),
     ]  # fmt: skip
     return run_in_turn(folder, turns, of_checkout=request.param)
 
@@ -102,6 +110,15 @@ def test_it_is_converted_and_back(name: str, results: Results, tmp_path: Path) -
     described = {"SGD": "SGD with momentum", "plain SGD": "SGD", "nothing": "SGD"}
     assert inspect(saved.run).optimizer == described.get(name, "Adam")
     assert_converted(saved.run, assemble(saved.at_save), tmp_path)
+
+
+def test_converted_files_have_each_parameter_in_its_group(results: Results, tmp_path: Path) -> None:
+    """Legacy files, resumed by stock; and Megatron-FSDP's, which have the settings beside each parameter."""
+    saved, resumed = results.job("whole"), results.job("whole, legacy, stock")
+    assert differing(assemble(saved.at_save), assemble(resumed.at_load)) == []
+    assert settings(saved.at_save) == settings(resumed.at_load)
+    convert(saved.run, tmp_path / "fsdp", FsdpDtensor())
+    assert compare(saved.run, tmp_path / "fsdp").equal
 
 
 @pytest.mark.parametrize("name", ["experts, stock", "SGD, stock"])

@@ -412,6 +412,14 @@ def test_norms_of_queries_and_keys_may_have_weight_decay() -> None:
         assert group_that_holds(name, (8,), groups, JobArguments.of({})) == 1
 
 
+def test_a_decoupled_learning_rate_distinguishes_groups() -> None:
+    """Groups have no other mark since core_v0.16.0."""
+    arguments = JobArguments.of({"lr": 1e-3, "decoupled_lr": 5e-4})
+    groups = [{"wd_mult": 1.0, "is_decoupled_lr": False, "max_lr": rate} for rate in (1e-3, 5e-4)]
+    names = ["decoder.layers.0.mlp.linear_fc1.weight", "language_model.output_layer.weight"]
+    assert [group_that_holds(name, (8, 8), groups, arguments) for name in names] == [0, 1]
+
+
 def test_masters_and_groups_of_different_parameters_are_no_sound_optimizer(tmp_path: Path) -> None:
     fixture = fixture_named("p08c").copy_to(tmp_path / "legacy")
 

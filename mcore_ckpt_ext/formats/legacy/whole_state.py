@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
 from mcore_ckpt_ext.formats.portable_state import inner_state
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.lazy_torch import torch
@@ -83,26 +84,18 @@ class WholeStates:
         return {"optimizer": written, MASTERS: masters, **scaler}
 
     def _grouped(self, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-        """Return the parameters of each group: biases and arrays with one axis have no weight decay.
+        """Return the parameters of each group.
 
         Raises:
-            UnsupportedCheckpointError: the groups differ in other settings.
+            UnsupportedCheckpointError: see `group_that_holds`.
         """
         if len(groups) == 1:
             return [list(names)]
-        multipliers = [group.get("wd_mult", group.get("pre_wd_mult")) for group in groups]
-        if sorted(multipliers, key=repr) != [0.0, 1.0]:
-            raise UnsupportedCheckpointError(
-                "the parameter group of each parameter is unknown",
-                found=f"{len(groups)} groups",
-                expected="one with and one without weight decay",
-                hint="use --to torch_dist",
-            )
-        return [[name for name in names if self._decays(name) == bool(multiplier)] for multiplier in multipliers]
-
-    def _decays(self, name: str) -> bool:
-        tensor = self._checkpoint.logical_tensor(WEIGHT, name)
-        return not name.endswith(".bias") and tensor is not None and len(tensor.shape) > 1
+        by_group: list[list[str]] = [[] for _ in groups]
+        for name in names:
+            shape = self._checkpoint.named_tensor(WEIGHT, name).shape
+            by_group[group_that_holds(name, shape, groups, self._checkpoint.arguments)].append(name)
+        return by_group
 
     def _is_own_master(self, name: str) -> bool:
         tensor = self._checkpoint.logical_tensor(WEIGHT, name)
