@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Set
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def compares_versions(source: str) -> list[int]:
         if isinstance(node, ast.Compare):
             sides = (node.left, *node.comparators)
             orders = any(isinstance(how, _ORDERING) for how in node.ops) and any(map(_is_version, sides))
-            if orders or any(map(_is_release, sides)):
+            if orders or any(map(_is_release, sides)) or any(map(_is_text_of_a_release, sides)):
                 found.append(node.lineno)
         elif (
             isinstance(node, ast.Call)
@@ -100,6 +101,11 @@ def _is_release(node: ast.expr) -> bool:
     return len(numbers) == 2 and numbers[0] == 0 and numbers[1] > 1
 
 
+def _is_text_of_a_release(node: ast.expr) -> bool:
+    text = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(text, str) and bool(re.fullmatch(r"0\.\d+(\.\d+)?", text))
+
+
 def _is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) is int
 
@@ -111,7 +117,7 @@ def _is_version(node: ast.expr) -> bool:
         return _is_version(node.func)
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
     is_release = "version" in name.lower() and name != "version_info"  # which is Python's
-    return is_release or "SINCE" in name or name in ("OLDEST", "NEWEST")
+    return is_release or "SINCE" in name or name in ("OLDEST", "NEWEST", "major", "minor")
 
 
 def test_releases_are_distinguished_in_one_table() -> None:
@@ -133,6 +139,8 @@ def test_releases_are_distinguished_in_one_table() -> None:
         "found >= _SPLIT_POSSIBLE_SINCE",
         "arguments.absent_in_version('moe_grouped_gemm')",
         "version == (0, 16)",
+        "release.minor >= newest",
+        "written_for == '0.16.1'",
     ],
 )
 def test_version_comparisons_are_found(source: str) -> None:
@@ -148,7 +156,7 @@ def test_names_of_releases_are_found(source: str, named: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["rows >= (first, last)", "version == other", "a < b", "lacks(name)", "chunk == (0, 0)"]
+    "source", ["share < 0.16", "rows >= (first, last)", "version == other", "a < b", "lacks(name)", "chunk == (0, 0)"]
 )
 def test_other_comparisons_pass(source: str) -> None:
     assert not compares_versions(source)
