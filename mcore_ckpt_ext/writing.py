@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import TypeAlias
 
 from mcore_ckpt_ext.lazy_torch import torch
@@ -152,6 +152,7 @@ class RecordWriter:
                     crc = crc32(os.pread(file.descriptor, (block.stop - block.start) * size, position), crc)
                 if crc == expected:
                     _write_checksums(file, record, crc)
+                    file.write_held()
         except OSError as error:
             raise cannot_write(self._folder.path / record.file, error) from error
         return crc == expected
@@ -214,12 +215,16 @@ class RecordWriter:
         """Close a file when its last record is finished: a process may open fewer files than a job has ranks."""
         with self._lock:
             self._unfinished[name] -= 1
-            if not self._unfinished[name]:
-                self._files.pop(name).close()
+            whole = None if self._unfinished[name] else self._files.pop(name)
+        if whole is not None:
+            with closing(whole):
+                whole.write_held()
 
     def _close(self) -> None:
+        """Close the files that an error has left unfinished; a later run continues with their finished records."""
         while self._files:
-            self._files.popitem()[1].close()
+            with closing(self._files.popitem()[1]) as file, suppress(OSError):
+                file.write_held()
 
 
 def _write_checksums(file: BlockFile, record: Record, crc: int) -> None:

@@ -8,6 +8,10 @@ fs/ext4/file.c, Linux 5.8 to 6.18).
 Direct and cached writes go to one file, but never to the same aligned `ALIGNMENT` bytes. No cache page and no file
 system block is larger, so neither kind of write can overwrite the other. A flush is still needed for metadata and the
 disk's own cache (open(2)).
+
+A cached write waits until no direct write to its file is under way, and others wait for it (the inode's lock,
+`ext4_buffered_write_iter` and `ext4_dio_write_iter`, fs/ext4/file.c). So the few bytes at the unaligned ends of blocks
+are held in memory, and written together.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ ALIGNMENT = 1 << 16
 """The alignment of file positions and memory in bytes: the largest page and block size of Linux today."""
 # For fewer bytes, waiting for the disk in each call costs more than the cache, and starting a flush more than it saves.
 _WORTH = 1 << 20
+_HELD_BYTES = 16 << 20
+"""The most bytes of a file that are held in memory before they are written."""
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -37,16 +43,30 @@ class BlockFile:
         self._direct: int | None = None
         self._is_tried = False
         self._lock = threading.Lock()
+        self._held: list[tuple[int, bytes]] = []
+        self._held_bytes = 0
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file without writing what is held; `write_held` first."""
         for descriptor in (self.descriptor, self._direct):
             if descriptor is not None:
                 os.close(descriptor)
 
     def write(self, data: memoryview, position: int) -> None:
-        """Write a few bytes."""
-        write_all(self.descriptor, data, position)
+        """Write a few bytes, at the latest in `write_held`."""
+        with self._lock:
+            self._held.append((position, bytes(data)))
+            self._held_bytes += len(data)
+            is_much = self._held_bytes > _HELD_BYTES
+        if is_much:
+            self.write_held()
+
+    def write_held(self) -> None:
+        """Write what is held in memory."""
+        with self._lock:
+            held, self._held, self._held_bytes = self._held, [], 0
+        for position, data in held:
+            write_all(self.descriptor, memoryview(data), position)
 
     def write_block(self, data: memoryview, position: int, address: int) -> None:
         """Write a block of bytes: directly if its memory `address` is aligned like its position."""
@@ -61,8 +81,10 @@ class BlockFile:
         self._write_cached(data[done:], position + done)
 
     def _write_cached(self, data: memoryview, position: int) -> None:
-        write_all(self.descriptor, data, position)
-        if len(data) >= _WORTH:  # the flush at the end writes the edges of direct writes together with their neighbors
+        if len(data) < _WORTH:
+            self.write(data, position)
+        else:
+            write_all(self.descriptor, data, position)
             begin_to_flush(self.descriptor, position, len(data))
 
     def _write_direct(self, descriptor: int, data: memoryview, position: int) -> int:

@@ -93,6 +93,29 @@ def test_blocks_are_written_past_the_page_cache(
     assert all(size % ALIGNMENT == 0 for size in sizes)
 
 
+def test_ends_of_blocks_do_not_interrupt_direct_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cached write would wait until no other thread writes directly, and block those that come after it."""
+    if not offers_direct_writes(tmp_path):
+        pytest.skip("this file system has no direct writes")
+    write, are_direct = os.pwrite, []
+
+    def note(descriptor: int, data: memoryview, position: int) -> int:
+        are_direct.append(is_direct(descriptor))
+        return write(descriptor, data, position)
+
+    monkeypatch.setattr(os, "pwrite", note)
+    written(tmp_path)
+    first, last = are_direct.index(True), len(are_direct) - are_direct[::-1].index(True)
+    assert all(are_direct[first:last])
+    assert not any(are_direct[last:])
+
+
+@pytest.mark.parametrize("held", [0, 3 * ALIGNMENT])
+def test_no_more_is_held_than_allowed(held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_HELD_BYTES", held)
+    written(tmp_path)
+
+
 def test_a_file_system_that_refuses_is_written_through_the_cache(
     tmp_path: Path, direct_writes: Callable[[Callable[[int, memoryview, int], int]], None]
 ) -> None:
