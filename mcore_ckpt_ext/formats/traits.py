@@ -22,6 +22,7 @@ class FormatTraits:
         loading: how Megatron's own loader handles the format.
         foreign_writer: the software that wrote it, if not Megatron.
         is_of_convert: whether it is written only by conversions of this package.
+        is_loaded_as_stored: whether Megatron's own loop loads it without being given it as another format.
         is_of_one_layout: whether conversions write it for one parallel layout.
         is_of_job: whether a job saves it, with a layout and an iteration; False for folders of weights alone.
         index: the arrays and objects by Megatron's keys; None if the format has no index.
@@ -31,6 +32,7 @@ class FormatTraits:
     loading: ClassVar[Loading] = Loading()
     foreign_writer: ClassVar[str] = ""
     is_of_convert: ClassVar[bool] = False
+    is_loaded_as_stored: ClassVar[bool] = False
     is_of_one_layout: ClassVar[bool] = False
     is_of_job: ClassVar[bool] = True
     index: DcpIndex | None = None

@@ -15,7 +15,6 @@ from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.target import version_number
-from mcore_ckpt_ext.formats.torch_dist.reader import torch_dist_reader
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
@@ -182,7 +181,7 @@ class _Rehearsing:
             running, groups, {dtype_of(dtype, running) for dtype in dtypes},
             has_remainders=index is not None and has_remainders(index),
         )  # fmt: skip
-        if torch_dist_reader(checkpoint) is None:
+        if not checkpoint.format_reader.is_loaded_as_stored:
             facts = facts_of_presented(folder, chain, arguments, self._version, has_new_tokens=False)
         else:
             common = checkpoint.common

@@ -41,6 +41,8 @@ RANDOM_STATE = "rng_state."
 class FlattenedCheckpoint(TorchDistCheckpoint):
     """One iteration folder of torch's distributed checkpoint, written by Megatron with flattened keys."""
 
+    is_loaded_as_stored = False
+
     @classmethod
     @override
     def recognizes(cls, folder: Path) -> bool:

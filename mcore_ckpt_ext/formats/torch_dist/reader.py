@@ -66,6 +66,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     format = NAME
     loading = Loading(in_megatron=True)
+    is_loaded_as_stored = True
 
     @classmethod
     @override

@@ -52,6 +52,7 @@ class ZarrCheckpoint(TorchDistCheckpoint):
     format = NAME
     # Megatron's loader supported it up to 0.15 (commit faa6037b).
     loading = Loading(in_megatron=True, loaded_by=LOADS_ZARR)
+    is_loaded_as_stored = False
 
     @override
     def _evidence_of_index(self) -> Iterator[Bound]:

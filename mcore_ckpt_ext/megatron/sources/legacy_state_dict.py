@@ -68,8 +68,8 @@ def folder_to_present(directory: str | None, arguments: Any) -> Path | None:
 
 def lacks_common_file(folder: Path) -> bool:
     """Return True if the running Megatron requires `common.pt`, which the folder of a later one lacks."""
-    requires = not STORES_COMMON_STATE_AS_OBJECT.is_of(megatron_version())
-    return requires and is_finished(folder, TORCH_DIST) and not (folder / COMMON_FILE).exists()
+    is_lacking = is_finished(folder, TORCH_DIST) and not (folder / COMMON_FILE).exists()
+    return is_lacking and not STORES_COMMON_STATE_AS_OBJECT.is_of(megatron_version())
 
 
 def _reads_zarr() -> bool:
