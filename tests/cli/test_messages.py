@@ -92,6 +92,7 @@ class TestPattern:
         assert (code, out) == (2, "")
         assert lines[0] == "mcore-ckpt: error: --to is missing: the format to write"
         assert [line.split()[1:3] for line in lines[1:-1]] == [["--to", name] for name in TARGETS]
+        assert all(len(line.split()) > 5 for line in lines[1:-1])  # what each is, in words
         assert lines[-1] == "mcore-ckpt: hint: mcore-ckpt convert --help"
 
 
