@@ -6,6 +6,8 @@ import argparse
 import re
 
 _DIGITS = 15
+# Fewer bytes than any option can mean: a user who writes 80 means GiB.
+_LEAST_BYTES = 1 << 10
 _SIZE = re.compile(rf"^(\d{{1,{_DIGITS}}}(?:\.\d{{1,{_DIGITS}}})?)\s*([kmgtp]?)(i?b)?$", re.IGNORECASE | re.ASCII)
 
 
@@ -28,6 +30,8 @@ def _parsed(text: str, unit: int) -> int:
     size = int(float(match[1]) * unit ** " kmgtp".index(match[2].lower() or " ")) if match else 0
     if not size:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size; write for example 4GiB")
+    if size < _LEAST_BYTES and match and not match[2] and not match[3]:
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit, and would be bytes; write for example {text}GiB")
     return size
 
 

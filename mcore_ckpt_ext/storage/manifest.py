@@ -27,6 +27,7 @@ _DIGEST = re.compile(r"^[0-9a-f]{64}$", re.ASCII)
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}
 _ESCAPED = re.compile(r"\\(.)")
 _LIMIT = 1 << 30
+_LONGEST_PATH = 4096  # Linux (PATH_MAX)
 _EXPECTED = "pass a file that `mcore-ckpt verify PATH --record FILE` or `sha256sum` wrote"
 
 
@@ -116,6 +117,8 @@ def _file(line: str) -> tuple[str, str]:
     escaped, digest, name = match.groups()
     if escaped:
         name = _ESCAPED.sub(lambda found: {"n": "\n", "r": "\r"}.get(found[1], found[1]), name)
+    if len(name) > _LONGEST_PATH:
+        raise ValueError(f"the path of a file has {len(name):,} characters")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"it names a file outside of the folder: {name!r}")

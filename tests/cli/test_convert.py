@@ -52,6 +52,7 @@ def test_a_dry_run_estimates(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--to", "legacy", "--memory-limit", "much"], "is not a size"),
         (["--to", "legacy", "--memory-limit", "0"], "is not a size"),
         (["--to", "hf", "--max-shard-size", "9" * 5000], "is not a size"),
+        (["--to", "hf", "--max-shard-size", "5"], "'5' has no unit, and would be bytes; write for example 5GiB"),
         (["--to", "legacy", "--workers", "0"], "is not a whole number of 1 or more"),
         (["--to", "legacy", "--workers", "9" * 5000], "is not a whole number of 1 or more"),
         (["--to", "legacy", "--tensor-model-parallel-size", "0"], "is not a whole number of 1 or more"),

@@ -49,6 +49,7 @@ def test_manifests_are_interchangeable_with_sha256sum(tmp_path: Path) -> None:
         (f"{DIGEST}  common.pt\n", ""),
         ("common.pt", "../common.pt"),
         ("common.pt", "/common.pt"),
+        ("common.pt", "x/" * 2500),
         (DIGEST[:8], "xxxxxxxx"),
         ("# end", "# middle"),
         ('"shape": [3, 0]', '"shape": [3, -1]'),
