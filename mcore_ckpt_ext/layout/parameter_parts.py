@@ -7,11 +7,11 @@ tensor-parallel ranks separately; a rank's rows of all parts are contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.model_space.names import is_part, part_names
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
+from mcore_ckpt_ext.model_space.names import is_part, joined_name, part_names, split_parameters
 
 
 class Arguments(Protocol):
@@ -70,6 +70,24 @@ def parts_of(name: str, shape: tuple[int, ...], ranks: int, arguments: Arguments
             "that format records them",
         )
     return {part: (size, *shape[1:]) for part, (size, _) in parts.items()}
+
+
+def check_recoverable(names: Iterable[str]) -> None:
+    """Refuse parameters whose parts cannot be recovered from the whole parameter, as `parts_of` does.
+
+    Args:
+        names: the model-space names of all weights.
+
+    Raises:
+        UnsupportedCheckpointError: they have other parts than a Mamba mixer or a gated delta net.
+    """
+    for first, parts in split_parameters(names).items():
+        if parts != part_names(whole := joined_name(first)):
+            raise UnsupportedCheckpointError(
+                "the parts of a parameter cannot be recovered where it is stored as one tensor",
+                found=join_some([part.removeprefix(f"{whole}.") for part in parts], 8), where=whole,
+                hint="use --to torch_dist, which stores each part",
+            )  # fmt: skip
 
 
 def check_whole(name: str, form: str) -> str:

@@ -29,9 +29,11 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import CHOOSES_CHECKPOINT_FORMATS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.parameter_parts import check_recoverable
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.model_space.anatomy import language_prefix
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Record, WriteItem
 from mcore_ckpt_ext.storage.archive_writer import plan_archive
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
@@ -220,5 +222,6 @@ def lay_out(checkpoint: CheckpointView, target: Legacy, family: Family | None) -
             where=str(checkpoint.folder),
             hint="leave the size out, or use --to torch_dist, which a job reads under any layout",
         )
+    check_recoverable(checkpoint.names(WEIGHT))
     written = LegacyTarget(checkpoint, arguments, version_number(target.megatron_version))
     return iteration(checkpoint, target, written.output())
