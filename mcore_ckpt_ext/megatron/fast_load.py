@@ -31,6 +31,7 @@ from mcore_ckpt_ext.megatron.live.sharded_load import (
     with_stored_key,
 )
 from mcore_ckpt_ext.megatron.shared_index import index_read_once
+from mcore_ckpt_ext.megatron.trees import leaves
 from mcore_ckpt_ext.patching.log import announce, missing_extra_states_message
 from mcore_ckpt_ext.settings import LOAD, VERIFY_ALL
 from mcore_ckpt_ext.storage.dcp_index import objects_only
@@ -94,13 +95,13 @@ def _load(
     Returns:
         The loaded state dict, and the number of bytes that all ranks read; 0 if Megatron's own loader read it.
     """
-    leaves = _Leaves.of(request)
+    requested = _Requests.of(request)
     planned: list[ShardedLoad] = []
     checkpoints: list[TorchDistCheckpoint] = []
     empty: list[Any] = []
 
     def prepare(checkpoint: TorchDistCheckpoint) -> str | None:
-        tensors = [with_stored_key(entry, checkpoint) for entry in leaves.tensors]
+        tensors = [with_stored_key(entry, checkpoint) for entry in requested.tensors]
         if reason := unsupported_reason(tensors, checkpoint):
             return reason
         try:
@@ -108,17 +109,17 @@ def _load(
             checkpoints.append(checkpoint)
         except UnsupportedCheckpointError as error:
             return str(error)
-        empty.extend(missing_extra_states(leaves.objects, checkpoint))
+        empty.extend(missing_extra_states(requested.objects, checkpoint))
         if VERIFY_ALL.value and checkpoint.view is not opened:  # an open checkpoint is verified already
             verify_checksums(checkpoint.view, *rank_and_size())
         return "some of it is stored quantized" if planned[0].is_quantized else None
 
     def plan() -> tuple[str | None, bool, int]:
         checkpoint, reason = _opened(folder, opened)
-        reason = reason or leaves.unknown
+        reason = reason or requested.unknown
         if checkpoint is not None and reason is None:
             reason = prepare(checkpoint)
-        return reason, len(leaves.objects) > len(empty), len(empty)
+        return reason, len(requested.objects) > len(empty), len(empty)
 
     plans = agreed("planning the load", plan, _UNTOUCHED)
     for rank, (reason, *_) in enumerate(plans):
@@ -133,7 +134,7 @@ def _load(
         )
 
     absent = set(map(id, empty))
-    stored = [entry for entry in leaves.objects if id(entry) not in absent]
+    stored = [entry for entry in requested.objects if id(entry) not in absent]
 
     def read_objects() -> dict[int, Any]:
         try:
@@ -157,7 +158,7 @@ def _load(
         return planned[0].bytes_read
 
     nbytes = sum(agreed("reading the model", read, consequence))
-    return _answer(request, values | dict(zip(map(id, leaves.tensors), tensors, strict=True))), nbytes
+    return _answer(request, values | dict(zip(map(id, requested.tensors), tensors, strict=True))), nbytes
 
 
 def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoint | None, str | None]:
@@ -174,7 +175,7 @@ def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoin
 
 
 @dataclass(frozen=True)
-class _Leaves:
+class _Requests:
     """The requests in a sharded state dict.
 
     Attributes:
@@ -188,24 +189,13 @@ class _Leaves:
     unknown: str | None
 
     @classmethod
-    def of(cls, tree: Any) -> _Leaves:
+    def of(cls, tree: Any) -> _Requests:
         mapping: Any = import_module(_MAPPING)
-        leaves = list(_leaves(tree))
-        tensors = [leaf for leaf in leaves if type(leaf) is mapping.ShardedTensor]
-        objects = [leaf for leaf in leaves if type(leaf) is mapping.ShardedObject]
-        others = [leaf for leaf in leaves if type(leaf) not in (mapping.ShardedTensor, mapping.ShardedObject)]
+        found = list(leaves(tree))
+        tensors = [leaf for leaf in found if type(leaf) is mapping.ShardedTensor]
+        objects = [leaf for leaf in found if type(leaf) is mapping.ShardedObject]
+        others = [leaf for leaf in found if type(leaf) not in (mapping.ShardedTensor, mapping.ShardedObject)]
         return cls(tensors, objects, f"it requests a {type(others[0]).__name__}" if others else None)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from _leaves(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from _leaves(value)
-    else:
-        yield tree
 
 
 def _answer(tree: Any, values: Mapping[int, Any]) -> Any:
@@ -219,4 +209,4 @@ def _answer(tree: Any, values: Mapping[int, Any]) -> Any:
 
 
 def _is_empty(tree: Any) -> bool:
-    return isinstance(tree, (dict, list)) and not any(True for _ in _leaves(tree))
+    return isinstance(tree, (dict, list)) and not any(True for _ in leaves(tree))

@@ -27,22 +27,6 @@ NO_CHAIN = Chain((), (), ())
 UNSTATED = JobArguments.of({}, is_complete=False)
 
 
-def _no_groups() -> Sequence[Group]:
-    return ()
-
-
-def _no() -> bool:
-    return False
-
-
-def _yes() -> bool:
-    return True
-
-
-def _none() -> Sequence[str]:
-    return ()
-
-
 @dataclass(frozen=True)
 class LoadFacts:
     """Facts of one load; facts that require reading are functions, called when a check needs them.
@@ -78,11 +62,11 @@ class LoadFacts:
     written: JobArguments = UNSTATED
     running: JobArguments = UNSTATED
     optimizer_counts: tuple[int, int] | None = None
-    switched: Callable[[], Sequence[str]] = _none
-    stored_groups: Callable[[], Sequence[Group]] = _no_groups
-    has_own_files: Callable[[], bool] = _yes
-    has_as_many_groups: Callable[[], bool] = _yes
-    is_shifted: Callable[[], bool] = _no
-    is_before_first_step: Callable[[], bool] = _no
+    switched: Callable[[], Sequence[str]] = lambda: ()
+    stored_groups: Callable[[], Sequence[Group]] = lambda: ()
+    has_own_files: Callable[[], bool] = lambda: True
+    has_as_many_groups: Callable[[], bool] = lambda: True
+    is_shifted: Callable[[], bool] = lambda: False
+    is_before_first_step: Callable[[], bool] = lambda: False
     has_new_tokens: bool = False
     is_packed_otherwise: bool = False

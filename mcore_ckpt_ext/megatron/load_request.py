@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.megatron.trees import items_of, leaves
 from mcore_ckpt_ext.optimizer_reshard import Prepared
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
@@ -35,7 +36,7 @@ def requests_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, LoadRequest]
     if isinstance(tree, LoadRequest):
         yield path, tree
     elif isinstance(tree, (dict, list)):
-        for key, value in _items(tree):
+        for key, value in items_of(tree):
             yield from requests_in(value, (*path, key))
 
 
@@ -50,7 +51,7 @@ def check_lists(tree: Any, planned: Collection[Path], path: Path = ()) -> None:
     """
     if not isinstance(tree, (dict, list)) or path in planned:
         return
-    children = {(*path, key): value for key, value in _items(tree)}
+    children = {(*path, key): value for key, value in items_of(tree)}
     if not isinstance(tree, dict):
         within = [any(one[: len(child)] == child for one in planned) for child in children]
         if any(within) and not all(within):
@@ -70,7 +71,7 @@ def without(tree: Any, planned: Collection[Path], path: Path = ()) -> Any:
     if not isinstance(tree, (dict, list)) or not any(one[: len(path)] == path for one in planned):
         return tree
     kept = {
-        key: without(value, planned, (*path, key)) for key, value in _items(tree) if (*path, key) not in planned
+        key: without(value, planned, (*path, key)) for key, value in items_of(tree) if (*path, key) not in planned
     }  # fmt: skip
     return kept if isinstance(tree, dict) else list(kept.values())
 
@@ -96,20 +97,9 @@ def is_stored_alike(request: Any, index: DcpIndex) -> bool:
     """
     return all(
         tensor.key in index.arrays and tuple(tensor.global_shape) == tuple(index.arrays[tensor.key].shape)
-        for tensor in _sharded_tensors(request)
+        for tensor in leaves(request)
+        if hasattr(tensor, "global_shape") and hasattr(tensor, "local_shape")
     )
-
-
-def _sharded_tensors(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, (dict, list)):
-        for _, value in _items(tree):
-            yield from _sharded_tensors(value)
-    elif hasattr(tree, "global_shape") and hasattr(tree, "local_shape"):
-        yield tree
-
-
-def _items(tree: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(tree.items() if isinstance(tree, dict) else enumerate(tree))
 
 
 def _with_plan(tree: Any, path: Path, plan: LoadPlan) -> Any:

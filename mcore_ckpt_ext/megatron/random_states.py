@@ -17,6 +17,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import GRID_OF_EXPERTS_HAS_DATA_RANKS, STARTS_RANDOM_STATES_ANEW
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.megatron.trees import leaves
 
 _FOR_EACH_RANK = "data_parallel_random_init"
 _KEY = "rng_state"
@@ -104,11 +105,9 @@ def grids_in(tree: Any) -> Iterator[tuple[int, ...]]:
     Source: `get_rng_state`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2, and Megatron-Bridge's,
     megatron/bridge/training/checkpointing.py, 0.6.2, whose grid has a data-parallel axis with several expert ranks.
     """
-    if isinstance(tree, (dict, list)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from grids_in(value)
-    elif _is_random_state(tree):
-        yield tuple(tree.global_shape)
+    for leaf in leaves(tree):
+        if getattr(leaf, "key", None) == _KEY and hasattr(leaf, "global_shape"):
+            yield tuple(leaf.global_shape)
 
 
 def with_live_random_states(tree: Any) -> Any:
@@ -127,7 +126,3 @@ def with_live_random_states(tree: Any) -> Any:
     from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
     return LocalNonpersistentObject(tree.data)
-
-
-def _is_random_state(node: Any) -> bool:
-    return getattr(node, "key", None) == _KEY and hasattr(node, "global_shape")

@@ -13,7 +13,17 @@ import mcore_ckpt_ext
 PACKAGE = Path(mcore_ckpt_ext.__file__).parent
 CONSTANT = (ast.Constant, ast.Tuple, ast.Name, ast.Attribute, ast.Subscript, ast.JoinedStr, ast.BinOp, ast.UnaryOp)
 # What they make does not change; the values of a dictionary that is a table are looked at, too.
-MAKERS = {"Path", "TypeVar", "ParamSpec", "getLogger", "object", "PatchPoint", "RLock", "MappingProxyType"}
+MAKERS = {
+    "Path",
+    "TypeVar",
+    "ParamSpec",
+    "getLogger",
+    "object",
+    "RLock",
+    "MappingProxyType",
+    "PatchPoint",
+    "_patch_point",
+}
 CACHES = {"cache", "lru_cache", "cached_property"}
 THE_REGISTRY = "patching/singletons.py: PROCESS"
 # Tables of frozen values, and what a child process keeps, which imports no more than it needs.

@@ -15,6 +15,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.master_check import WITHIN_FP4, WITHIN_FP8, Proof, smallest_step
+from mcore_ckpt_ext.megatron.trees import leaves
 from mcore_ckpt_ext.model_space.names import name_at, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
@@ -110,14 +111,9 @@ def _sharded(chunk: Any) -> Any:
 
 def _entries(tree: Any) -> Iterator[Any]:
     """Yield the ShardedTensors and ShardedTensorFactories of a sharded state dict."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _entries(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _entries(value)
-    elif hasattr(tree, "global_offset") and hasattr(tree, "local_shape") or hasattr(tree, "build_fn"):
-        yield tree
+    for leaf in leaves(tree):
+        if hasattr(leaf, "global_offset") and hasattr(leaf, "local_shape") or hasattr(leaf, "build_fn"):
+            yield leaf
 
 
 def _described(entry: Any, spell: NameFunction) -> LiveParameter:
