@@ -93,8 +93,8 @@ class Bytes(Protocol):
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
         """Return `count` fp32 masters from element `start` of a bucket."""
 
-    def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
-        """Return `count` elements of a weight's flattened regions from `start` on, in the stored dtype."""
+    def weight(self, regions: tuple[Region, ...], count: int) -> torch.Tensor:
+        """Return the first `count` elements of a weight's flattened regions, in the stored dtype."""
 
 
 def mismatch_reason(packing: Packing, group: OptimizerGroup) -> str | None:

@@ -221,7 +221,7 @@ class _Sample(NamedTuple):
         count = min(_SAMPLE, numel_of(placement.regions))
         master = read.master(group, key, placement.start, count)
         proof = read.proof(region.name for region in placement.regions)
-        return cls(placement.name, proof, master, read.weight(placement.regions, 0, count))
+        return cls(placement.name, proof, master, read.weight(placement.regions, count))
 
 
 def _all_round(samples: Sequence[_Sample]) -> bool:

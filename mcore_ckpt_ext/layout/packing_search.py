@@ -75,7 +75,7 @@ class _Search:
         self._by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]] = {}
         for name, regions in candidates:
             numel = numel_of(regions)
-            weight = read.weight(regions, 0, min(numel, _SAMPLE))
+            weight = read.weight(regions, min(numel, _SAMPLE))
             self._by_numel.setdefault(numel, []).append((name, regions, weight))
 
     def between_cuts(self, key: BucketKey, cuts: Sequence[int], borders: frozenset[int]) -> Iterable[_Spot]:

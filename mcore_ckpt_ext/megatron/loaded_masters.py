@@ -7,9 +7,8 @@ from typing import Any
 
 from mcore_ckpt_ext.collectives import gather
 from mcore_ckpt_ext.megatron.live.master_check import sample_matches
-from mcore_ckpt_ext.megatron.live.model import Chunks, LiveParameter
+from mcore_ckpt_ext.megatron.live.model import Chunks, parameters_as_named
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import optimizer_adapters_of
-from mcore_ckpt_ext.model_space.slices import Region
 
 
 @dataclass
@@ -45,13 +44,8 @@ class MasterEvidence:
         Raises:
             UnsupportedCheckpointError: this package does not support the kind of optimizer.
         """
-        names = {
-            id(parameter): LiveParameter(parameter, (Region.whole(name, tuple(parameter.shape)),), {}, may_pad=False)
-            for chunk in chunks
-            for name, parameter in chunk.named_parameters()
-        }
-        evidence = cls()
-        for shard in (shard for adapter in optimizer_adapters_of(optimizer) for shard in adapter.shards(names)):
+        evidence, live = cls(), parameters_as_named(chunks)
+        for shard in (shard for adapter in optimizer_adapters_of(optimizer) for shard in adapter.shards(live)):
             proof = shard.adapter.proof(shard)
             matches = None if proof is None else sample_matches(shard, shard.adapter.master(shard), proof)
             if matches is not None:

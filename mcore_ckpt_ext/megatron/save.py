@@ -167,7 +167,8 @@ def _is_served(scope: Scope, call: Mapping[str, Any]) -> bool:
 def _save_of(scope: Scope, call: Mapping[str, Any]) -> Save:
     arguments, iteration, release = scope["get_args"](), int(call["iteration"]), bool(call.get("release", False))
     folder = Path(scope["get_checkpoint_name"](arguments.save, iteration, release=release, return_base_dir=True))
-    optimizer = call["optimizer"] if _saves_distributed_optimizer(arguments) else None
+    is_recorded = getattr(arguments, "use_distributed_optimizer", False) and not arguments.no_save_optim
+    optimizer = call["optimizer"] if is_recorded else None
     chunks = functools.partial(scope["unwrap_model"], call["model"])
     asynchronous = bool(getattr(arguments, "async_save", False))
     return Save(
@@ -178,7 +179,3 @@ def _save_of(scope: Scope, call: Mapping[str, Any]) -> Save:
         asynchronous=asynchronous,
         record=recorder().begun(chunks, optimizer, vars(arguments), iteration, in_background=asynchronous),
     )
-
-
-def _saves_distributed_optimizer(arguments: Any) -> bool:
-    return getattr(arguments, "use_distributed_optimizer", False) and not arguments.no_save_optim

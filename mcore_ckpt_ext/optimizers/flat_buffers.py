@@ -242,14 +242,14 @@ class FlatBuffers(OptimizerState):
         whole = Region.whole("masters", (source.numel,))
         return read_slice(source, self.transfer, FP32_PARAM, Slice((whole,), start, start + count))
 
-    def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
-        """Return `count` elements from element `start` of a weight's flattened regions, in the stored dtype."""
+    def weight(self, regions: tuple[Region, ...], count: int) -> torch.Tensor:
+        """Return the first `count` elements of a weight's flattened regions, in the stored dtype."""
         whole = Slice.whole(regions[:1])
-        if start + count <= whole.stop:
+        if count <= whole.stop:
             for stored in self._weights.stored("weight", regions[0].name):
                 if stored.slice == whole:
-                    return self.transfer.elements(stored.extent, stored.first + start, count)
-        return read_slice(self._weights, self.transfer, "weight", Slice(regions, start, start + count))
+                    return self.transfer.elements(stored.extent, stored.first, count)
+        return read_slice(self._weights, self.transfer, "weight", Slice(regions, 0, count))
 
     @cached_property
     def _by_rank(self) -> dict[ModelRank, list[OptimizerGroup]]:

@@ -98,7 +98,9 @@ class _Patch:
                 return replacement(*args, **kwargs)
             except BaseException as error:
                 if patch_point.raises:
-                    _add_replaced_types(error, patch_point)
+                    from mcore_ckpt_ext.patching.replaced_errors import add_replaced_types
+
+                    add_replaced_types(error, patch_point.raises)
                 raise
 
         self.dispatch = dispatch
@@ -199,7 +201,8 @@ class HookRegistry:
         try:
             original = _checked_target(patch_point, module)
             if not self._is_ours(patch_point, original):
-                replacement = _factory(patch_point)(original)
+                wrappers, _, wrap = patch_point.wrapper.partition(":")
+                replacement = getattr(import_module(wrappers), wrap)(original)
                 if not callable(replacement):
                     raise PatchPointMismatchError(
                         f"{patch_point.wrapper} returned {replacement!r}, which is not callable"
@@ -256,12 +259,6 @@ class HookRegistry:
         return f"wrapped by another package: {place}"
 
 
-def _add_replaced_types(error: BaseException, patch_point: PatchPoint) -> None:
-    from mcore_ckpt_ext.patching.replaced_errors import add_replaced_types
-
-    add_replaced_types(error, patch_point.raises)
-
-
 def _function(patch_point: PatchPoint, module: ModuleType) -> Any:
     """Return the function at a patch point; None if there is none, or if a class only inherits it."""
     owner, _, name = patch_point.attribute.rpartition(".")
@@ -283,12 +280,6 @@ def _checked_target(patch_point: PatchPoint, module: ModuleType) -> Function:
         raise PatchPointMismatchError(f"expected the parameters ({', '.join(patch_point.parameters)}), found ({found})")
     function: Function = target
     return function
-
-
-def _factory(patch_point: PatchPoint) -> Function:
-    module_name, _, function_name = patch_point.wrapper.partition(":")
-    factory: Function = getattr(import_module(module_name), function_name)
-    return factory
 
 
 def _version(patch_point: PatchPoint) -> str | None:

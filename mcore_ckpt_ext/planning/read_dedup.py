@@ -46,7 +46,7 @@ class Message:
     def nbytes(self) -> int:
         """Its length, a multiple of the size of every element."""
         last = self.stretches[-1]
-        return _aligned(last.at + last.stop - last.start)
+        return -(-(last.at + last.stop - last.start) // _ALIGNED) * _ALIGNED
 
     def route(self, rank: int) -> tuple[int | None, list[int]]:
         """Return the rank that sends the message to this one, and the ranks to send it on to.
@@ -122,7 +122,3 @@ def _covered(edges: Integers, spans: Integers) -> Iterator[int]:
     """Yield the numbers of the intervals between adjacent edges that a span covers."""
     first, last = numpy.searchsorted(edges, spans[:, 0]), numpy.searchsorted(edges, spans[:, 1])
     return chain.from_iterable(map(range, first.tolist(), last.tolist()))
-
-
-def _aligned(position: int) -> int:
-    return -(-position // _ALIGNED) * _ALIGNED

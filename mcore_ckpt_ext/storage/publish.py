@@ -112,7 +112,8 @@ class Publication:
         """
         found: dict[int, int] = {}
         try:
-            texts = [self._root.read(journal, _JOURNAL_LIMIT) or b"" for journal in self._journals()]
+            journals = [name for name in self._root.names() if name.startswith(_JOURNAL)]
+            texts = [self._root.read(journal, _JOURNAL_LIMIT) or b"" for journal in journals]
         except OSError as error:
             raise cannot_write(self.destination, error) from error
         for text in texts:
@@ -266,9 +267,6 @@ class Publication:
     def _enter(self) -> None:
         self.content = self._held.enter_context(self._root.enter(_CONTENT))
 
-    def _journals(self) -> list[str]:
-        return [name for name in self._root.names() if name.startswith(_JOURNAL)]
-
     def _publish_new(self) -> None:
         try:
             move_new(self._root, _CONTENT, self._parent, self.destination.name)
@@ -289,14 +287,11 @@ class Publication:
             if aside == _REPLACED:
                 move_new(self._root, _CONTENT, self._parent, self.destination.name)
         except BaseException:
-            self._undo(aside)
+            if aside == _CONTENT:
+                exchange(self._root, _CONTENT, self._parent, self.destination.name)
+            else:
+                move_new(self._root, _REPLACED, self._parent, self.destination.name)
             raise
-
-    def _undo(self, aside: str) -> None:
-        if aside == _CONTENT:
-            exchange(self._root, _CONTENT, self._parent, self.destination.name)
-        else:
-            move_new(self._root, _REPLACED, self._parent, self.destination.name)
 
     def _changed(self, what: str) -> DestinationError:
         return DestinationError(

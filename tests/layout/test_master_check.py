@@ -316,7 +316,7 @@ class Samples:
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
         return torch.full((count,), float(start == self.wrong))
 
-    def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
+    def weight(self, regions: tuple[Region, ...], count: int) -> torch.Tensor:
         number = int(regions[0].name)
         self.asked.append(number)
         return torch.zeros(count, dtype=torch.float16 if self.mixed and number % 2 else torch.bfloat16)

@@ -12,10 +12,9 @@ import torch
 from mcore_ckpt_ext.errors import CheckpointError, ProofError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Mismatch, Proof, bits_dtype, weaker_of
-from mcore_ckpt_ext.megatron.live.model import Chunks, LiveParameter, live_parameters, quantization_check
+from mcore_ckpt_ext.megatron.live.model import Chunks, live_parameters, parameters_as_named, quantization_check
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard, Shard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import optimizer_adapters_of
-from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
 
 _BLOCK = 1 << 24
@@ -150,16 +149,11 @@ def live_mismatches(chunks: Chunks, optimizer: Any, weaker: Proof | None = None,
         UnsupportedCheckpointError: this package does not support the kind of optimizer.
         CheckpointError: a parameter cannot be compared, and no earlier one has a mismatch.
     """
-    adapters = optimizer_adapters_of(optimizer)
-    pairs = {
-        id(parameter): LiveParameter(parameter, (Region.whole(name, tuple(parameter.shape)),), {}, may_pad=False)
-        for chunk in chunks
-        for name, parameter in chunk.named_parameters()
-    }
+    adapters, live = optimizer_adapters_of(optimizer), parameters_as_named(chunks)
     room = _Room()
     found: dict[int, LiveMismatch] = {}
     try:
-        for shard in (shard for adapter in adapters for shard in adapter.shards(pairs)):
+        for shard in (shard for adapter in adapters for shard in adapter.shards(live)):
             number = id(shard.live.parameter)
             if number not in found and (mismatch := _first_mismatch(shard, weaker, room, every)) is not None:
                 found[number] = mismatch

@@ -67,6 +67,18 @@ def live_parameters(chunks: Chunks, spell: NameFunction = str) -> dict[int, Live
     return {id(entry.data): _described(entry, spell) for entry in _stored(chunks) if id(entry.data) in held}
 
 
+def parameters_as_named(chunks: Chunks) -> dict[int, LiveParameter]:
+    """Return the parameters of the chunks by `id`, each whole and under its own name there.
+
+    Unlike `live_parameters`, it makes no sharded state dict.
+    """
+    return {
+        id(parameter): LiveParameter(parameter, (Region.whole(name, tuple(parameter.shape)),), {}, may_pad=False)
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+    }
+
+
 def held_among(stored: Iterable[LiveParameter], chunks: Chunks) -> dict[int, LiveParameter]:
     """Return the live parameters among the results of `model_tensors`, by `id`."""
     held = _held(chunks)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -236,10 +237,4 @@ class DcpStorageAdapter(ABC):
 
 def _no_files(*_: Any, **__: Any) -> Any:
     """Replace torch's reader of the folder, which has no index of the keys that these jobs request."""
-    return _NoFiles()
-
-
-class _NoFiles:
-    @staticmethod
-    def read_metadata() -> Metadata:
-        return Metadata({})
+    return SimpleNamespace(read_metadata=lambda: Metadata({}))

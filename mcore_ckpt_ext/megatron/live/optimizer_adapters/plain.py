@@ -60,6 +60,13 @@ class PlainAdapter(ABC):
         state, stepped = self._optimizer.optimizer.state, self._stepped(shard)
         state[stepped] = {**state.get(stepped, {}), kind: values.view(stepped.shape)}
 
+    def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
+        """Set the parameter groups' values, in the order of `param_groups`, and the gradient scaler's state."""
+        for group, values in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+        if scaler is not None and getattr(self._optimizer, "grad_scaler", None):
+            self._optimizer.grad_scaler.load_state_dict(scaler)
+
     def _may_move(self, kept: torch.Tensor) -> bool:
         """Return True if no other tensor uses the masters' memory, so that it may be swapped."""
         return is_alone(kept)

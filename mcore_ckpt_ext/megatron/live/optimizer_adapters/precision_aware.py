@@ -18,6 +18,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.layout.master_check import WITHIN_HALF_PRECISION, Proof
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.distributed import DistributedAdapter
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.plain import PlainAdapter
 from mcore_ckpt_ext.optimizers.remainders import join, split
 
 _MASTER = "master_param"
@@ -80,10 +81,7 @@ class PrecisionAwareAdapter(DistributedAdapter):
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
         """Set the groups and the scaler; the optimizer's own loading fails with remainders in core_v0.16.1."""
-        for group, values in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in values.items() if key != "params"})
-        if scaler is not None and self._optimizer.grad_scaler:
-            self._optimizer.grad_scaler.load_state_dict(scaler)
+        PlainAdapter.finish(self, groups, scaler)
 
     @property
     def _keeps_masters(self) -> bool:

@@ -48,13 +48,10 @@ class UndistributedAdapter(PlainAdapter):
         """Do nothing: every rank has written all weights."""
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
-        """Set the parameter groups' values, in the order of `param_groups`, and the gradient scaler's state."""
-        for group, values in zip(self.param_groups, groups, strict=True):
-            group.update({key: value for key, value in values.items() if key != "params"})
+        """Set the parameter groups' values, the number of steps, and the gradient scaler's state."""
+        super().finish(groups, scaler)
         if steps := [int(group["step"]) for group in groups if "step" in group]:  # Muon has no step
             set_step(self._optimizer.optimizer, max(steps))
-        if scaler is not None and getattr(self._optimizer, "grad_scaler", None):
-            self._optimizer.grad_scaler.load_state_dict(scaler)
 
     @cached_property
     def _parameters(self) -> dict[int, torch.Tensor]:
