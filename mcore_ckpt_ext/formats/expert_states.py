@@ -22,8 +22,9 @@ from typing import Any
 from mcore_ckpt_ext.errors import escape
 from mcore_ckpt_ext.lazy_torch import is_tensor, torch
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
+from mcore_ckpt_ext.storage.archive_writer import archive_of
 from mcore_ckpt_ext.storage.pickle_allowlist import has_unsafe_pickle
-from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError, archive_of, read_state, same, write_state
+from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError, read_state, same, write_state
 
 _GROUPED = re.compile(rf"^(.*\.experts|experts)\.(linear_fc[12]\.{EXTRA_STATE})$")
 _SIDE_BY_SIDE = re.compile(r"^(scale|scale_inv|amax_history)_(fwd|bwd)$")

@@ -30,10 +30,4 @@ def wrap_async_loop(original: Function) -> Function:
 
 def wrap_results_queue(original: Function) -> Function:
     """Wrap the start of the process that holds the writers' results: that process ends with its rank."""
-
-    @functools.wraps(original)
-    def get_write_results_queue(*positional: Any, **keywords: Any) -> Any:
-        with children_end_with_this_process():
-            return original(*positional, **keywords)
-
-    return get_write_results_queue
+    return children_end_with_this_process()(original)

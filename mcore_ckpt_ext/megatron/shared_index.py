@@ -124,17 +124,8 @@ def _common_state_by_objects() -> Iterator[None]:
     with ExitStack() as scope:
         for module in (sys.modules[name] for name in names if name in sys.modules):
             if (load := vars(module).get(_COMMON)) is not None:
-                scope.enter_context(overridden(vars(module), **{_COMMON: _alone(load)}))
+                scope.enter_context(overridden(vars(module), **{_COMMON: objects_only()(load)}))
         yield
-
-
-def _alone(load: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def load_alone(*positional: Any, **keywords: Any) -> Any:
-        with objects_only():
-            return load(*positional, **keywords)
-
-    return load_alone
 
 
 def _of_objects(index: DcpIndex) -> Metadata:

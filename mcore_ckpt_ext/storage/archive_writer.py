@@ -67,6 +67,15 @@ def plan_archive(tree: Any, writer: str | None = None) -> ArchivePlan:
     return _Zip().plan(members)
 
 
+def archive_of(tree: Any) -> bytes:
+    """Return the bytes of a torch archive of a tree; equal trees give equal bytes."""
+    draft = plan_archive(tree)
+    content = bytearray(draft.length)
+    for position, data in draft.literals:
+        content[position : position + len(data)] = data
+    return bytes(content)
+
+
 def plan_tensor(declared: DeclaredTensor) -> ArchivePlan:
     """Plan the archive of a single tensor; for equal dtype and shape, plans differ only in the tag."""
     alike = _template(declared.dtype, declared.shape)

@@ -19,7 +19,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.lazy_torch import is_tensor, torch
-from mcore_ckpt_ext.storage.archive_writer import plan_archive
+from mcore_ckpt_ext.storage.archive_writer import archive_of
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.pickle_allowlist import Name, pickle_in
 from mcore_ckpt_ext.storage.pickle_cost import weigh
@@ -289,12 +289,3 @@ class _Pickler(TreePickler):
 
     def _check_placeholder(self, obj: Placeholder) -> None:
         _check(obj)
-
-
-def archive_of(tree: Any) -> bytes:
-    """Return the bytes of a torch archive of a tree; equal trees give equal bytes."""
-    draft = plan_archive(tree)
-    content = bytearray(draft.length)
-    for position, data in draft.literals:
-        content[position : position + len(data)] = data
-    return bytes(content)

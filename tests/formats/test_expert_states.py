@@ -27,7 +27,8 @@ from mcore_ckpt_ext.formats.expert_states import (
     split_state,
 )
 from mcore_ckpt_ext.formats.portable_state import writable_extra_states
-from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError, archive_of, read_state
+from mcore_ckpt_ext.storage.archive_writer import archive_of
+from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError, read_state
 
 LAYER = "decoder.layers.1.mlp.experts"
 GROUPED = f"{LAYER}.linear_fc1._extra_state"

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.write_plan import OutputFile
-from mcore_ckpt_ext.storage.archive_writer import plan_archive
+from mcore_ckpt_ext.storage.archive_writer import archive_of
 from mcore_ckpt_ext.storage.yaml_text import dumped_yaml
 
 
@@ -94,8 +94,4 @@ def train_state(checkpoint: CheckpointView) -> bytes:
         "floating_point_operations_so_far": torch.tensor(operations, dtype=torch.float64),
         **{name: torch.tensor(False) for name in ("do_train", "do_valid", "do_test")},
     }
-    draft = plan_archive(state)
-    content = bytearray(draft.length)
-    for position, data in draft.literals:
-        content[position : position + len(data)] = data
-    return bytes(content)
+    return archive_of(state)
