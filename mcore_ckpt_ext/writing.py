@@ -221,7 +221,7 @@ class RecordWriter:
                 whole.write_held()
 
     def _close(self) -> None:
-        """Close the files that an error has left unfinished; a later run continues with their finished records."""
+        """Close files that an error has left unfinished; a later run continues with their finished records."""
         while self._files:
             with closing(self._files.popitem()[1]) as file, suppress(OSError):
                 file.write_held()

@@ -258,7 +258,7 @@ def _refuse_different(offered: Mapping[str, Any], value: torch.Tensor, other: to
 
 
 def _refuse_shape(zero: Wrapped, name: str, live: torch.Tensor, value: torch.Tensor) -> None:
-    """Refuse a value that a module has made in a shape of its own, which cannot be written into the live tensor."""
+    """Refuse a value in a shape of a module's own making, which cannot be written into the live tensor."""
     shape = zero.shape_of(live) if isinstance(live, nn.Parameter) else live.shape
     if value.shape != shape:
         raise RuntimeError(

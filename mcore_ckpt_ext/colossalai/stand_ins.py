@@ -36,7 +36,7 @@ _WITHOUT_VALUES = frozenset(
 
 @dataclass
 class _Record:
-    """What is known of a stand-in's value.
+    """The known part of a stand-in's value.
 
     Args:
         stand_in: the tensor in the module.

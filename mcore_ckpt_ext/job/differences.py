@@ -19,7 +19,7 @@ _ROWS = {name: row for name, row in rows_of(ModelTable, OtherTable).items() if r
 
 
 def differing_arguments(written: JobArguments, running: JobArguments) -> list[str]:
-    """Return the arguments of the model that both jobs have, with different values: `num_layers 4, now 6`.
+    """Return the model's arguments of both jobs that have different values: `num_layers 4, now 6`.
 
     An argument without effect in both jobs is left out, for example one of experts in dense models.
     """

@@ -310,7 +310,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
 
 def torch_dist_reader(checkpoint: CheckpointView) -> TorchDistCheckpoint | None:
-    """Return the reader of a checkpoint that Megatron's `torch_dist` loader reads by the same index, else None."""
+    """Return the reader of a checkpoint if Megatron's `torch_dist` loader reads it by the same index."""
     reader = checkpoint.format_reader
     # Formats with a derived reader have other keys, files or objects.
     return reader if type(reader) is TorchDistCheckpoint else None
