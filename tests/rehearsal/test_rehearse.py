@@ -13,7 +13,7 @@ import pytest
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
-from mcore_ckpt_ext.rehearsal.rehearse import PACKAGE, STOCK, rehearse
+from mcore_ckpt_ext.rehearsal.rehearse import PACKAGE, STOCK, _in_words, rehearse
 from mcore_ckpt_ext.rehearsal.result import Rehearsal
 from mcore_ckpt_ext.rehearsal.target import sizes_in
 from tests.harness.checkpoints import APART, CORRUPTED, INTACT, fixture_named
@@ -96,6 +96,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
     (copy.iteration / "__2_0.distcp").unlink()
     found = rehearsed(copy.run, "tp=2", 2)
     assert found.refusal is not None
+    assert found.is_verbatim
     assert re.search(r"cannot be opened.*__2_0\.distcp.*use another iteration", found.refusal, re.DOTALL)
 
 
@@ -109,6 +110,21 @@ def test_another_iteration_is_named_where_one_is_complete(tmp_path: Path) -> Non
     assert found.refusal is not None
     assert "iteration 8 is not complete" in found.refusal
     assert "--ckpt-step 4" in found.refusal
+
+
+def test_stock_megatron_refuses_in_words_of_its_own(tmp_path: Path) -> None:
+    copy = fixture_named("p04").copy_to(tmp_path / "copy")
+    path, position = payload_position(open_checkpoint(copy.run), FP32_PARAM, MATRIX, 0)
+    flip(path, position + 3)
+    found = rehearsed(copy.run, "tp=2", 4, full=True)
+    assert (found.loaded_by, found.will_succeed, found.is_verbatim) == (STOCK, False, False)
+
+
+@pytest.mark.parametrize(("sizes", "words"), [
+    ({"tensor": 2}, "TP2"), ({"tensor": 1, "pipeline": 2, "expert": 4}, "PP2 x EP4"), ({}, "TP1"),
+])  # fmt: skip
+def test_a_layout_is_named_by_its_sizes_above_one(sizes: dict[str, int], words: str) -> None:
+    assert _in_words(sizes) == words
 
 
 def test_damage_between_the_samples_shows_when_all_is_compared(tmp_path: Path) -> None:
