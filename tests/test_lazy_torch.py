@@ -45,11 +45,13 @@ def test_an_index_is_read_without_numpy_and_without_the_families() -> None:
     )
 
 
-def test_a_conversion_for_megatron_imports_no_families() -> None:
+def test_commands_for_checkpoints_of_megatron_import_no_families() -> None:
     run(
         "import sys\n"
         "from mcore_ckpt_ext.cli.main import main\n"
         "assert main(['convert', *sys.argv[1:], 'nowhere', '--to', 'torch_dist', '--dry-run']) == 0\n"
+        "assert main(['verify', *sys.argv[1:]]) == 0\n"
+        "assert main(['diff', *sys.argv[1:], *sys.argv[1:]]) == 0\n"
         "assert 'mcore_ckpt_ext.families.llama' not in sys.modules",
         str(fixture_named("p02").run),
     )

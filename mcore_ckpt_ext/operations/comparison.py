@@ -9,11 +9,7 @@ from math import prod
 
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, reraise_as_unreadable
-from mcore_ckpt_ext.families.recognition import family_named
-from mcore_ckpt_ext.families.vision_towers import vision_model_type
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.hugging_face.model import LOCAL
-from mcore_ckpt_ext.formats.hugging_face.vision import with_vision_tower
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_names_of
@@ -186,12 +182,20 @@ def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Whe
 
     B has the names of A's layer spec.
     """
-    of_family = family_named(family) if family else None
+    of_family = None
+    if family:
+        from mcore_ckpt_ext.families.recognition import family_named  # all families take 0.1 s to import
+
+        of_family = family_named(family)
     opened = open_both((a, b), of_family, facts, weights)
     rows: list[int | None] = [None, None]
     for index, path in enumerate((a, b)):
         this, other = opened[index], opened[1 - index]
         if this.format_reader.is_model_folder and not other.format_reader.is_model_folder:
+            from mcore_ckpt_ext.families.vision_towers import vision_model_type
+            from mcore_ckpt_ext.formats.hugging_face.model import LOCAL
+            from mcore_ckpt_ext.formats.hugging_face.vision import with_vision_tower
+
             rows[1 - index] = this.vocabulary
             if vision_model_type(other.names(WEIGHT)) is not None:
                 opened[index] = with_vision_tower(this)

@@ -86,7 +86,7 @@ def open_both(
     Raises:
         CheckpointError: a checkpoint cannot be read, or has no weights.
     """
-    peft = [is_adapter_folder(path) for path in paths]
+    peft = [weights is not None and is_adapter_folder(path) for path in paths]
     opened = [
         open_checkpoint(path, family=family, weights=weights if lies_elsewhere else None)
         for path, lies_elsewhere in zip(paths, peft, strict=True)
@@ -101,6 +101,8 @@ def open_both(
         opened = [open_checkpoint(path, family=family, facts=own, weights=where) for path, own, where in sides]
     for checkpoint in opened:
         require_weights(checkpoint)
+    if not all(checkpoint.format_reader.is_model_folder for checkpoint in opened):
+        return opened
     from mcore_ckpt_ext.formats.hugging_face.vision import compared_whole
 
     return compared_whole(opened)
