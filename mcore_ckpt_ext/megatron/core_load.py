@@ -136,7 +136,7 @@ def serves(optimizer: Any) -> bool:
 
 def _check_is_readable(folder: Path) -> None:
     """Raise UnsupportedCheckpointError if this Megatron cannot read the common state."""
-    if lacks_common_file(folder):
+    if lacks_common_file(folder, megatron_version()):
         major, minor, *_ = megatron_version()
         raise UnsupportedCheckpointError(
             "a later release of Megatron Core wrote the checkpoint, and the running one cannot load it",

@@ -49,7 +49,7 @@ def facts_of_presented(
     return LoadFacts(
         Loop.LEGACY,
         version,
-        blockers=changes_of(folder, arguments),
+        blockers=changes_of(folder, arguments, version),
         chain=chain,
         written=written,
         running=JobArguments.of(vars(arguments)),

@@ -26,6 +26,7 @@ from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
 from mcore_ckpt_ext.megatron.live.planning import LIVE_MODEL, check_job, open_with_orders
 from mcore_ckpt_ext.megatron.new_tokens import new_tokens, refusal
 from mcore_ckpt_ext.megatron.probe import check_complete, probe_checkpoint
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import lacks_common_file
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
@@ -181,7 +182,7 @@ class _Rehearsing:
             running, groups, {dtype_of(dtype, running) for dtype in dtypes},
             has_remainders=index is not None and has_remainders(index),
         )  # fmt: skip
-        if not checkpoint.format_reader.is_loaded_as_stored:
+        if not checkpoint.format_reader.is_loaded_as_stored or lacks_common_file(folder, self._version):
             facts = facts_of_presented(folder, chain, arguments, self._version, has_new_tokens=False)
         else:
             common = checkpoint.common

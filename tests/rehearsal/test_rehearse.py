@@ -25,6 +25,8 @@ LAYOUTS = {"tp=2": 4, "pp=2": 2}
 
 @pytest.fixture(autouse=True)
 def _without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron", None)
 
 
@@ -72,6 +74,12 @@ def test_who_loads_the_optimizer(name: str, layout: str, gpus: int, loader: str 
     found = rehearsed(name, layout, gpus)
     assert found.loaded_by == loader
     assert (found.why or "").partition(";")[0] == (check or "")
+
+
+@pytest.mark.parametrize(("version", "check"), [("0.18.2", "files"), ("0.19.0", "layout")])
+def test_an_earlier_release_does_not_read_the_files_of_a_later_one(version: str, check: str) -> None:
+    found = rehearsed("p10", "tp=2", 4, megatron_version=version)
+    assert (found.why or "").partition(";")[0] == check
 
 
 @pytest.mark.parametrize(

@@ -63,13 +63,13 @@ def folder_to_present(directory: str | None, arguments: Any) -> Path | None:
         return folder
     plain = plain_backend(folder)
     foreign = (is_finished(folder, ZARR) and not _reads_zarr()) or plain not in (None, arguments.ckpt_format)
-    return folder if foreign or lacks_common_file(folder) else None
+    return folder if foreign or lacks_common_file(folder, megatron_version()) else None
 
 
-def lacks_common_file(folder: Path) -> bool:
-    """Return True if the running Megatron requires `common.pt`, which the folder of a later one lacks."""
-    is_lacking = is_finished(folder, TORCH_DIST) and not (folder / COMMON_FILE).exists()
-    return is_lacking and not STORES_COMMON_STATE_AS_OBJECT.is_of(megatron_version())
+def lacks_common_file(folder: Path, version: tuple[int, int]) -> bool:
+    """Return True if Megatron of this version requires `common.pt`, which the folder of a later one lacks."""
+    requires = not STORES_COMMON_STATE_AS_OBJECT.is_of(version)
+    return requires and is_finished(folder, TORCH_DIST) and not (folder / COMMON_FILE).exists()
 
 
 def _reads_zarr() -> bool:
@@ -78,10 +78,15 @@ def _reads_zarr() -> bool:
     return find_spec(f"{strategies.__name__}.zarr") is not None and find_spec("zarr") is not None
 
 
-def changes_of(folder: Path, arguments: Any) -> list[str]:
+def changes_of(folder: Path, arguments: Any, version: tuple[int, int]) -> list[str]:
     """Return the reasons why stock Megatron cannot load the checkpoint in a folder; empty if it can.
 
     For a legacy checkpoint: the arguments that differ from those of a checkpoint of the running layout.
+
+    Args:
+        folder: the iteration folder.
+        arguments: Megatron's arguments of the job that loads.
+        version: the version of its Megatron Core.
 
     Raises:
         CheckpointError: the checkpoint is unreadable.
@@ -90,7 +95,7 @@ def changes_of(folder: Path, arguments: Any) -> list[str]:
     try:
         if not checkpoint.format_reader.loading.by_rank:
             later = f", written by Megatron {STORES_COMMON_STATE_AS_OBJECT.since} or later"
-            return [f"the format {checkpoint.format}{later if lacks_common_file(folder) else ''}"]
+            return [f"the format {checkpoint.format}{later if lacks_common_file(folder, version) else ''}"]
         changes = placement_changes(checkpoint.arguments, JobArguments.of(vars(arguments)))
         # Without it the optimizer's state is in none of the files that the distributed optimizer would open.
         written = checkpoint.arguments.use_distributed_optimizer
@@ -115,7 +120,7 @@ def load_weights_alone(scope: Scope, directory: str | None, chunks: Chunks, stoc
 
     def inspect_here() -> Path | None:
         folder = folder_to_present(directory, arguments)
-        return folder if folder is not None and changes_of(folder, arguments) else None
+        return folder if folder is not None and changes_of(folder, arguments, megatron_version()) else None
 
     folder = agreed("looking at the checkpoint", inspect_here)[0]
     if folder is None:
