@@ -198,6 +198,7 @@ def test_doctor_shows_no_warnings_of_frameworks(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "warning_framework.py").write_text("import warnings\nwarnings.warn('an old version')\n")
     monkeypatch.syspath_prepend(tmp_path)
     with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
         assert doctor._import_problem("warning_framework") is None
     assert shown == []
 

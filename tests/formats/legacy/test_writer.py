@@ -1,0 +1,22 @@
+"""Test the files of the legacy format that the package writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE
+from tests.harness.checkpoints import fixture_named
+
+
+def test_the_last_stage_has_the_extra_state_of_an_output_layer(tmp_path: Path) -> None:
+    """Megatron's output layer is a linear layer, which always has one."""
+    target = mcore_ckpt_ext.Legacy(pipeline_model_parallel_size=2)
+    mcore_ckpt_ext.convert(fixture_named("p12").run, tmp_path / "out", target)
+    stages = [
+        torch.load(tmp_path / f"out/iter_0000004/mp_rank_00_{stage:03d}/model_optim_rng.pt", weights_only=False)
+        for stage in range(2)
+    ]
+    assert [f"output_layer.{EXTRA_STATE}" in stage["model"] for stage in stages] == [False, True]
