@@ -67,7 +67,7 @@ def folder_to_present(directory: str | None, arguments: Any) -> Path | None:
 
 
 def lacks_common_file(folder: Path, version: tuple[int, int]) -> bool:
-    """Return True if Megatron of this version requires `common.pt`, which the folder of a later one lacks."""
+    """Return True if the folder lacks `common.pt`, which Megatron of this version requires."""
     requires = not STORES_COMMON_STATE_AS_OBJECT.is_of(version)
     return requires and is_finished(folder, TORCH_DIST) and not (folder / COMMON_FILE).exists()
 
