@@ -12,7 +12,11 @@ _FOLDERS, _FILES = ("PATH", "SRC", "DST", "A", "B", "FOLDER"), ("FILE",)
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the completion script of a shell, for the options of all commands.
+    """Return the completion script of a shell.
+
+    Args:
+        parser: parser with the options of all commands.
+        shell: one of `SHELLS`.
 
     Raises:
         UsageError: shtab is not installed.

@@ -73,7 +73,12 @@ def metrics(
 ) -> str:
     """Return the text of the metrics.
 
-    `result` and `disk` are None if the checkpoint could not be verified.
+    Args:
+        path: path of the checkpoint, the label `path` of each metric.
+        exit_code: exit code of the command.
+        seconds: duration of the command.
+        result: result of the verification; None if the checkpoint could not be verified.
+        disk: size and time of the checkpoint's files; None as for `result`.
     """
     found = [*_of_run(exit_code, seconds), *(_of_result(result) if result else ()), *(_of_disk(disk) if disk else ())]
     return "".join(text for metric in found for text in _lines(path, metric))

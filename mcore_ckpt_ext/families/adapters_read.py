@@ -20,7 +20,10 @@ def adapters_read(
 ) -> tuple[Adapters, Shapes]:
     """Return the adapters of a PEFT folder.
 
-    `shapes` are by names in PEFT; `is_one` returns whether the tensors with some names have equal content.
+    Args:
+        base: the tensors of the adapted model.
+        shapes: shapes of the folder's tensors, by their names in PEFT.
+        is_one: returns whether the tensors with some names have equal content.
 
     Returns:
         The adapters, and the shapes of their tensors by model-space names.
@@ -83,7 +86,12 @@ def bridge_peft(
 ) -> dict[str, Any]:
     """Return the section `peft` of `run_config.yaml`.
 
-    `names`: model-space names of the adapters' tensors.
+    Args:
+        base: the tensors of the model.
+        names: model-space names of the adapters' tensors.
+        rank: rank of all adapters.
+        alpha: LoRA's alpha.
+        dropout: dropout in training.
 
     Raises:
         UnsupportedCheckpointError: Megatron-Bridge has no such adapters.

@@ -31,7 +31,11 @@ def run_config(
 ) -> str:
     """Return the text of the file for an untrained model.
 
-    `whole`: fields of section `model` for a model with further parts.
+    Args:
+        family: the family of the model.
+        arguments: the arguments of the model.
+        whole: fields of section `model` for a model with further parts.
+        sections: other sections.
     """
     content = {
         "model": {**bridge_model(family, arguments), **(whole or {})},

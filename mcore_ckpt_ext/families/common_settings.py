@@ -36,7 +36,11 @@ def why_not_everywhere(arguments: ModelArguments) -> list[str]:
 
 
 def experts_in_every_layer(count: int) -> Setting:
-    """Return the setting of experts in every layer, of width `intermediate_size`; `count` is the default."""
+    """Return the setting of experts in every layer, of width `intermediate_size`.
+
+    Args:
+        count: the class's default number of experts.
+    """
     key = "num_local_experts"
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:

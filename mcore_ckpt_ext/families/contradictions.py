@@ -21,7 +21,10 @@ _OF_THE_LOAD = ("vocab_size", "padded_vocab_size", "mtp_num_layers")
 def contradictions(family: Family, model: ModelArguments, job: JobArguments) -> list[str]:
     """Return descriptions of a job's arguments that contradict a `config.json`.
 
-    `job`: arguments of the running job, after Megatron's own validation.
+    Args:
+        family: family of the model.
+        model: arguments for the `config.json` (`Family.arguments`).
+        job: arguments of the running job, after Megatron's own validation.
     """
     running = complete(job)
     running = running.replace(vocab_size=model.vocab_size, mtp_num_layers=model.mtp_num_layers)

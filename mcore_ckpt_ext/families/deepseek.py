@@ -110,7 +110,8 @@ def _why_not_dense_first(arguments: ModelArguments) -> list[str]:
 def dense_then_experts(pattern_of: Callable[[Config], list[int]]) -> Setting:
     """Return the setting of layers with experts after dense layers, which transformers 5 also lists.
 
-    `pattern_of` returns 1 for each layer with experts and 0 for each dense one, given a `config.json`.
+    Args:
+        pattern_of: returns 1 for each layer with experts and 0 for each dense one, given a `config.json`.
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:

@@ -65,7 +65,12 @@ def refuse_unknown_names(passed: Collection[str]) -> None:
 
 
 def unexpressed(expressed: Collection[str], arguments: ModelArguments) -> list[str]:
-    """Return descriptions of arguments that change the forward pass and that a family does not express."""
+    """Return descriptions of arguments that change the forward pass and that a family does not express.
+
+    Args:
+        expressed: the arguments that the family's settings map.
+        arguments: arguments of the model.
+    """
     found = [
         f"{name} is {shorten(repr(arguments.get(name)))}, for which it has no key"
         for name, neutral in _counting(arguments)

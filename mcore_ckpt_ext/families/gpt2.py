@@ -27,7 +27,12 @@ def _inner_size(config: Config) -> dict[str, Any]:
 
 
 def rules(qkv: Rows, matrix: Callable[[Rows], Rows] = lambda rows: rows) -> tuple[Rule, ...]:
-    """Return all rules; `qkv`: rows of `c_attn`, `matrix` converts rows to the storage of matrices."""
+    """Return all rules.
+
+    Args:
+        qkv: rows of `c_attn`.
+        matrix: converts rows to the storage of matrices.
+    """
 
     def of_layer(leaf: str, stored: Callable[[Rows], Rows]) -> tuple[Rule, ...]:
         return (

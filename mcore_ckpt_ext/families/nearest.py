@@ -49,7 +49,11 @@ def unknown_family(
 ) -> UnsupportedCheckpointError:
     """Return the error for a `model_type` without a family.
 
-    If `config` has a `text_config`, that one is compared. `names` is empty if the names of tensors cannot be read.
+    Args:
+        config: the `config.json` of the model; if it has a `text_config`, that one is compared.
+        names: names of its tensors; empty if they cannot be read.
+        families: the known families.
+        where: path of the file, for the message.
     """
     inside = config.get("text_config")
     text = inside if isinstance(inside, Mapping) else config

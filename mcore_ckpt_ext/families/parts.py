@@ -81,7 +81,9 @@ def mtp_layers(rules: Sequence[Rule], final_norm: str = "shared_head.norm") -> t
     Megatron always stores the decoder layer as `transformer_layer` (`sharded_state_dict`,
     megatron/core/transformer/multi_token_prediction.py, core_v0.12 to 0.19.2).
 
-    `rules`: those of the decoder's layers.
+    Args:
+        rules: rules of the decoder's layers.
+        final_norm: name of the final norm in Hugging Face.
     """
     ours, theirs = "mtp.layers.{step}", "model.layers.{next}"
     of_layer = [
@@ -110,7 +112,8 @@ REPEATED_FOR_MTP = (
 def one_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return the rules of an MTP layer for the Qwen families, which have at most one (`mtp.layers.0`).
 
-    `rules`: those of a decoder layer like the last one.
+    Args:
+        rules: rules of a decoder layer like the last one.
     """
     ours = "mtp.layers.{step}"
     named = {

@@ -68,7 +68,14 @@ def normalised_choice(by_default: bool = False) -> Setting:
 
 
 def expert_settings(count: int, chosen: int, width: int, *, normalised: bool = False) -> tuple[Setting, ...]:
-    """Return all settings of experts; the numbers are the defaults of Hugging Face's class."""
+    """Return all settings of experts; the numbers are the defaults of Hugging Face's class.
+
+    Args:
+        count: number of experts.
+        chosen: number of experts per token.
+        width: width of an expert.
+        normalised: the probabilities of the chosen experts are normalized.
+    """
     return (
         expert_count(count), expert_layers(), normalised_choice(normalised),
         Size("num_experts_per_tok", "moe_router_topk", chosen),

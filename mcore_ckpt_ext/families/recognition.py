@@ -145,7 +145,10 @@ def _from_file(path: str, name: str) -> Family:
 def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], Collection[str]] = tuple) -> Family:
     """Return the family that `config.json` names.
 
-    `names` returns the names of the model's tensors; it is called if the family is unknown.
+    Args:
+        config: the `config.json` of the model.
+        where: path of the file, for messages.
+        names: returns the names of the model's tensors; called if the family is unknown.
 
     Raises:
         UnsupportedCheckpointError: the family is unknown, or the class is that of another family.

@@ -276,7 +276,12 @@ def dynamic_notices(config: Config, arguments: ModelArguments) -> list[str]:
 
 
 def exact_up_to(arguments: ModelArguments, what: str) -> str:
-    """Return the notice for a model whose own code differs from Megatron for longer texts."""
+    """Return the notice for a model whose own code differs from Megatron for longer texts.
+
+    Args:
+        arguments: arguments of the model.
+        what: what the code does for longer texts.
+    """
     return (
         f"its own code {what} for texts of more than {arguments.max_position_embeddings} tokens, and Megatron does "
         f"not: train with --seq-length {arguments.max_position_embeddings} or less"

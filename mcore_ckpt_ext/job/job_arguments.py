@@ -71,7 +71,11 @@ class JobArguments(ModelTable, RunTable, PartialArguments):
     ) -> JobArguments:
         """Create job arguments from a mapping with Megatron's names; those without a row are kept in `raw`.
 
-        For the arguments see the attributes.
+        Args:
+            values: values by name.
+            source: origin of the arguments, for messages.
+            version: release of Megatron Core that wrote the source; None if it is not recorded.
+            is_complete: the source has every argument of its job.
 
         Raises:
             UnreadableCheckpointError: an argument has a value that no job can have.

@@ -63,8 +63,12 @@ def dealt(elements: Numbers, is_matrix: Flags, ranks: int) -> Numbers:
 def packed(rows: Numbers, columns: Numbers, ranks: int, rule: LayerWise, *, high_bandwidth: bool = False) -> Packing:
     """Pack matrices into one shard for each rank.
 
-    `rows` and `columns` are those of each matrix on one tensor-parallel rank; `ranks` is the number of data-parallel
-    ranks.
+    Args:
+        rows: rows of each matrix on one tensor-parallel rank.
+        columns: columns of each matrix on one tensor-parallel rank.
+        ranks: number of data-parallel ranks.
+        rule: the packing of the release.
+        high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
     """
     elements = rows * columns
     by_computation = rule is LayerWise.PACKED_BY_COMPUTATION
@@ -90,8 +94,13 @@ def layer_wise_stages(
 ) -> tuple[StageHolding, ...]:  # fmt: skip
     """Return the share of the fullest rank of each pipeline stage.
 
-    `ranges`: global decoder layers by `[pipeline rank][virtual stage]`. `held`: the same stages as returned by
-    `ModelTable.stages`, for all data-parallel ranks together.
+    Args:
+        table: the model.
+        ranges: global decoder layers by `[pipeline rank][virtual stage]`.
+        layout: the parallel sizes.
+        held: the same stages as returned by `ModelTable.stages`, for all data-parallel ranks together.
+        rule: how parameters are distributed.
+        high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
     """
     is_separate = layout.expert > 1
     dense = table.local(layout.tensor, layout.expert_tensor, None if is_separate else 1)

@@ -203,7 +203,11 @@ class ModelTable:
     ) -> list[StageHolding]:
         """Return the totals on one rank of each pipeline stage.
 
-        `ranges`: global decoder layers by `[pipeline rank][virtual stage]`.
+        Args:
+            ranges: global decoder layers by `[pipeline rank][virtual stage]`.
+            tensor: tensor parallel size.
+            expert_tensor: tensor parallel size of experts.
+            expert: expert parallel size.
         """
         is_separate = expert > 1
         dense = self._totals(tensor, expert_tensor, None if is_separate else 1)

@@ -91,7 +91,15 @@ class Search:
 def search(
     job: JobArguments, table: ModelTable, old: ParallelLayout, request: SearchRequest, buffers: Buffers
 ) -> Search:
-    """Evaluate all combinations of sizes whose product is the number of GPUs."""
+    """Evaluate all combinations of sizes whose product is the number of GPUs.
+
+    Args:
+        job: arguments of the model.
+        table: its parameters.
+        old: the layout of the job that wrote the checkpoint.
+        request: the hardware and the options.
+        buffers: how the job stores gradients and optimizer.
+    """
     result = Search()
 
     @cache

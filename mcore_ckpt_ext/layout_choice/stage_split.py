@@ -56,7 +56,12 @@ def stage_splits(
     the first and the last one, may have fewer layers (`--decoder-last-pipeline-num-layers`,
     `--decoder-first-pipeline-num-layers`). If that fails, a layout string names every stage.
 
-    `extra_layers`: layers for multi-token prediction, which a layout string has to name.
+    Args:
+        job: arguments of the model.
+        pipeline: pipeline parallel size.
+        virtual: model chunks per pipeline rank.
+        version: the Megatron release that would run.
+        extra_layers: layers for multi-token prediction, which a layout string has to name.
     """
     total = job.num_layers
     if total is None:

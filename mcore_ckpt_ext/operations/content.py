@@ -201,7 +201,15 @@ def check_parameters(
 ) -> list[TensorDigest]:
     """Check the elements of all parameters.
 
-    For the arguments see `ContentCheck`; `advance` is called with the number of bytes that were read.
+    Args:
+        checkpoint: an open checkpoint.
+        state: True if its optimizer state can be read.
+        unreadable: see `ContentCheck`.
+        checksums: see `ContentCheck`.
+        workers: the threads that share the parameters.
+        advance: called with the number of bytes that were read.
+        results: receives findings and checks.
+        digest_tensors: see `ContentCheck`.
 
     Returns:
         The SHA-256 of each tensor, if requested.

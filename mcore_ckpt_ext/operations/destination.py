@@ -84,7 +84,10 @@ class Destination:
 def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], iteration: str) -> Destination:
     """Return the destination, without links and `..` in its path.
 
-    `sources`: folders that are read.
+    Args:
+        path: the path as the user gives it.
+        sources: folders that are read.
+        iteration: see `Destination`.
 
     Raises:
         DestinationError: the path is invalid or a link, lies in a source, or a source lies in it.

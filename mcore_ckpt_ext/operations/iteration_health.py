@@ -36,7 +36,9 @@ class IterationHealth:
 def iteration_health_of(run: Path, step: int | None = None) -> IterationHealth | None:
     """Assess the checkpoint that a resume from a run folder would take.
 
-    `step`: the iteration that the user names; None for the tracker's.
+    Args:
+        run: the run folder.
+        step: the iteration that the user names; None for the tracker's.
 
     Returns:
         The assessment; None without a tracker, or for a checkpoint in another format than torch_dist, which stock

@@ -18,7 +18,12 @@ _NEEDED: Sequence[str] = (
 
 
 def with_shown_arguments(checkpoint: CheckpointView, job: JobArguments) -> JobArguments:
-    """Return a job's arguments; the stored tensors show precision and kind of optimizer if not set."""
+    """Return a job's arguments; the stored tensors show precision and kind of optimizer if not set.
+
+    Args:
+        checkpoint: the checkpoint with the tensors.
+        job: the arguments of the checkpoint and of the user.
+    """
     found: dict[str, Any] = {}
     if not (job.is_set("bf16") or job.is_set("fp16")):
         dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}

@@ -109,7 +109,12 @@ class Digests:
 def record(path: Path, folder: Path, content: Content, digests: Digests, workers: Workers) -> None:
     """Write the manifest of a checkpoint, atomically.
 
-    The manifest does not list itself. `digests`: of files and tensors that have been read already.
+    Args:
+        path: the manifest; if it lies in the checkpoint's folder, it does not list itself.
+        folder: the checkpoint's folder.
+        content: its tensors.
+        digests: digests of files and tensors that have been read already.
+        workers: the threads that share the reading; the first process writes.
 
     Raises:
         CheckpointError: a tensor or a file cannot be read.
@@ -133,8 +138,15 @@ def compare(
 ) -> None:
     """Compare the files of a checkpoint with a manifest, and its tensors if a file differs.
 
-    `content` is None if the checkpoint cannot be opened. `files_suffice`: all tensors are in these files, so that equal
-    files mean equal tensors. For the other arguments see `record`.
+    Args:
+        manifest: the recorded digests.
+        path: the manifest's path; if it lies in the folder, it is no file of the checkpoint.
+        folder: the checkpoint's folder.
+        content: its tensors; None if it cannot be opened.
+        digests: digests of files and tensors that have been read already.
+        workers: the threads that share the reading; each process has all results.
+        results: receives findings and checks.
+        files_suffice: all tensors are in these files, so that equal files mean equal tensors.
     """
     before = len(results.findings)
     try:

@@ -50,8 +50,10 @@ def is_left_by_offload(checkpoint: CheckpointView, kind: str, name: str) -> bool
 def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tuple[int, int] = (0, 1)) -> list[str]:
     """Return the kind, name and files of each tensor whose copies differ.
 
-    The packing of buffers must be known for kinds of the optimizer. `share`: the number of this process, and the number
-    of processes, among which names are divided.
+    Args:
+        checkpoint: the checkpoint; the packing of its buffers must be known for kinds of the optimizer.
+        kinds: the kinds to compare.
+        share: the part of the names to compare: the number of this process, and the number of processes.
 
     Raises:
         CheckpointError: a copy cannot be read.

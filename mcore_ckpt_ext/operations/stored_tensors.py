@@ -68,8 +68,13 @@ def check_stored_tensors(
 ) -> Digests:
     """Check every element of a folder of weights, and its checksums.
 
-    `advance` is called with the number of bytes that were read. With `digest_files`, each safetensors file is read by
-    one thread.
+    Args:
+        listing: the listing of the folder.
+        workers: the threads that share archives and tensors.
+        advance: called with the number of bytes that were read.
+        results: receives findings and checks.
+        digest_tensors: also compute the SHA-256 of each tensor.
+        digest_files: also compute that of safetensors files, each of which is then read by one thread.
 
     Returns:
         The SHA-256 that are requested.

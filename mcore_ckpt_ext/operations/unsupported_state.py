@@ -28,7 +28,10 @@ def resolve_dropped_state(
 ) -> tuple[CheckpointView, list[UnreadState]]:
     """Return the checkpoint without dropped state, and the list of state that the conversion leaves out.
 
-    `drop`: kinds of optimizer state that the user gives up; `optimizer` for all of it.
+    Args:
+        checkpoint: the source.
+        target: the format to write.
+        drop: kinds of optimizer state that the user gives up; `optimizer` for all of it.
 
     Raises:
         UnsupportedCheckpointError: optimizer state would be lost.

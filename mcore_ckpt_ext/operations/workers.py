@@ -91,7 +91,11 @@ def map_shares(
 ) -> list[Result]:
     """Let each process work on a share of the items.
 
-    Each process calls this with the same items. `size` returns the approximate cost of an item, in any unit.
+    Args:
+        team: the processes; each calls this with the same items.
+        work: returns the results of its items, in their order.
+        items: the same in every process.
+        size: returns the approximate cost of an item, in any unit.
 
     Returns:
         The results of all items, in their order, in every process.

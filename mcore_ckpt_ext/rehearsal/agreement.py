@@ -31,8 +31,12 @@ def on_every_rank(
 ) -> Result:  # fmt: skip
     """Do once what all ranks of the job do alike.
 
-    `phase` is the same as in `agreed`; `is_verbatim`: whether it is known that all ranks do it. Errors
-    `beyond_rehearsal`, for actions that a rehearsal cannot do, are raised unchanged.
+    Args:
+        phase: the same as in `agreed`.
+        ranks: number of ranks of the job.
+        work: the action of the ranks.
+        is_verbatim: whether it is known that all of them do it.
+        beyond_rehearsal: errors for actions that a rehearsal cannot do; they are raised unchanged.
 
     Raises:
         RefusedError: the ranks would refuse.
@@ -51,7 +55,11 @@ def on_every_rank(
 def by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbatim: bool = True) -> None:
     """Do what each rank of the job does on its own.
 
-    `phase` is the same as in `agreed`; `is_verbatim`: whether it is known which rank would have which error.
+    Args:
+        phase: the same as in `agreed`.
+        ranks: number of ranks of the job.
+        work: the action of the rank with the given number.
+        is_verbatim: whether it is known which rank would have which error.
 
     Raises:
         RefusedError: some ranks would refuse.

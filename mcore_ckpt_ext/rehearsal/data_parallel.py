@@ -50,7 +50,9 @@ class DataParallelRanks:
     def shards(self, rank: int, parts: Mapping[ModelRank, Sequence[SimulatedShard]]) -> list[SimulatedShard]:
         """Return a rank's shards of the given parts, in the order of its optimizers.
 
-        `parts`: whole parts of parameters by place in the model.
+        Args:
+            rank: its global number.
+            parts: whole parts of parameters by place in the model.
         """
         found: list[SimulatedShard] = []
         for place, number in self.places(rank):

@@ -16,8 +16,11 @@ def simulated_groups(
 ) -> list[list[dict[str, Any]]]:
     """Return the groups of each optimizer without a step, as in a new optimizer.
 
-    `stored`: all groups of the checkpoint, possibly repeated. `has_expert_optimizer`: whether experts have an optimizer
-    of their own in the resuming job.
+    Args:
+        stored: all groups of the checkpoint, possibly repeated.
+        written: the arguments of the job that wrote it.
+        running: the arguments of the job that resumes.
+        has_expert_optimizer: whether experts have an optimizer of their own in the resuming job.
     """
     return [
         list(_distinct(stored, written, running, of_experts=of_experts).values())

@@ -64,8 +64,12 @@ def simulated_chain(
 ) -> Chain:
     """Return the optimizers of a job that uses Adam.
 
-    If the checkpoint has remainders, it is assumed that the job's optimizer uses them, which depends on installed
-    packages.
+    Args:
+        running: the job's arguments.
+        groups: the parameter groups of each of its optimizers.
+        dtypes: the dtypes of its parameters.
+        has_remainders: whether the checkpoint has remainders. It is assumed that the job's optimizer then uses them,
+            which depends on installed packages.
     """
     is_aware = bool(running.use_precision_aware_optimizer)
     kind = SimulatedOffloaded if running.optimizer_cpu_offload else SimulatedAdam

@@ -19,6 +19,10 @@ def scheduler_refusal(stored: Mapping[str, Any], running: JobArguments) -> str |
 
     Source: `OptimizerParamScheduler._check_and_set` (megatron/core/optimizer_param_scheduler.py, core_v0.7.0 to 0.19.2
     and the development head of August 2026).
+
+    Args:
+        stored: its state in the checkpoint.
+        running: the arguments of the job.
     """
     if running.raw.get("override_opt_param_scheduler") or running.raw.get("use_checkpoint_opt_param_scheduler"):
         return None

@@ -99,8 +99,13 @@ def target_job(
 ) -> TargetJob:
     """Return the job of a checkpoint under another layout.
 
-    `sizes`: the size of each dimension, by its name in `ParallelLayout`. `changes`: arguments that differ, other than
-    the layout.
+    Args:
+        checkpoint: the checkpoint that it resumes.
+        written: the arguments of the job that wrote it.
+        gpus: number of ranks.
+        sizes: the size of each dimension, by its name in `ParallelLayout`.
+        version: Megatron's version.
+        changes: arguments that differ, other than the layout.
 
     Raises:
         UnsupportedCheckpointError: the checkpoint does not describe its model sufficiently.

@@ -72,8 +72,11 @@ class Report:
 def row(job: Job, result: JobResult | None, saved: JobResult | None, failure: str) -> Row:
     """Evaluate the result of one job.
 
-    `result` is None if it did not finish, and `failure` says why; `saved`: the result of the job whose checkpoint it
-    resumed.
+    Args:
+        job: the job.
+        result: its result; None if it did not finish.
+        saved: the result of the job whose checkpoint it resumed.
+        failure: why it did not finish.
     """
     losses = tuple(result.losses.values()) if result else ()
     expected = tuple(saved.losses.values()) if saved else ()

@@ -21,7 +21,10 @@ _MOST_LINES = 3
 def run(jobs: Sequence[Job], start: Start, parent: Path | None = None) -> tuple[tuple[Row, ...], Path | None]:
     """Run jobs in a new folder.
 
-    `parent`: where the folder is created; by default, the folder for temporary files.
+    Args:
+        jobs: each follows the job whose checkpoint it resumes.
+        start: starts the ranks with an order, and waits for them.
+        parent: where the folder is created; by default, the folder for temporary files.
 
     Returns:
         A row for each job, and the folder, which is kept if a job failed.

@@ -32,7 +32,11 @@ class Condition(NamedTuple):
     value: Any = None
 
     def holds(self, value_of: Callable[[str], Any]) -> bool:
-        """Return whether a job, whose arguments `value_of` returns by name, meets the condition."""
+        """Return whether a job meets the condition.
+
+        Args:
+            value_of: returns an argument of the job by name.
+        """
         found = value_of(self.argument)
         return bool(found) if self.value is None else bool(found == self.value)
 

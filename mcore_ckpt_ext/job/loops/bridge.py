@@ -41,7 +41,9 @@ _TURNED = {"save_optim": "no_save_optim", "save_rng": "no_save_rng"}
 def job_arguments(content: Any, source: str) -> JobArguments:
     """Return the arguments in a `run_config.yaml`.
 
-    `source`: path of the file, for messages.
+    Args:
+        content: the parsed file.
+        source: path of the file, for messages.
 
     Raises:
         ValueError: it is not such a file.
@@ -143,6 +145,10 @@ def harmless(content: Any, path: tuple[str, ...] = ()) -> tuple[Any, list[str]]:
     """Return a file's content without values that would run foreign code, and the paths of those removed.
 
     Megatron-Bridge imports and calls the object that `_target_` names.
+
+    Args:
+        content: the parsed file.
+        path: path of this part in the file.
     """
     if isinstance(content, list):
         items = [harmless(item, (*path, str(number))) for number, item in enumerate(content)]
@@ -168,7 +174,13 @@ def _is_harmless(node: Mapping[str, Any]) -> bool:
 
 
 def with_facts(content: Mapping[str, Any], layout: Mapping[str, int], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of the file, with fields of its sections `model` and `checkpoint` replaced."""
+    """Return the content of the file for a new checkpoint.
+
+    Args:
+        content: content of the source's file, or new content.
+        layout: fields of `model` to be replaced.
+        checkpoint: fields of `checkpoint` to be replaced.
+    """
     return {
         **content,
         "model": {**_section(content, "model"), **layout},

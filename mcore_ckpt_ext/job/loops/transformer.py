@@ -30,7 +30,8 @@ _YARN = {name: argument for name, argument, condition in _OF_MODEL if condition 
 def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments in a model's configuration, and its other fields under their own names.
 
-    Values of fields are plain, or the names of objects (see `named`).
+    Args:
+        config: the fields by name; values are plain, or the names of objects (see `named`).
     """
     found = {
         _RENAMED.get(name, name): value
