@@ -29,6 +29,7 @@ FOLDER_VARIABLE = "MEGATRON_ON_CPU_TRANSFORMER_ENGINE"
 """Environment variable: the folder with Transformer Engine's Python part, for jobs that have it."""
 
 _EXTENSION = "transformer_engine_torch"
+_HAVE_KERNELS = ("transformer_engine", "apex")
 # This module needs a library for ONNX files and is not used in training.
 _ONNX = "transformer_engine.pytorch.onnx_extensions"
 
@@ -250,9 +251,13 @@ _VERSIONS = {
 
 
 def install() -> None:
-    """Make Transformer Engine importable, if this job has it; before the first import of Megatron."""
+    """Make Transformer Engine importable, if this job has it; before the first import of Megatron.
+
+    A job without it does not import one that is installed, nor Apex: their kernels would refuse the CPU's tensors.
+    """
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
+        sys.modules.update(dict.fromkeys(_HAVE_KERNELS))  # not found: importing None fails
         return
     sys.path.insert(0, str(Path(folder)))
     # The package then neither searches a shared library nor checks how it was installed.

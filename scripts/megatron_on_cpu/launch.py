@@ -60,6 +60,8 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONWARNINGS": "ignore",
 }
+# Whatever the caller's environment names: a rank that used a GPU by mistake would not show it.
+_NO_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def run(
         "plugins": [str(Path(plugin).resolve()) for plugin in plugin_files],
         "script": str(Path(script).resolve()),
         "arguments": list(arguments),
-        "environment": {**_ENVIRONMENT, **os.environ, **_python_path(), **(environment or {})},
+        "environment": {**_ENVIRONMENT, **os.environ, **_NO_DEVICES, **_python_path(), **(environment or {})},
         "folder": str(Path.cwd()),
     }
     started = time.monotonic()

@@ -187,12 +187,14 @@ def _checked_with_the_class(original: Any) -> Any:
     def post_init(self: Any) -> None:
         if os.environ.get(REMAINDERS_VARIABLE) == "0" and self.use_precision_aware_optimizer:
             self.store_param_remainders = False
+        before = {name: sys.modules[name] for name in modules if name in sys.modules}
         sys.modules.update(modules)
         try:
             original(self)
         finally:
             for name in modules:
                 sys.modules.pop(name, None)
+            sys.modules.update(before)
 
     return post_init
 
