@@ -1,7 +1,7 @@
 """Runs a training script of the installed Megatron-LM on the GPUs of this machine, one rank on each.
 
-Nothing is replaced: it uses the installed devices, NCCL, Transformer Engine and torch. `megatron_on_cpu.launch` runs
-the same scripts on CPU ranks.
+Only the helper for datasets is provided (`compat.use_compiled_dataset_helper`): it uses the installed devices, NCCL,
+Transformer Engine and torch. `megatron_on_cpu.launch` runs the same scripts on CPU ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ sys.argv = [order["script"], *order["arguments"]]
 import runpy, torch
 if torch.accelerator.is_available():
     torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+from megatron_on_cpu import compat
+compat.use_compiled_dataset_helper()
 for plugin in order["plugins"]:
     runpy.run_path(plugin)
 runpy.run_path(order["script"], run_name="__main__")

@@ -82,9 +82,12 @@ def _engine() -> tuple[str, str, str]:
         why = "fp8 needs Transformer Engine, which is not installed"
         return "Transformer Engine is not installed", why, why
     try:
-        fp8 = import_module("transformer_engine.pytorch.fp8")
+        import_module("transformer_engine.pytorch")
+        # 2.9 moved the functions here from fp8.py, and that module will be removed.
+        moved = find_spec("transformer_engine.pytorch.quantization") is not None
+        fp8 = import_module(f"transformer_engine.pytorch.{'quantization' if moved else 'fp8'}")
         possible, why_not = fp8.check_fp8_support()
-        # Since 2.3 (transformer_engine/pytorch/fp8.py; 2.9 moved it to quantization.py and imports it there).
+        # Since 2.3.
         check_blocks = getattr(fp8, "check_fp8_block_scaling_support", lambda: (False, "needs Transformer Engine 2.3"))
         blocks_possible, no_blocks = check_blocks()
     except Exception as error:  # noqa: BLE001 - a broken installation may raise anything on import

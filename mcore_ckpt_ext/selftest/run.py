@@ -69,9 +69,17 @@ def _rows(jobs: Sequence[Job], folder: Path, failures: dict[str, str]) -> Iterat
 
 
 def _reason(order: Order, job: Job, ended: Ended) -> str:
-    """Return why a job failed: a rank's report, or how ranks ended and the first one's last log lines."""
+    """Return why a job failed: a rank's report, or how ranks ended and the last log lines.
+
+    Megatron explains some failures only in the log before it exits.
+    """
     for path in sorted(order.failure(job.name, 0).parent.glob(f"{job.name}.*.txt")):
-        return path.read_text(encoding="utf-8")
-    log = log_of(order.folder, 0)
+        report, rank = path.read_text(encoding="utf-8"), int(path.suffixes[-2][1:])
+        return _with_last_lines(order, rank, report) if report.startswith(SystemExit.__name__) else report
+    return _with_last_lines(order, ended.rank or 0, str(ended) or "the ranks ended early")
+
+
+def _with_last_lines(order: Order, rank: int, reason: str) -> str:
+    log = log_of(order.folder, rank)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    return " | ".join([str(ended) or "the ranks ended early", *lines[-_MOST_LINES:]])
+    return " | ".join([reason, *lines[-_MOST_LINES:]])

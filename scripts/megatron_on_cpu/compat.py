@@ -32,8 +32,7 @@ _DATASET_HELPER = "megatron.core.datasets.helpers_cpp"
 
 def apply() -> None:
     """Prepare the Megatron that is first on ``sys.path``."""
-    _skip_compilation()
-    _provide_dataset_helper()
+    use_compiled_dataset_helper()
     _shorten_mock_documents()
     if os.environ.get(FOLDER_VARIABLE):
         _keep_coalesced_collectives_apart()
@@ -45,6 +44,15 @@ def apply() -> None:
     _allow_uneven_collectives()
     _complete_latent_attention()
     _read_argument_docstrings_once()
+
+
+def use_compiled_dataset_helper() -> None:
+    """Use the helper for datasets that megatron-core's package contains.
+
+    Megatron would compile it with a Makefile, which that package lacks, and end the process.
+    """
+    _skip_compilation()
+    _provide_dataset_helper()
 
 
 def _skip_compilation() -> None:

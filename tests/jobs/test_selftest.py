@@ -16,7 +16,7 @@ from mcore_ckpt_ext.selftest.jobs import Job, Machine, Order
 from mcore_ckpt_ext.selftest.launcher import Ended
 from mcore_ckpt_ext.selftest.plan import plan
 from scripts.documentation.json_schemas import schema_of
-from tests.harness.jobs import TIME_LIMIT
+from tests.harness.jobs import RANK_SCRIPTS, TIME_LIMIT
 from tests.harness.json_schema import violations
 
 RANK_PROGRAM = Path(selftest.__file__).with_name("rank.py")
@@ -28,7 +28,7 @@ FORGETS, STOPS = "forgets its optimizer", "stops"
 def start_on_cpu(order: Order) -> Ended:
     result = launch.run(
         order.jobs[0].layout.world, RANK_PROGRAM, [str(order.write())], timeout=TIME_LIMIT,
-        log_file=order.folder / "rank_00000.log",
+        log_file=order.folder / "rank_00000.log", plugin_files=[RANK_SCRIPTS / "without_makefile.py"],
     )  # fmt: skip
     return Ended(result.returncode == 0, f"exit code {result.returncode}")
 

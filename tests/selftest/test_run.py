@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mcore_ckpt_ext.selftest.jobs import Job, JobResult, Order, layout_of
-from mcore_ckpt_ext.selftest.launcher import Ended
+from mcore_ckpt_ext.selftest.launcher import Ended, log_of
 from mcore_ckpt_ext.selftest.report import passed
 from mcore_ckpt_ext.selftest.run import run
 
@@ -77,6 +77,21 @@ def test_a_rank_that_reports_why(tmp_path: Path) -> None:
 
     rows, _ = run([SAVE, *RESUMES], ranks(job_by_job), tmp_path)
     assert rows[1].details == ("ResumeRefusedError: no",)
+
+
+def test_a_rank_that_exits_is_explained_by_its_log(tmp_path: Path) -> None:
+    """Megatron writes to the log, then exits: the report has only the exit code."""
+
+    def job_by_job(order: Order, job: Job) -> str:
+        report = order.failure(job.name, 1)
+        report.parent.mkdir()
+        report.write_text("SystemExit: 1")
+        log_of(order.folder, 0).write_text("waits\n")
+        log_of(order.folder, 1).write_text("begins\ncompiles\nfails to compile\nexits\n")
+        return "rank 1 ended with exit code 1"
+
+    (row,), _ = run([SAVE], ranks(job_by_job), tmp_path)
+    assert row.details == ("SystemExit: 1 | compiles | fails to compile | exits",)
 
 
 def test_without_a_save_nothing_is_resumed(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets import utils as dataset_utilities
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
@@ -38,6 +39,9 @@ class Training:
             words: the words of the command line.
         """
         sys.argv = [sys.argv[0], *words]
+        # No dataset is read. `initialize_megatron` compiles the helper for datasets, and ends the process where PyPI's
+        # Megatron is installed, which lacks the Makefile (megatron/core/datasets/utils.py, core_v0.17.0 to 0.19.2).
+        dataset_utilities.compile_helpers = _do_nothing
         if hasattr(training_arguments, "parse_and_validate_args"):  # since 0.18; before, initialize_megatron parses
             training_arguments.parse_and_validate_args()
         initialize_megatron()
@@ -101,6 +105,10 @@ class Training:
                 # losses fall.
                 places = torch.arange(arguments.seq_length + 1)
                 yield ((samples * 7 + places * (1 + samples % 3)) % arguments.vocab_size).to(device)
+
+
+def _do_nothing() -> None:
+    """Compile nothing."""
 
 
 def _unwrapped(chunk: Any) -> Any:
