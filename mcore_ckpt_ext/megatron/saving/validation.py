@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_ckpt_ext.collectives import attempt, text_of
 
@@ -42,6 +44,15 @@ def problems_on_disk(metadata: Metadata, folder: Path) -> Iterator[str]:
             yield f"{file}: {is_there}, but its records need {size:,} bytes"
 
 
+def _with_records(metadata: Metadata, results: Iterable[Iterable[WriteResult]]) -> Metadata:
+    """Return the index with the places of its records, which the writers of all ranks report.
+
+    torch 2.9 to 2.11 add them only to a copy, which they write (`_FileSystemWriter.finish`, torch/distributed/
+    checkpoint/filesystem.py).
+    """
+    return replace(metadata, storage_data={one.index: one.storage_data for of_rank in results for one in of_rank})
+
+
 def _size(path: Path) -> int:
     """Return the size of a file in bytes; -1 if it cannot be read."""
     try:
@@ -71,7 +82,7 @@ def judged(storage_writer: Any, judge: Callable[[Any], list[str]], troubles: lis
 
     def guarded_finish(metadata: Any, results: Any) -> None:
         trouble = attempt(partial(finish, metadata, results))
-        troubles.extend(judge(metadata) if trouble is None else [trouble])
+        troubles.extend(judge(_with_records(metadata, results)) if trouble is None else [trouble])
 
     def guarded_retrieve() -> Any:
         try:
