@@ -49,7 +49,7 @@ def wrap(
 
 def batch(step: int, sequences: int = 4, length: int = 8, share: bool = True) -> torch.Tensor:
     """A batch that is the same for every number of ranks, or this rank's share of it."""
-    tokens = torch.randint(0, VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(step))
+    tokens = torch.randint(0, VOCABULARY, (sequences, length), generator=torch.Generator().manual_seed(step)).cuda()
     return tokens.chunk(dist.get_world_size())[dist.get_rank()] if share else tokens
 
 
@@ -58,7 +58,8 @@ def train(model: Any, optimizer: Any, steps: range, same_data: bool = False) -> 
     losses = []
     for step in steps:
         tokens = batch(step, share=not same_data)
-        logits = model(tokens).float()
+        output = model(tokens)
+        logits = getattr(output, "logits", output).float()
         loss = nn.functional.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
         optimizer.backward(loss)
         optimizer.step()
@@ -76,11 +77,11 @@ def gathered_masters(model: Any) -> dict[str, torch.Tensor]:
         if chunk.is_gathered:
             total = chunk.cuda_global_chunk
         else:
-            held = chunk.cpu_shard if chunk.cuda_shard is None else chunk.cuda_shard
+            held = (chunk.cpu_shard if chunk.cuda_shard is None else chunk.cuda_shard).cuda()
             shards = [torch.empty_like(held) for _ in range(chunk.pg_size)]
             dist.all_gather(shards, held, group=chunk.torch_pg)
             total = torch.cat(shards)
-        masters[model.param2name[parameter]] = total[info.offset : info.end].view(parameter.shape).clone()
+        masters[model.param2name[parameter]] = total[info.offset : info.end].view(parameter.shape).cpu()
     return masters
 
 

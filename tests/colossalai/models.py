@@ -68,6 +68,16 @@ class Everything(TinyGPT):
         return self.lm_head(self.norm(hidden))
 
 
+class Wide(nn.Module):
+    """150 MiB in fp32, in layers of one size."""
+
+    LAYERS, WIDTH = 24, 1280
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH, bias=False) for _ in range(self.LAYERS))
+
+
 def gpt2(vocabulary: int = VOCABULARY) -> Any:
     """Hugging Face's GPT-2, tied; by default with a vocabulary that two ranks cannot share evenly."""
     from transformers import GPT2Config, GPT2LMHeadModel

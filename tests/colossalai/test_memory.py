@@ -10,31 +10,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai_on_cpu import ranks
-from torch import nn
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
 from tests.colossalai.jobs import same_bits, wrap
+from tests.colossalai.models import Wide
 
 MIB = 1 << 20
 _M_MMAP_THRESHOLD = -3
-LAYERS, WIDTH = 24, 1280
-
-
-class _Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
 
 
 @pytest.mark.parametrize("kind", ["whole", "shards"])
 def test_peak_memory(kind: str) -> None:
     # Two layers a chunk: 12.5 MiB of fp32; the output is 150 MiB.
-    chunk = 2 * WIDTH * WIDTH
+    chunk = 2 * Wide.WIDTH**2
 
     def job() -> tuple[float, bool]:
         # Freed memory goes back at once, and does not count as used.
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
-        model, _ = wrap(_Wide, chunk_size=chunk)
+        model, _ = wrap(Wide, chunk_size=chunk)
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         before = resident()
@@ -51,7 +44,7 @@ def test_peak_memory(kind: str) -> None:
     (first, is_right), (second, _) = ranks.run(2, job)
     # A shard is sent in several pieces here.
     assert is_right
-    output = LAYERS * WIDTH * WIDTH * 4 / MIB if kind == "whole" else 16
+    output = Wide.LAYERS * Wide.WIDTH**2 * 4 / MIB if kind == "whole" else 16
     assert first <= output + chunk * 4 / MIB + 64
     assert second <= chunk * 4 / MIB + 64
     assert kind == "shards" or first > output / 2, "nothing was measured"
@@ -64,7 +57,7 @@ def _grown(before: int) -> float:
 def _is_right(state: dict[str, torch.Tensor]) -> bool:
     """Whether it is the module that was wrapped, rounded as ColossalAI rounds it."""
     torch.manual_seed(0)
-    return same_bits(state, {name: value.bfloat16().float() for name, value in _Wide().state_dict().items()})
+    return same_bits(state, {name: value.bfloat16().float() for name, value in Wide().state_dict().items()})
 
 
 def resident() -> int:

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.devices import accelerator_type
 HERE = Path(__file__).parent
 STARTED = time.monotonic()
 # What matters most comes first.
-ORDER = ("test_selftest", "test_collectives", "test_device", "test_resume", "test_loading")
+ORDER = ("test_selftest", "test_collectives", "test_device", "test_resume", "test_colossalai", "test_loading")
 LINES = "figures.txt"
 _folders: list[Path] = []
 
