@@ -15,7 +15,7 @@ from tests.harness.jobs import LAST, LEGACY, SAVED, Job, differing
 from tests.harness.layouts import Layout
 from tests.harness.turns import Results, Turn, run_in_turn
 
-# Halved from the second iteration on, the scale fits in the sixth: the checkpoint of the fourth is of no step.
+# Halved from the second iteration on, the scale fits after the fourth, whose checkpoint is of no step.
 FP16 = ["--fp16", "--initial-loss-scale", str(2**22), "--hysteresis", "1"]
 WRITTEN, OTHER = Layout(1, 2, 4), Layout(2, 1, 4)
 SAVES: dict[str, dict[str, Any]] = {
@@ -58,7 +58,8 @@ def assert_goes_on(saved: Job, loaded: Job) -> None:
     assert {settings.get("step", 0) for settings in parameter_settings(loaded.at_load).values()} == {0}
     assert list(loaded.losses) == list(range(SAVED + 1, LAST + 1))
     assert loaded.losses == pytest.approx({key: saved.losses[key] for key in loaded.losses}, rel=1e-4)
-    assert saved.losses[LAST] < saved.losses[LAST - 1]  # a step was made
+    # Steps were made: no loss before them is as low. The loss of one iteration depends on its data, too.
+    assert min(loaded.losses.values()) < min(saved.losses[iteration] for iteration in range(1, SAVED + 1))
 
 
 @pytest.mark.parametrize("name", SAVES)

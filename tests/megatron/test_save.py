@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata
 
 from mcore_ckpt_ext.errors import SaveFailedError
 from mcore_ckpt_ext.megatron.save import wrap_save_state_dict_async_finalize
@@ -28,7 +29,7 @@ def finalize(writer: Writer, metadata: Any) -> str:
 
 
 def test_the_result_of_writing_the_index_is_that_of_megatron() -> None:
-    assert finalize(Writer(), {}) == "finished"
+    assert finalize(Writer(), Metadata({})) == "finished"
 
 
 def test_an_index_that_cannot_be_written_fails_the_save() -> None:
