@@ -57,7 +57,7 @@ def bounds_of_index(index: DcpIndex) -> Iterator[Bound]:
         yield ".metadata records natural shapes (mcore_data)", *EXTENDS_INDEX_WITH_SHAPES.span
     if index.has_plans:
         yield ".metadata keeps the plans of all ranks", *KEEPS_PLANS_IN_INDEX.span
-    else:
+    elif not index.may_lack_attributes:
         yield ".metadata keeps no plans of the ranks", *KEEPS_PLANS_IN_INDEX.span_without
 
 

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.job.releases import (
     releases_between,
     releases_by_arguments,
 )
-from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, MODEL_SPACE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version, parse_version
 
@@ -218,14 +218,29 @@ def _of_another_loop(checkpoint: CheckpointView) -> Iterator[Resumption]:
 def _stock(checkpoint: CheckpointView, placement_changed: bool, version: Version) -> bool:
     # Rank folders are found by the running layout (`get_checkpoint_name`), whatever they contain.
     by_rank = checkpoint.format_reader.loading.by_rank
-    return not (by_rank and placement_changed) and stock_can_load(
-        checkpoint.optimizer_format, placement_changed, version
+    return (
+        not (by_rank and placement_changed)
+        and not _lacks_natural_shapes(checkpoint)
+        and stock_can_load(checkpoint.optimizer_format, placement_changed, version)
     )
+
+
+def _lacks_natural_shapes(checkpoint: CheckpointView) -> bool:
+    """Return whether torch wrote the index without the natural shapes of reshaped optimizer state.
+
+    Stock Megatron needs them (`get_reformulation_metadata`, megatron/core/dist_checkpointing/strategies/torch.py,
+    core_v0.8.0 to 0.15.3); this package derives them.
+    """
+    index = checkpoint.format_reader.stored_index
+    is_reshaped = any(encoding.name == MODEL_SPACE for encoding in encodings_named(checkpoint.optimizer_format))
+    return is_reshaped and index is not None and index.may_lack_attributes and not index.natural_shapes
 
 
 def _stock_note(checkpoint: CheckpointView) -> str:
     if checkpoint.optimizer_format is None:
         return "it holds no optimizer"
+    if _lacks_natural_shapes(checkpoint):
+        return "its index lacks the natural shapes of the optimizer state, as torch 2.9 to 2.11 write it"
     # A conversion does not repeat errors that Megatron may have made when it saved.
     intact = FULLY_RESHARDABLE if _written_for(checkpoint) else None
     encodings = encodings_named(checkpoint.optimizer_format)

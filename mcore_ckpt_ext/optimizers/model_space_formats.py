@@ -11,6 +11,7 @@ checkpoint's label may apply to only one of its optimizers, so keys decide: mast
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from mcore_ckpt_ext.errors import PackingError
@@ -22,6 +23,7 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.derived_masters import numbers_of_remainders
 from mcore_ckpt_ext.optimizers.model_space_state import STATE_KEY, ModelSpaceState
+from mcore_ckpt_ext.optimizers.natural_shapes import natural_shapes
 from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys
 from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -75,6 +77,23 @@ def _read(
     holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels], distributed: bool = True
 ) -> OptimizerState:
     return ModelSpaceState(keys, distributed)
+
+
+def _read_model_space(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
+    """Read a state that may be stored reshaped, after deriving shapes that the index lacks."""
+
+    def weight_shape(name: str) -> tuple[int, ...] | None:
+        weight = models().weights.get(name)
+        return None if weight is None else weight.tensor.shape
+
+    lacking = {
+        name: (match["key"], array.shape)
+        for name, array in keys.arrays.items()
+        if name not in keys.natural_shapes and (match := STATE_KEY.match(name))
+    }
+    return ModelSpaceState(
+        replace(keys, natural_shapes={**natural_shapes(lacking, weight_shape), **keys.natural_shapes})
+    )
 
 
 def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
@@ -137,7 +156,7 @@ ENCODINGS = (
         stored="each rank's flat part of arrays shaped like the weights",
         written_by="DistributedOptimizer of 0.8 to 0.14, by default",
         claims=_claims(MODEL_SPACE),
-        read=_read,
+        read=_read_model_space,
         stock_loads=LOADS_MODEL_SPACE,
         # Up to 0.13 groups are matched by position; refused since commit 5ab481cb.
         note="0.8 to 0.13 load it, too, but exchange weight decay between groups when PP > 1",

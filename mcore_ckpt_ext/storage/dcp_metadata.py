@@ -30,6 +30,9 @@ class DcpIndex:
         natural_shapes: original shapes of arrays that Megatron 0.8 to 0.15 stored reshaped (`mcore_data`,
             dist_checkpointing/strategies/torch.py and resharding.py).
         has_plans: the index contains the ranks' plans, as Megatron's have since 0.11 (`all_local_plans`).
+        may_lack_attributes: torch may have written the index without Megatron's attributes, the plans and the natural
+            shapes. torch 2.9 to 2.11 write a copy, which has only the fields of its class
+            (`_FileSystemWriter.finish`, torch/distributed/checkpoint/filesystem.py). Since 2.9 an index has a version.
         chunks_show_parameters: the chunks of a flat gradient buffer begin and end at parameter boundaries. This holds
             in torch's format, which has a chunk for each saved piece.
         overlapping: keys of arrays with more stored elements than their shape has, so that chunks overlap. torch
@@ -40,6 +43,7 @@ class DcpIndex:
     objects: Mapping[str, StoredObject]
     natural_shapes: Mapping[str, tuple[int, ...]]
     has_plans: bool = False
+    may_lack_attributes: bool = False
     chunks_show_parameters: bool = True
     overlapping: frozenset[str] = frozenset()
 
@@ -93,7 +97,10 @@ def index_of(metadata: Any) -> DcpIndex:
         if data.get("nd_reformulated_orig_global_shape") is not None
     }
     has_plans = bool(getattr(metadata, PLANS, None))
-    return DcpIndex(arrays, objects, natural, has_plans, overlapping=frozenset(overlapping))
+    # Of Megatron's own class of 0.15, `MCoreMetadata`, the shapes are a field, which is copied as well.
+    is_whole = has_plans or (hasattr(metadata, "mcore_data") and type(metadata).__name__ == "Metadata")
+    may_lack = getattr(metadata, "version", None) is not None and not is_whole
+    return DcpIndex(arrays, objects, natural, has_plans, may_lack, overlapping=frozenset(overlapping))
 
 
 def _named(key: Any) -> str:

@@ -18,7 +18,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,15 @@ def optimizer_alone(name: str, folder: Path) -> Path:
         kept = torch.load(common, weights_only=False)
         torch.save({key: kept[key] for key in ("optimizer", "content_metadata") if key in kept}, common)
     return folder
+
+
+def copied_by_torch(folder: Path) -> None:
+    """Let the index of an iteration folder lack what no field of torch's class holds, as if torch 2.9 to 2.11 wrote it.
+
+    Their `_FileSystemWriter.finish` (torch/distributed/checkpoint/filesystem.py) writes such a copy.
+    """
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (folder / ".metadata").write_bytes(pickle.dumps(replace(metadata, version="1.0.0")))
 
 
 def pack(folder: Path, archive: Path) -> None:
