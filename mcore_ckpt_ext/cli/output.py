@@ -71,9 +71,9 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), right: S
     """
     all_rows: list[Sequence[object]] = [*([[Painted(text, SOFT) for text in header]] if header else []), *rows]
     texts = [[escape(str(cell)) for cell in row] for row in all_rows]
-    widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
-    if (terminal := terminal_width()) is not None:
-        widths = fitted(widths, terminal - len(_GAP) * len(widths))
+    columns = list(zip_longest(*texts, fillvalue=""))
+    terminal = terminal_width()
+    widths = fitted(columns, sys.maxsize if terminal is None else terminal - len(_GAP) * len(columns))
     for row, of_row in zip(all_rows, texts, strict=True):
         cells = [wrapped(text, width) for text, width in zip(of_row, widths, strict=False)]
         for parts in zip_longest(*cells, fillvalue=""):

@@ -8,6 +8,9 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+_LONG = 32
+"""The length of the longest word, such as a format's name, that is never broken; a path may be longer."""
+
 _LEAST = 16
 """The smallest width of a column; if the columns are still too wide, the terminal wraps the lines."""
 
@@ -18,20 +21,24 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if limited else None
 
 
-def fitted(widths: Sequence[int], available: int) -> list[int]:
-    """Reduce the widest columns until the sum of widths is at most `available`."""
-    found = list(widths)
-    while sum(found) > available:
-        widest = max(found)
-        if widest <= _LEAST:
+def fitted(columns: Sequence[Sequence[str]], available: int) -> list[int]:
+    """Return the widths of columns of text: the widest are reduced until all fit in `available` characters.
+
+    Words are not broken, unless they are very long.
+    """
+    widths = [max(map(len, column)) for column in columns]
+    least = [_least_width(column) for column in columns]
+    while sum(widths) > available:
+        reducible = [number for number, width in enumerate(widths) if width > least[number]]
+        if not reducible:
             break
-        next_widest = max([_LEAST, *(width for width in found if width < widest)])
-        columns = [number for number, width in enumerate(found) if width == widest]
-        excess = sum(found) - available
-        less = min(widest - next_widest, max(1, excess // len(columns)))
-        for number in columns:
-            found[number] -= min(less, max(0, sum(found) - available))
-    return found
+        widths[max(reducible, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _least_width(column: Sequence[str]) -> int:
+    words = (len(word) for text in column for word in text.split())
+    return max([_LEAST, *(length for length in words if length <= _LONG)])
 
 
 def wrapped(text: str, width: int) -> list[str]:

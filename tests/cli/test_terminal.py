@@ -48,6 +48,18 @@ def test_columns_are_as_wide_as_the_visible_text(monkeypatch: pytest.MonkeyPatch
     assert styled.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
 
 
+def test_a_narrow_table_breaks_no_word_but_a_very_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    terminal = on_terminal(monkeypatch)
+    row = ("fully_reshardable", "one two three four five six seven", "/a/long/path" * 5)
+    table([row])
+    lines = terminal.getvalue().splitlines()
+    assert lines[0].split()[0] == "fully_reshardable"
+    assert " ".join(lines).split() != list(row)
+    assert max(map(len, lines)) <= 60
+    assert {"one", "two", "three", "four", "five", "six", "seven"} <= set(" ".join(lines).split())
+
+
 def test_a_style_lets_no_control_character_through(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
     line(Painted("\x1b[2Jname", BAD))

@@ -87,7 +87,7 @@ def test_the_widest_columns_are_broken(monkeypatch: pytest.MonkeyPatch, capsys: 
 @pytest.mark.parametrize("available", range(30, 130, 7))
 def test_widths_that_fit(available: int) -> None:
     for widths in ([8, 90, 30], [50, 50, 50], [10, 10], [100]):
-        found = fitted(widths, available)
+        found = fitted([["abc " * (width // 4) + "x" * (width % 4)] for width in widths], available)
         assert sum(found) <= max(available, 16 * len(widths))
         assert all(new == old or new >= 16 for new, old in zip(found, widths, strict=True))
 
