@@ -29,7 +29,13 @@ class SetupError(RuntimeError):
 
 
 def prepared(
-    folder: Path, extras: str, log: Path, *, pins: Sequence[str] = (), version: tuple[int, ...] = PYTHON
+    folder: Path,
+    extras: str,
+    log: Path,
+    *,
+    pins: Sequence[str] = (),
+    replaced: Sequence[str] = (),
+    version: tuple[int, ...] = PYTHON,
 ) -> Path:
     """Prepare a virtual environment in `folder` with this package and some extras, and return its interpreter.
 
@@ -41,6 +47,7 @@ def prepared(
         extras: `demo` or `demo,test,docs`, as in pyproject.toml.
         log: file for pip's output.
         pins: releases of other packages, like `torch==2.9.1`.
+        replaced: releases to install afterwards, whatever other packages declare.
         version: version of Python, major and minor.
 
     Raises:
@@ -53,6 +60,8 @@ def prepared(
         # Python 3.12's own pip takes three times as long to resolve releases.
         subprocess.run([find_python(version), "-m", "venv", "--upgrade-deps", str(folder)], check=True)
     _pip_install(python, log, "-e", f"{REPOSITORY}[{extras}]", *pins)
+    if replaced:
+        _pip_install(python, log, "--no-deps", *replaced)
     return python
 
 

@@ -17,6 +17,9 @@ MEGATRON = "0.19.2"
 # 0.19.2 declares torch 2.6, but reads its common state with `torch.distributed.checkpoint.load(no_dist=True)`
 # (megatron/core/dist_checkpointing/strategies/torch.py), an argument that 2.6 does not have.
 TORCH_OF_MEGATRON = (2, 7)
+# Without a GPU, Megatron cannot be imported with emerging-optimizers and torch 2.7, whose triton 3.3 looks for a GPU
+# when a kernel is defined (`Autotuner.__init__`, triton/runtime/autotuner.py). That of torch 2.9 does when one runs.
+TRITON, TORCH_OF_TRITON = "triton==3.5.1", (2, 9)
 # Tests for releases of Megatron with a loop: hooks, saving, resuming.
 LOOP_TESTS = (
     "tests/megatron", "tests/patching", "tests/jobs/test_first_step.py", "tests/jobs/test_flags.py",
@@ -82,7 +85,11 @@ class Cell:
         if version >= PYTHON and _numbers(torch) >= TORCH_OF_MEGATRON:
             pins.append(f"megatron-core=={self.megatron if self.has_loop else MEGATRON}")
         name = "-".join([".venv-python" + ".".join(map(str, version)), *(pin.replace("==", "-") for pin in pins)])
-        return prepared(REPOSITORY / name, "megatron-dependencies,test", log, pins=pins, version=version)
+        has_megatron = len(pins) > 1
+        replaced = [TRITON] if has_megatron and _numbers(torch) < TORCH_OF_TRITON else []
+        return prepared(
+            REPOSITORY / name, "megatron-dependencies,test", log, pins=pins, replaced=replaced, version=version
+        )
 
 
 def parse_cell(words: Sequence[str]) -> tuple[Cell, list[str]]:

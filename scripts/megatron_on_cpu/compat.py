@@ -41,6 +41,7 @@ def apply() -> None:
     _keep_pipeline_outputs_of_interleaved_schedules()
     allow_torch_norms_under_sequence_parallelism()
     _complete_mixture_of_experts()
+    _complete_gloo()
     _allow_uneven_collectives()
     _complete_latent_attention()
     _read_argument_docstrings_once()
@@ -176,6 +177,33 @@ def _complete_mixture_of_experts() -> None:
         moe_utils.te_general_gemm = None
 
 
+def _complete_gloo() -> None:
+    """Emulate two of NCCL's collectives for experts, which gloo lacks in torch 2.7: averages, and scattered sums."""
+    if torch.__version__ >= (2, 9):
+        return
+    distributed: Any = torch.distributed
+    all_reduce = distributed.all_reduce
+
+    def reduce(tensor: torch.Tensor, op: Any = distributed.ReduceOp.SUM, group: Any = None, **kwargs: Any) -> Any:
+        if op != distributed.ReduceOp.AVG:
+            return all_reduce(tensor, op, group, **kwargs)
+        all_reduce(tensor, group=group)
+        tensor /= distributed.get_world_size(group)
+        return None
+
+    distributed.all_reduce = reduce
+    distributed.reduce_scatter = _scatter_sums
+
+
+def _scatter_sums(output: torch.Tensor, parts: list[torch.Tensor], *, group: Any = None, **_: Any) -> None:
+    """Sum each part over the ranks, and keep this rank's."""
+    for index, part in enumerate(parts):
+        total = part.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        if torch.distributed.get_rank(group) == index:
+            output.copy_(total)
+
+
 def _allow_uneven_collectives() -> None:
     """Emulate with gloo NCCL's collectives for experts: split sizes as tensors, and parts of different lengths."""
     distributed: Any = torch.distributed
@@ -208,12 +236,7 @@ def _allow_uneven_collectives() -> None:
     def scatter_sums(output: torch.Tensor, parts: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         if _equally_long(parts):
             return reduce_scatter(output, parts, *args, **kwargs)
-        group = kwargs.get("group")
-        for index, part in enumerate(parts):
-            total = part.clone(memory_format=torch.contiguous_format)
-            distributed.all_reduce(total, group=group)
-            if distributed.get_rank(group) == index:
-                output.copy_(total)
+        _scatter_sums(output, parts, **kwargs)
         return None
 
     distributed.all_to_all_single = exchange
