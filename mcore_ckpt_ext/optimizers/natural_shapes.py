@@ -1,4 +1,4 @@
-"""Derives the natural shapes of optimizer arrays that Megatron stored reshaped, if the index lacks them.
+"""Derives natural shapes of optimizer arrays stored reshaped, if the index lacks them.
 
 Megatron 0.8 to 0.14 add them to torch's index as an attribute that is no field of its class
 (`MCoreSavePlanner.create_global_plan`, megatron/core/dist_checkpointing/strategies/torch.py), and torch 2.9 to 2.11
