@@ -34,6 +34,7 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 _ALGORITHM = "sha256"
 _HASH_BLOCK = 1 << 22
+_UNDETECTED = "a flipped bit of a moment is not detected"
 
 Advance = Callable[[int], None]
 Archive = tuple[str, int, int]
@@ -91,13 +92,17 @@ class StoredChecksums:
             results.findings.extend(check_manifest(self._checkpoint.folder, workers, advance))
             results.checks.append(Check(MANIFEST, f"SHA-256 of {self._manifest_bytes:,} bytes"))
         left = [archive for archive in self._archives if archive not in confirmed.verified]
-        results.findings.extend(check_archives(self._checkpoint, left, workers, advance, confirmed))
+        findings, unguarded = check_archives(self._checkpoint, left, workers, advance, confirmed)
+        results.findings.extend(findings)
         bare = [array for array in self._arrays if (array.file, array.offset, array.length) not in confirmed.verified]
         results.findings.extend(check_bare_arrays(self._checkpoint, bare, workers, advance))
-        if self._guarded:
-            results.checks.append(Check(CHECKSUMS, f"CRC-32 of {self._guarded:,} bytes"))
+        if guarded := self._guarded - unguarded:
+            results.checks.append(Check(CHECKSUMS, f"CRC-32 of {guarded:,} bytes"))
+        if unguarded and not self._manifest_bytes:
+            what = f"{unguarded:,} bytes were saved without any (torch.serialization.set_crc32_options): {_UNDETECTED}"
+            results.checks.append(Check(CHECKSUMS, what, done=False))
         if not self._manifest_bytes and _has_bare_numbers(self._checkpoint):
-            what = "this format has no checksums of tensors: a flipped bit of a moment is not detected"
+            what = f"this format has no checksums of tensors: {_UNDETECTED}"
             results.checks.append(Check(CHECKSUMS, what, done=False))
 
 
@@ -122,14 +127,20 @@ def labels(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
 
 def check_archives(
     checkpoint: CheckpointView, archives: Sequence[Archive], workers: Workers, advance: Advance, confirmed: Confirmed
-) -> list[Finding]:
-    """Compare the CRC-32 of every record of every archive, except records that are known to be right."""
+) -> tuple[list[Finding], int]:
+    """Compare the CRC-32 of every record of every archive, except records that are known to be right.
+
+    Returns:
+        The damaged archives, and the number of bytes in archives without checksums.
+    """
     known = labels(checkpoint)
 
-    def check(archive: Archive) -> Finding | None:
+    def check(archive: Archive) -> Finding | int:
         file, offset, length = archive
         try:
             opened = TorchArchive(checkpoint.reader, file, offset, length)
+            if not opened.has_checksums:
+                return length
             for name in opened.names:
                 if name not in confirmed.verified_records.get(archive, ()):
                     opened.verify_checksums(only=name)
@@ -138,9 +149,11 @@ def check_archives(
             return error(CHECKSUMS, file if label is None else f"{file}: {label}", str(problem), file, offset)
         finally:
             advance(length)
-        return None
+        return 0
 
-    return _shared(workers, check, archives, lambda archive: archive[2])
+    found = workers.map(check, archives, lambda archive: archive[2])
+    damaged = [one for one in found if isinstance(one, Finding)]
+    return damaged, sum(one for one in found if not isinstance(one, Finding))
 
 
 def read_rest(confirmed: Confirmed, workers: int) -> None:

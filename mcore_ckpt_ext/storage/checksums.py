@@ -98,11 +98,13 @@ class Checksums:
         self._lock = threading.Lock()
 
     def add_records(self, payload: TensorLocation, archive: TorchArchive, names: Sequence[str]) -> None:
-        """Register records of an archive, one of which contains a tensor.
+        """Register records of an archive, one of which contains a tensor; without checksums, do nothing.
 
         Raises:
             UnreadableCheckpointError: the checksum of a small record differs.
         """
+        if not archive.has_checksums:
+            return
         place = archive.place if set(names) == set(archive.names) else None
         waiting: list[_Record] = []
         for name in names:

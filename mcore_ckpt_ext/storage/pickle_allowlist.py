@@ -23,6 +23,7 @@ from mcore_ckpt_ext.storage.pickle_cost import weigh
 from mcore_ckpt_ext.storage.pickle_stubs import Origin, Placeholder, origin_of
 from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler
 from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES, TensorReference
+from mcore_ckpt_ext.storage.zip_directory import readable_records
 
 Name = tuple[str, str]
 
@@ -232,7 +233,8 @@ def pickle_in(data: bytes) -> bytes:
     if data.count(_END_OF_ARCHIVE) != 1 or data[-22:-18] != _END_OF_ARCHIVE:
         raise ValueError("an archive with more than one end")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        (name,) = (name for name in archive.namelist() if name.rpartition("/")[2].casefold() == "data.pkl")
-        if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+        records = readable_records(archive)
+        (record,) = (one for one in records if one.filename.rpartition("/")[2].casefold() == "data.pkl")
+        if any(info.compress_type != zipfile.ZIP_STORED for info in records):
             raise ValueError("a compressed archive")
-        return archive.read(name)
+        return archive.read(record)

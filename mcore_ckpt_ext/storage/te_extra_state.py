@@ -27,6 +27,7 @@ from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of, placehol
 from mcore_ckpt_ext.storage.pickling import TreePickler
 from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler
 from mcore_ckpt_ext.storage.tensor_reference import StorageType
+from mcore_ckpt_ext.storage.zip_directory import readable_records
 
 _RECIPES = "transformer_engine.common.recipe"
 _HELPER, _FORMAT = (_RECIPES, "_FormatHelper"), (_RECIPES, "Format")
@@ -158,7 +159,7 @@ class _Records:
     def __init__(self, content: bytes) -> None:
         self.nbytes = len(content)
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            records = archive.infolist()
+            records = readable_records(archive)
             sizes = sum(record.file_size for record in records)
             if sizes > len(content) or any(record.compress_type != zipfile.ZIP_STORED for record in records):
                 raise ValueError("an archive that holds more than it has bytes")

@@ -41,7 +41,13 @@ WRITER_MEMBER = ".data/writer"
 
 
 class TorchArchive:
-    """The archive that occupies `length` bytes at `offset` of a file."""
+    """The archive that occupies `length` bytes at `offset` of a file.
+
+    Attributes:
+        has_checksums: the records have checksums. torch writes zeros instead after
+            `torch.serialization.set_crc32_options(False)` (since 2.6); no archive has only zeros otherwise, as the
+            record `version` is the same in all.
+    """
 
     def __init__(self, reader: FolderReader, file: str, offset: int = 0, length: int | None = None) -> None:
         """Read the archive's directory.
@@ -65,6 +71,8 @@ class TorchArchive:
                 found=str(error),
                 where=self.where,
             ) from error
+
+        self.has_checksums = any(member.CRC for member in self._members.values())
 
     def _by_zipfile(self) -> list[Member]:
         with zipfile.ZipFile(cast("IO[bytes]", Window(self._read, self._length))) as archive:
@@ -99,8 +107,13 @@ class TorchArchive:
         return list(self._members)
 
     @property
-    def content(self) -> tuple[tuple[int, int], ...]:
-        """Size and checksum of each storage; if one differs, the archives have different elements."""
+    def content(self) -> tuple[tuple[int, int], ...] | None:
+        """Size and checksum of each storage; if one differs, the archives have different elements.
+
+        None without checksums.
+        """
+        if not self.has_checksums:
+            return None
         storages = (member for name, member in self._members.items() if name.startswith("data/"))
         return tuple((member.file_size, member.CRC) for member in storages)
 
@@ -114,7 +127,7 @@ class TorchArchive:
         start, info = self._record("data.pkl")
         self._check_byte_order()
         data = self._read(start, info.file_size)
-        if crc32(data) != info.CRC:
+        if self.has_checksums and crc32(data) != info.CRC:
             raise self._damaged("data.pkl")
         if data.startswith(_TENSOR) and len(data) <= _SMALL and (tensor := _tensor_of(data)) is not None:
             return tensor
@@ -231,11 +244,13 @@ class TorchArchive:
         return self._read(start, min(info.file_size, _SHORT)).decode(errors="replace")
 
     def verify_checksums(self, only: str | None = None) -> None:
-        """Compare the CRC-32 of all records, or of one, with the directory.
+        """Compare the CRC-32 of all records, or of one, with the directory, if it has checksums.
 
         Raises:
             UnreadableCheckpointError: a record differs.
         """
+        if not self.has_checksums:
+            return
         for name in self._members if only is None else (only,):
             begin, size, expected = self.place_of(name)
             if self._reader.checksum(self._file, begin, size) != expected:

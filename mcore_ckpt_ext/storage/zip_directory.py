@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from typing import NamedTuple
+from zipfile import ZipFile, ZipInfo
 
 # PKWARE APPNOTE 4.3.12, 4.3.16, 4.3.14 and 4.3.15; torch always writes the last two.
 _ENTRY = struct.Struct("<4s4B4H3I5H2I")
@@ -68,6 +69,18 @@ def plain_directory(tail: bytes, length: int) -> Directory | None:
             return None
         members.append(Member(name.decode("ascii"), fields[18], unpacked, checksum, 0))
     return Directory(members, begin, checksums) if members and position == last else None
+
+
+def readable_records(archive: ZipFile) -> list[ZipInfo]:
+    """Return the records of torch's archive so that all can be read.
+
+    If it has no checksums (see `TorchArchive.has_checksums`), the standard library would refuse every record.
+    """
+    records = archive.infolist()
+    if not any(record.CRC for record in records):
+        for record in records:
+            del record.CRC
+    return records
 
 
 def _end_of_entries(tail: bytes, length: int) -> tuple[int, int, int] | None:

@@ -124,7 +124,7 @@ class RankFolders:
         self._folder = folder
         self._reader = reader
         self._states: dict[str, Mapping[str, Any]] = {}
-        self._contents: dict[str, tuple[tuple[int, int], ...]] = {}
+        self._contents: dict[str, tuple[tuple[int, int], ...] | None] = {}
 
     @cached_property
     def first(self) -> RankState:
@@ -192,15 +192,17 @@ class RankFolders:
                 raise self._mixed_up(own, f"a file that rank {writer} wrote, {grid.place(writer)}", "that of its rank")
 
     def _check_different(self, states: Sequence[RankState]) -> None:
-        """Check by checksums that no two model-parallel ranks have the same content.
+        """Check by checksums, if there are any, that no two model-parallel ranks have the same content.
 
         Raises:
             UnreadableCheckpointError: the files of two ranks are equal.
         """
         known: dict[tuple[tuple[int, int], ...], str] = {}
         for own in states:
-            if any(isinstance(value, TensorReference) for chunk in own.chunks for value in chunk.values()):
-                first = known.setdefault(self._contents[own.folder], own.folder)
+            content = self._contents[own.folder]
+            has_tensors = any(isinstance(value, TensorReference) for chunk in own.chunks for value in chunk.values())
+            if has_tensors and content is not None:
+                first = known.setdefault(content, own.folder)
                 if first != own.folder:
                     raise self._mixed_up(
                         own, f"the same content as in {first}", "a part of the model that no other has"
