@@ -120,7 +120,9 @@ def _show(report: Report) -> None:
         line(f"logs and checkpoints: {report.folder}")
     failed = [one for one in report.rows if one.outcome == "FAILED"]
     for one in failed:
-        line(Painted(f"{one.model}, {one.layout}, {one.format}, {one.check}: {'; '.join(one.details)}", BAD))
+        text = f"{one.model}, {one.layout}, {one.format}, {one.check}: {'; '.join(one.details)}"
+        for part in text.splitlines():
+            line(Painted(part, BAD))
     line(Painted("PASS", GOOD) if report.passed else Painted(f"FAILED: {len(failed)} of {len(report.rows)}", BAD))
 
 

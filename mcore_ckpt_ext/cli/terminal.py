@@ -22,9 +22,9 @@ def terminal_width() -> int | None:
 
 
 def fitted(columns: Sequence[Sequence[str]], available: int) -> list[int]:
-    """Return the widths of columns of text: the widest are reduced until all fit in `available` characters.
+    """Return the widths of columns of text that fit in `available` characters.
 
-    Words are not broken, unless they are very long.
+    The widest columns are reduced, but not below their longest word, unless it is very long.
     """
     widths = [max(map(len, column)) for column in columns]
     least = [_least_width(column) for column in columns]

@@ -10,6 +10,8 @@ import pytest
 
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.selftest import machine
+from mcore_ckpt_ext.selftest.jobs import Job, Machine, Order, layout_of
+from mcore_ckpt_ext.selftest.launcher import Ended
 
 FIND_SPEC = machine.find_spec
 
@@ -42,6 +44,27 @@ def test_the_result_of_an_earlier_test_does_not_remain(tmp_path: Path) -> None:
     report.write_text('{"command": "selftest", "ok": true}')
     assert main(["selftest", "--json", str(report)]) == 2
     assert not report.exists()
+
+
+def test_a_reason_of_several_lines_is_printed_as_such(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def fail(order: Order) -> Ended:
+        report = order.failure("save", 0)
+        report.parent.mkdir()
+        report.write_text("SaveFailedError: not saved:\n  rank 0: the disk is full")
+        return Ended(False, "ended with exit code 1", 0)
+
+    job = Job("save", "gpt", "dp_reshardable", layout_of(1), "save")
+    monkeypatch.setattr("mcore_ckpt_ext.selftest.machine.this_machine", lambda ranks: Machine(1, "gloo", "", "no"))
+    monkeypatch.setattr("mcore_ckpt_ext.selftest.plan.plan", lambda machine: (job,))
+    monkeypatch.setattr("mcore_ckpt_ext.cli.selftest.start_ranks", fail)
+    assert main(["selftest", "--folder", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "gpt, TP1 x PP1 x DP1, dp_reshardable, save: SaveFailedError: not saved:",
+        "  rank 0: the disk is full",
+        "FAILED: 1 of 1",
+    ]
 
 
 def test_folders_are_checked_before_anything_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
