@@ -15,6 +15,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.names import name_at, stacked_axes
 
 Shape = tuple[int, ...]
+_WITH_WEIGHTS = "pass the folder of the weights: --weights FOLDER; or "
 
 
 def natural_shape(key: str, stored: Shape, weight_shape: Callable[[str], Shape | None]) -> Shape | None:
@@ -38,12 +39,12 @@ def natural_shape(key: str, stored: Shape, weight_shape: Callable[[str], Shape |
     stacked = stacked_axes(key)
     shape = weight_shape(name_at(key, (0,) * stacked))
     if shape is None:
-        raise _unknown(key, f"the array has the shape {stored}, and the weight is unknown")
+        raise _lacking(key, f"an array of shape {stored}, and no weight", _WITH_WEIGHTS)
     if len(stored) == stacked + len(shape):
         return None
     found = _natural(stored, stacked, shape)
     if found is None or weight_shape(name_at(key, [size - 1 for size in found[:stacked]])) != shape:
-        raise _unknown(key, f"the array has the shape {stored}, which fits no sharding of the weight's {shape}")
+        raise _lacking(key, f"an array of shape {stored}, which fits no sharding of the weight's shape {shape}")
     return found
 
 
@@ -79,12 +80,12 @@ def _natural(stored: Shape, stacked: int, shape: Shape) -> Shape | None:
     return (*stacks, *shape)
 
 
-def _unknown(key: str, found: str) -> UnsupportedCheckpointError:
+def _lacking(key: str, found: str, instead: str = "") -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "the index lacks the natural shapes of the optimizer state, which torch 2.9 to 2.11 do not write for "
         "Megatron before 0.15",
         found=found,
         where=key,
-        hint="pass the checkpoint's weights: --weights FOLDER; or save again with another release of torch; "
-        "or go on without the optimizer: --no-load-optim in a job, --drop optimizer in a conversion",
+        hint=f"{instead}save it again with another release of torch; or go on without the optimizer: "
+        "--no-load-optim in a job, --drop optimizer in a conversion",
     )

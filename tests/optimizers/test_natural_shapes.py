@@ -107,5 +107,5 @@ def test_a_shape_that_does_not_fit_is_refused(stored: Shape, natural: Shape) -> 
 
 def test_an_array_of_one_axis_is_never_reshaped() -> None:
     assert natural_shape("decoder.final_layernorm.weight", (32,), {}.get) is None
-    with pytest.raises(UnsupportedCheckpointError, match="the weight is unknown"):
+    with pytest.raises(UnsupportedCheckpointError, match="no weight.*--weights FOLDER"):
         natural_shape("decoder.final_layernorm.weight", (1, 32), {}.get)
