@@ -7,10 +7,12 @@ files, or a folder without an index, which no reader accepts; it never leaves fi
 
 from __future__ import annotations
 
+import codecs
 import json
 import shutil
 import zipfile
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,28 @@ from mcore_ckpt_ext.storage.atomic_files import flush
 
 NOT_WHOLE = "no new checkpoint is there"
 _SCALAR: Any = np.float64(0).__reduce__()[0]
-# Classes and functions in the pickle of a numpy scalar; the function's module differs between numpy 1 and 2.
+
+
+def _scalar_of(module: str) -> Callable[..., Any]:
+    """Return numpy's function for scalars as a function of a module.
+
+    Up to 2.5, torch finds an accepted function only by its own name (torch/_weights_only_unpickler.py).
+    """
+
+    def scalar(*arguments: Any) -> Any:
+        return _SCALAR(*arguments)
+
+    scalar.__module__, scalar.__qualname__ = module, scalar.__name__
+    return scalar
+
+
+# Classes and functions in the pickle of a numpy scalar; the first function's module differs between numpy 1 and 2, and
+# torch itself accepts the last since 2.5 (torch/_weights_only_unpickler.py).
 _NUMPY: list[Any] = [
-    (_SCALAR, "numpy._core.multiarray.scalar"),
-    (_SCALAR, "numpy.core.multiarray.scalar"),
+    *map(_scalar_of, ("numpy._core.multiarray", "numpy.core.multiarray")),
     np.dtype,
     *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64, np.int32, np.bool_)),
+    codecs.encode,
 ]
 
 
@@ -216,13 +234,25 @@ def listed_file(index: Path, name: str) -> Path:
     return file
 
 
+@contextmanager
+def _numpy_accepted() -> Iterator[None]:
+    """Let `torch.load` read numpy scalars within this scope; torch has a scope of its own only since 2.5."""
+    accepted = [*torch.serialization.get_safe_globals()]
+    torch.serialization.add_safe_globals(_NUMPY)
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(accepted)
+
+
 def load(file: Path) -> Any:
     """Read a file of tensors, plain values and numpy scalars; it cannot execute code."""
     if file.suffix == ".safetensors":
         from safetensors.torch import load_file
 
         return load_file(file)
-    with torch.serialization.safe_globals(_NUMPY):
+    with _numpy_accepted():
         # Files in the format before torch 1.6 are no archives, and cannot be memory-mapped.
         return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 

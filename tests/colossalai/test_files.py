@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +22,7 @@ from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
 from mcore_ckpt_ext.colossalai import gathering, state, tensor_parallel
+from mcore_ckpt_ext.colossalai.files import load
 from tests.colossalai.boosted import boost, train
 from tests.colossalai.jobs import refusal, same_bits, wrap
 from tests.colossalai.models import Everything
@@ -163,6 +166,34 @@ def test_numpy_scalars_and_legacy_archives_are_read(tmp_path: Path) -> None:
             assert optimizer.optim.param_groups[0]["lr"] == 0.125, name
 
     ranks.run(2, job)
+
+
+def accepted_by_name() -> dict[str, Any]:
+    """Find what a program lets torch load as torch 2.4 and 2.5 do: by its own name, which no tuple has."""
+    return {f"{one.__module__}.{one.__name__}": one for one in torch.serialization.get_safe_globals()}
+
+
+@pytest.mark.parametrize("release", ["installed", "2.5"])
+@pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
+def test_numpy_scalars_are_read_by_each_release_of_torch(
+    module: str, release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if release == "2.5":
+        monkeypatch.setattr(torch._weights_only_unpickler, "_get_user_allowed_globals", accepted_by_name)
+        monkeypatch.delattr(torch.serialization, "safe_globals", raising=False)
+    before = set(torch.serialization.get_safe_globals())
+    file = tmp_path / "groups.bin"
+    torch.save([{"lr": np.float64(0.125), "weight": torch.ones(2)}], file)
+    with zipfile.ZipFile(file) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in records.items():
+            written = re.sub(rb"numpy\._?core\.multiarray", module.encode(), content)
+            archive.writestr(name, written if name.endswith("data.pkl") else content)
+    (group,) = load(file)
+    assert group["lr"] == 0.125
+    assert torch.equal(group["weight"], torch.ones(2))
+    assert set(torch.serialization.get_safe_globals()) == before
 
 
 def test_files_of_two_saves_are_not_one_checkpoint(tmp_path: Path) -> None:
