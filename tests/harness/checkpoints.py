@@ -147,8 +147,9 @@ def copied_by_torch(folder: Path) -> None:
 
     Their `_FileSystemWriter.finish` (torch/distributed/checkpoint/filesystem.py) writes such a copy.
     """
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    (folder / ".metadata").write_bytes(pickle.dumps(replace(metadata, version="1.0.0")))
+    copied = replace(pickle.loads((folder / ".metadata").read_bytes()))
+    copied.version = "1.0.0"  # a field since torch 2.9
+    (folder / ".metadata").write_bytes(pickle.dumps(copied))
 
 
 def pack(folder: Path, archive: Path) -> None:

@@ -49,7 +49,7 @@ def test_an_index_is_judged_with_the_records_of_all_writers(make: Callable[[Path
 
     writer = make(tmp_path)
     with judged(writer, judge, troubles):
-        save({"weight": torch.arange(8.0), "state": "x"}, storage_writer=writer, no_dist=True)
+        save({"weight": torch.arange(8.0), "state": "x"}, storage_writer=writer)
     assert troubles == []
     assert sizes == [sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))]
 
@@ -64,6 +64,6 @@ def test_a_record_that_no_writer_reports_is_a_trouble(make: Callable[[Path], Any
 
     writer.write_data = without_the_last
     with judged(writer, lambda metadata: list(problems_on_disk(metadata, tmp_path)), troubles):
-        save({"weight": torch.arange(8.0), "bias": torch.zeros(2)}, storage_writer=writer, no_dist=True)
+        save({"weight": torch.arange(8.0), "bias": torch.zeros(2)}, storage_writer=writer)
     (trouble,) = troubles
     assert trouble.startswith("1 of 2 records were not written by any rank, first ")
