@@ -1,6 +1,6 @@
 """The entry point that torch calls at the end of ``import torch`` (group ``torch.backends``, torch >= 2.5).
 
-torch 2.5 to 2.13 turns whatever is raised on the way to an entry point, or in it, into "Failed to load the backend
+torch 2.5 to 2.15 turns whatever is raised on the way to an entry point, or in it, into "Failed to load the backend
 extension", and so breaks ``import torch`` in every program of the machine (``torch/__init__.py``,
 ``_import_device_backends``). An installation of this package that is damaged, or half removed, must not do that: so the
 target of the entry point is this one file beside the package, and nothing of the package is imported outside of a try.

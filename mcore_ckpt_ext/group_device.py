@@ -15,14 +15,14 @@ import torch.distributed as dist
 from mcore_ckpt_ext.devices import current_device
 
 _CPU = "cpu"
-# These backends list accelerators but send through host memory (`Backend.backend_capability`, torch 2.4 to 2.13).
+# These backends list accelerators but send through host memory (`Backend.backend_capability`, torch 2.4 to 2.15).
 _THROUGH_THE_CPU = ("gloo", "mpi", "ucc", "fake")
 
 
 def control_device(group: Any = None) -> torch.device:
     """Return the device for short messages (numbers, bytes): the CPU if the group has a backend for it.
 
-    torch chooses likewise for its collectives of objects (`_get_object_coll_device`, distributed_c10d.py, 2.6 to 2.13).
+    torch chooses likewise for its collectives of objects (`_get_object_coll_device`, distributed_c10d.py, 2.6 to 2.15).
 
     Args:
         group: the process group; None is the default group.

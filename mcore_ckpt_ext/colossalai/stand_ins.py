@@ -1,6 +1,6 @@
 """Stand-ins for a module's parameters and buffers, which record what is loaded into them.
 
-``nn.Module._load_from_state_dict`` (torch 2.4 to 2.13), a module's own method of that name and load hooks copy values
+``nn.Module._load_from_state_dict`` (torch 2.4 to 2.15), a module's own method of that name and load hooks copy values
 into parameters, read them, and change them. They work on stand-ins in place of the live tensors: copying a value of the
 caller's dict only records it, and any other operation uses a copy of the recorded value. So neither the live module nor
 the dict changes, and a module may load itself in any way.

@@ -86,7 +86,7 @@ def index_read_once() -> Iterator[None]:
     For the common state torch unpickles nothing if rank 0's index is shared. Megatron requests the index four times in
     a load: twice for the common state, an object in the folder since core_v0.19.0 (`load_common_state_dict`,
     dist_checkpointing/serialization.py), for tensors, and for other objects (`FileSystemReader.read_metadata`,
-    torch/distributed/checkpoint/filesystem.py, 2.4 to 2.13). Its own `CachedMetadataFileSystemReader` (core_v0.14.0 to
+    torch/distributed/checkpoint/filesystem.py, 2.4 to 2.15). Its own `CachedMetadataFileSystemReader` (core_v0.14.0 to
     0.16.1, later only with `--ckpt-assume-constant-structure`) keeps the index for a later save, so it gets all of it.
     """
     reader: Any = import_module("torch.distributed.checkpoint").FileSystemReader

@@ -158,7 +158,7 @@ def index_digest(data: bytes) -> str:
     """Return the digest of the content of `.metadata`, which is unique for each save.
 
     Torch's writers store an identifier of the save in it (`StorageMeta.save_id`,
-    torch/distributed/checkpoint/filesystem.py, 2.4 to 2.13; `FileSystemWriterAsync.finish`,
+    torch/distributed/checkpoint/filesystem.py, 2.4 to 2.15; `FileSystemWriterAsync.finish`,
     megatron/core/dist_checkpointing/strategies/filesystem_async.py, core_v0.8.0 to 0.19.2).
     """
     return blake2b(data, digest_size=16).hexdigest()

@@ -2,7 +2,7 @@
 
 Tensors are written as references to records of the archive. Only names in `pickle_allowlist` are written. They are
 written with the opcode GLOBAL, whose argument ends at a line break: torch's own safe unpickler supports no other
-(torch/_weights_only_unpickler.py, 2.4 to 2.13).
+(torch/_weights_only_unpickler.py, 2.4 to 2.15).
 """
 
 from __future__ import annotations
