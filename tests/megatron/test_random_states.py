@@ -60,7 +60,8 @@ def rank_process(rank: int, store: Path, answers: Any) -> None:
 
 def test_rank_0_alone_reads_the_index(tmp_path: Path) -> None:
     """Also if only another rank requests random states; an error of rank 0 is one of every rank."""
-    context = multiprocessing.get_context("fork")
+    # A forked process may wait forever for a lock that a thread held at the fork, as seen with torch 2.7.
+    context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     processes = [context.Process(target=rank_process, args=(rank, tmp_path / "store", answers)) for rank in range(2)]
     for process in processes:
