@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
@@ -42,7 +42,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     try:
         from upath import UPath
 
-        return cast("Path", UPath(text))
+        found = cast("Path", UPath(text))
     except (ImportError, ValueError) as error:
         raise UnsupportedCheckpointError(
             "this remote store needs a library that is not installed",
@@ -50,6 +50,15 @@ def as_path(path: str | os.PathLike[str]) -> Path:
             where=text,
             hint="pip install universal_pathlib, and fsspec's library for the store (s3fs, gcsfs, adlfs, ...)",
         ) from error
+    if not is_remote(found):
+        raise UnsupportedCheckpointError(
+            "the installed universal_pathlib is too old for remote stores",
+            found=f"a {type(found).__name__} without a file system",
+            expected="universal_pathlib 0.2.2 or later",
+            where=text,
+            hint="pip install 'universal_pathlib>=0.2.2'",
+        )
+    return found
 
 
 def is_remote(path: object) -> bool:
@@ -62,6 +71,19 @@ def file_system(path: Path) -> Any:
     return cast("Any", path).fs
 
 
+def relative_name(path: Path, folder: Path) -> str:
+    """Return the path of a file of a remote folder, relative to that folder.
+
+    Not by `relative_to`: the relative paths of universal_pathlib 0.2 print with their scheme, like ``memory://a``
+    (`UPath.relative_to` and `UPath.__str__`, upath/core.py, 0.2.2 to 0.2.6).
+
+    Args:
+        path: a remote file or folder.
+        folder: a remote folder that contains it.
+    """
+    return PurePosixPath(cast("Any", path).path).relative_to(cast("Any", folder).path).as_posix()
+
+
 def file_sizes(folder: Path) -> dict[str, int]:
     """Return the size in bytes of each file in a folder and its subfolders, by its path in the folder.
 
@@ -69,7 +91,7 @@ def file_sizes(folder: Path) -> dict[str, int]:
     """
     if is_remote(folder):
         files = (path for path in folder.rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+        return {relative_name(path, folder): path.stat().st_size for path in files}
     # Not by `rglob`: checkpoints have thousands of files, and a path object takes ten times as long as a name.
     sizes: dict[str, int] = {}
     left = [""]

@@ -16,7 +16,13 @@ import torch
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.errors import CheckpointError, DestinationError, UnreadableCheckpointError
+from mcore_ckpt_ext.errors import (
+    CheckpointError,
+    DestinationError,
+    UnreadableCheckpointError,
+    UnsupportedCheckpointError,
+)
+from mcore_ckpt_ext.storage.paths import file_sizes
 from mcore_ckpt_ext.storage.remote import Upload
 from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import Fixture, fixture_named
@@ -155,6 +161,22 @@ def test_without_the_library_the_error_says_what_to_install(tmp_path: Path) -> N
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "UnsupportedCheckpointError" in result.stdout
     assert "pip install universal_pathlib" in result.stdout
+
+
+def test_a_library_whose_paths_have_no_file_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # universal_pathlib 0.1.0: such a path was taken for a local one, and its folder reported as missing.
+    monkeypatch.setattr(upath, "UPath", Path)
+    with pytest.raises(UnsupportedCheckpointError, match=r"universal_pathlib>=0\.2\.2"):
+        mcore_ckpt_ext.open_checkpoint("memory://bucket/run")
+
+
+def test_names_of_remote_files_have_no_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = upath.UPath(f"memory://{uuid.uuid4()}/run")
+    (folder / "below").mkdir(parents=True)
+    (folder / "below" / "file").write_bytes(b"abc")
+    # As in universal_pathlib 0.2.
+    monkeypatch.setattr(type(folder), "relative_to", lambda path, _: upath.UPath(f"memory://{path.name}"))
+    assert file_sizes(folder) == {"below/file": 3}
 
 
 # The many small files of zarr are the same to every store, and each is a request of S3.
