@@ -72,15 +72,17 @@ def file_system(path: Path) -> Any:
 
 
 def relative_name(path: Path, folder: Path) -> str:
-    """Return the path of a file of a remote folder, relative to that folder.
+    """Return the path of a local or remote file, relative to a folder that contains it.
 
-    Not by `relative_to`: the relative paths of universal_pathlib 0.2 print with their scheme, like ``memory://a``
+    Not by a remote path's `relative_to`: the relative paths of universal_pathlib 0.2 print with their scheme, like ``memory://a``
     (`UPath.relative_to` and `UPath.__str__`, upath/core.py, 0.2.2 to 0.2.6).
 
     Args:
-        path: a remote file or folder.
-        folder: a remote folder that contains it.
+        path: the file or folder.
+        folder: a folder that contains it.
     """
+    if not is_remote(folder):
+        return path.relative_to(folder).as_posix()
     return PurePosixPath(cast("Any", path).path).relative_to(cast("Any", folder).path).as_posix()
 
 

@@ -9,13 +9,14 @@ from mcore_ckpt_ext.formats.colossalai.folder import optimizer_index_of, optimiz
 from mcore_ckpt_ext.formats.hugging_face.listing import list_model
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
 from mcore_ckpt_ext.planning.array_location import ScaleCodec
+from mcore_ckpt_ext.storage.paths import relative_name
 
 
 def list_checkpoint(folder: Path) -> Listing:
     """List the tensors of a checkpoint, and the problems of its files."""
     listing = list_model(folder, weights_below(folder) or "")
     for path in optimizer_indices(folder):
-        place = str(path.relative_to(folder))
+        place = relative_name(path, folder)
         try:
             index = optimizer_index_of(folder, path)
         except CheckpointError as problem:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import uuid
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,18 @@ def test_damage_is_found(tmp_path: Path) -> None:
     with pytest.raises(UnreadableCheckpointError, match="do not exist"):
         open_checkpoint(saved)
     assert not verify(saved).sound
+
+
+def test_a_remote_folder_is_listed_as_a_local_one(
+    saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upath = pytest.importorskip("upath", reason="universal_pathlib is not installed")
+    remote = upath.UPath(f"memory://{uuid.uuid4()}/saved")
+    remote.fs.put(str(saved), remote.path, recursive=True)
+    # The relative paths of universal_pathlib 0.2 print with their scheme.
+    monkeypatch.setattr(type(remote), "relative_to", lambda path, _: upath.UPath(f"memory://{path.name}"))
+    listed = []
+    for folder in (saved, remote):
+        assert main(["inspect", str(folder), "--json"]) == 0
+        listed.append({**json.loads(capsys.readouterr().out), "path": ""})
+    assert listed[0] == listed[1]
