@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from collections.abc import Sequence
@@ -64,5 +65,9 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in_for(*names: str) -> None:
-    """Make missing packages importable; they do nothing."""
-    sys.meta_path.append(_StandIns(names))
+    """Make packages importable that are missing, or hidden from jobs on CPU ranks; they do nothing."""
+    finder = _StandIns(names)
+    sys.meta_path.append(finder)
+    for name in names:
+        if name in sys.modules and sys.modules[name] is None:  # hidden: engine_kernels.py
+            sys.modules[name] = importlib.util.module_from_spec(finder.find_spec(name))
