@@ -55,7 +55,7 @@ def test_a_narrow_table_breaks_no_word_but_a_very_long_one(monkeypatch: pytest.M
     table([row])
     lines = terminal.getvalue().splitlines()
     assert lines[0].split()[0] == "fully_reshardable"
-    assert " ".join(lines).split() != list(row)
+    assert row[2] not in terminal.getvalue()  # it is broken
     assert max(map(len, lines)) <= 60
     assert {"one", "two", "three", "four", "five", "six", "seven"} <= set(" ".join(lines).split())
 
