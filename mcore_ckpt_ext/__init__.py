@@ -157,15 +157,8 @@ _MODULES = {
 }
 
 
-_FORMER = {"Fact": "MetadataDifference", "SeamStatus": "PatchPointStatus", "Unread": "UnreadState"}
-
-
 def __getattr__(name: str) -> object:
     """Import the module that holds a public name, on the first use of that name."""
-    if name in _FORMER:
-        from mcore_ckpt_ext.former_names import renamed
-
-        return renamed(__name__, name, _FORMER[name])
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.config_checks import MOST_COUNTED, Config, checked_size, mismatches, unrepresentable
-from mcore_ckpt_ext.former_names import renamed
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
@@ -258,16 +257,3 @@ class Custom(Setting):
     @override
     def mismatches(self, arguments: ModelArguments) -> list[str]:
         return self.why_not(arguments)
-
-
-_FORMER = {
-    "Same": "Mapped", "Fixed": "Constant", "Needs": "Requires", "Sets": "Implies", "Both": "Custom",
-    "Without": "Forbidden",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> object:
-    """Return a class by its former name, with a warning, for families that users have written."""
-    if name not in _FORMER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return renamed(__name__, name, _FORMER[name])

@@ -106,7 +106,7 @@ class RecordedDigests:
 class Sidecar:
     """The content of the file: versions, the job's layout, the groups, the save's duration and digests.
 
-    Duration and digests are optional, because earlier releases do not record them, and not all jobs need them.
+    Duration and digests are optional, because not all jobs need them.
 
     Attributes:
         index: the digest (`dcp_index.index_digest`) of the index that the save wrote; empty if it was not recorded.

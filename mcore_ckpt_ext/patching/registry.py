@@ -65,14 +65,6 @@ class PatchPointStatus(NamedTuple):
     version: str | None = None
     reason: str | None = None
 
-    @property
-    def seam(self) -> str:
-        """Former name of `patch_point`."""
-        import warnings
-
-        warnings.warn("PatchPointStatus.seam is now patch_point", DeprecationWarning, stacklevel=2)
-        return self.patch_point
-
 
 class PatchPointMismatchError(Exception):
     """A framework's function does not have the expected form."""

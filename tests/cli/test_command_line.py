@@ -205,7 +205,7 @@ def test_doctor_shows_no_warnings_of_frameworks(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.thorough
 def test_doctor_with_megatron(tmp_path: Path) -> None:
-    """The genuine one, imported; each seam patched, in its version."""
+    """The genuine one, imported; each patch point patched, in its version."""
     import_module("megatron.core")  # skipped where it cannot be installed: tests/conftest.py
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     found = command(environment, "doctor", "--save", tmp_path, "--json")

@@ -193,7 +193,7 @@ def test_nvrx_is_judged_as_megatron_judges_it(monkeypatch, get_async_strategy, p
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not MEGATRON, reason="needs an installation of Megatron with megatron.training")
-def test_genuine_megatron_is_patched_at_every_seam_and_its_arguments_changed(python):
+def test_genuine_megatron_is_patched_at_every_point_and_its_arguments_changed(python):
     finished = python(
         "import json, sys\n"
         "import megatron.training.arguments as arguments\n"

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.megatron.third_party import wrap_bridge_load, wrap_swift_loa
 
 
 class Distributed:
-    """An optimizer as the seam recognises it."""
+    """An optimizer as `third_party` recognizes it."""
 
     gbuf_ranges = ()
 

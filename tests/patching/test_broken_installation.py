@@ -213,7 +213,7 @@ def metadata_of_an_older_release_beside_it(site: Path) -> None:
     """Whichever of the two Python finds first."""
     (found,) = site.glob("*.dist-info")
     (site / "mcore_ckpt_ext-0.0.9.dist-info").mkdir()
-    old = "[torch.backends]\nmcore_ckpt_ext = mcore_ckpt_ext.hooks.autoload:register\n"
+    old = "[torch.backends]\nmcore_ckpt_ext = mcore_ckpt_ext_autoload:register\n"
     (site / "mcore_ckpt_ext-0.0.9.dist-info" / "entry_points.txt").write_text(old)
     shutil.rmtree(found)
 
@@ -319,12 +319,12 @@ def test_a_command_explains_an_entry_point_without_its_module(whole: Path, libra
 
 
 def test_it_is_the_package_that_would_stop_it(whole: Path, libraries: Path, tmp_path: Path) -> None:
-    """Negative control: an entry point in the package, as it used to be, ends `import torch`."""
+    """Negative control: an entry point in the package would end `import torch`."""
     shutil.copytree(whole, tmp_path / "site")
     without_the_package(tmp_path / "site")
     (entry_points,) = (tmp_path / "site").glob("*.dist-info/entry_points.txt")
     text = entry_points.read_text()
-    entry_points.write_text(text.replace("mcore_ckpt_ext_autoload:", "mcore_ckpt_ext.hooks.autoload:"))
+    entry_points.write_text(text.replace("mcore_ckpt_ext_autoload:", "mcore_ckpt_ext.autoload:"))
     code, _, err = python(libraries, "import torch", before=str(tmp_path / "site"))
     assert code == 1
     assert "Failed to load the backend extension: mcore_ckpt_ext" in err

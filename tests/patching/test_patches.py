@@ -17,7 +17,7 @@ PATCHES = sorted((REPOSITORY / "patches").glob("*.patch"))
 PATCH = REPOSITORY / "patches" / "megatron-lm-core_v0.19.0.patch"
 IMPORT = """
 import torch, megatron.training.checkpointing, mcore_ckpt_ext
-print(any(seam.state == "patched" for seam in mcore_ckpt_ext.status()))
+print(any(point.state == "patched" for point in mcore_ckpt_ext.status()))
 """
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from mcore_ckpt_ext.patching.import_hook import PostImportFinder
-from mcore_ckpt_ext.patching.registry import HookRegistry, PatchPoint, PatchPointStatus
+from mcore_ckpt_ext.patching.registry import HookRegistry, PatchPoint
 
 STOCK = ("stock", "m")
 OURS = ("ours", "stock", "m")
@@ -433,9 +433,3 @@ def test_errors_of_the_wrapper_are_of_the_types_that_the_framework_raises(framew
     with pytest.raises(LookupError, match="refused"):
         _load(framework)
     next(made, None)
-
-
-def test_the_former_name_of_a_patch_point_still_works() -> None:
-    status = PatchPointStatus("megatron.training.checkpointing.load_checkpoint", "patched")
-    with pytest.deprecated_call():
-        assert status.seam == status.patch_point

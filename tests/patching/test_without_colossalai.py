@@ -18,7 +18,7 @@ def _run(code: str) -> subprocess.CompletedProcess[str]:
 def test_status_and_names_need_nothing_and_install_says_what_is_missing() -> None:
     done = _run(
         ABSENT + "from mcore_ckpt_ext import zero_strict_state_dict as z; "
-        "print(*{seam.state for seam in z.status()}); print(z.get_static_torch_model.__name__); z.install()"
+        "print(*{point.state for point in z.status()}); print(z.get_static_torch_model.__name__); z.install()"
     )
     assert done.stdout.splitlines() == ["not patched", "get_static_torch_model"], done.stderr
     assert done.returncode == 1
