@@ -17,9 +17,7 @@ from math import prod
 from typing import Any
 
 from mcore_ckpt_ext.lazy_torch import is_dtype, is_layout, is_size, is_tensor
-from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, name_of
-from mcore_ckpt_ext.storage.pickle_cost import weigh
 from mcore_ckpt_ext.storage.pickle_stubs import Origin, Placeholder, origin_of
 from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler
 from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES, TensorReference
@@ -215,9 +213,9 @@ def has_unsafe_pickle(data: bytes) -> bool:
         if not pickled:
             return False
         # A second pickle may follow, which torch's oldest format would load as well.
-        if weigh(pickled, Budget(len(pickled), "an extra state")) != len(pickled):
-            return True
-        return first_unwritable(check_output(pickled), unread_tensors=True) is not None
+        unpickler = _OutputUnpickler(pickled, "an extra state")
+        state = unpickler.load()
+        return unpickler.position != len(pickled) or first_unwritable(state, unread_tensors=True) is not None
     except Exception:  # noqa: BLE001  any error means that these bytes are not intact
         return True
 

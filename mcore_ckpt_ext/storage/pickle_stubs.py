@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -32,6 +33,17 @@ class Stateless(metaclass=PickleStub):
 
     def __setstate__(self, state: object) -> None:
         raise TypeError(f"a pickle sets the state of a {type(self).__name__}")
+
+
+class Function(Stateless):
+    """A function that a pickle can name; the defaults of a plain Python function could be overwritten."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the function."""
+        return self._call(*arguments)
 
 
 class Record(metaclass=PickleStub):

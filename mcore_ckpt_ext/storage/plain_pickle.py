@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from functools import cache
 
 _MOST_ATOMS = 5
+# An index has a few tuples to be checked; one piece of 8 bytes costs more than to load them with checks.
+_MOST_PIECES, _BYTES_A_PIECE = 1 << 10, 8
 _PROTOCOL, _FRAME, _LONG_TEXT, _STOP = b"\x80", b"\x95", b"X", b"."
 _FRAME_BYTES = 9
 # Persistent references: a tuple to be checked, or a class and a tuple to call it with.
@@ -86,6 +88,8 @@ def plain_form(data: bytes) -> bytes | None:
             call = _ASK_TO_CALL if match[3] else b""
             pieces += (stream[kept : position + 1], _ASK, match[2], call)
             kept = end
+            if len(pieces) > _MOST_PIECES + len(stream) // _BYTES_A_PIECE:
+                return None  # rewriting it costs more than the other way
         elif stream[position : position + 1] == _STOP:
             return _framed(b"".join([*pieces, stream[kept : position + 1]])) if pieces else data
         else:

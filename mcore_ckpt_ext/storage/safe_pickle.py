@@ -11,21 +11,19 @@ import collections
 import io
 import pickle
 import types
-from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
-from hashlib import sha256
 from typing import Any
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, format_value, shorten
 from mcore_ckpt_ext.storage.budget import Budget, elements_of
+from mcore_ckpt_ext.storage.checked_unpickler import CheckedUnpickler, NameCost
 from mcore_ckpt_ext.storage.dtypes import DTYPE_NAMES, Dtype, dtype_named
-from mcore_ckpt_ext.storage.pickle_cost import weigh
 from mcore_ckpt_ext.storage.pickle_stubs import (
+    Function,
     PickleStub,
     Placeholder,
     Record,
-    Stateless,
     origin_of,
     record_class,
     stub_class,
@@ -40,16 +38,6 @@ from mcore_ckpt_ext.storage.tensor_reference import (
 )
 
 
-class _Function(Stateless):
-    """A function that a pickle can name; the defaults of a plain Python function could be overwritten."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._call(*arguments)
-
-
 class _Namespace(metaclass=PickleStub):
     """A stub for `argparse.Namespace` that creates real instances, but never exposes the class itself."""
 
@@ -58,12 +46,12 @@ class _Namespace(metaclass=PickleStub):
         return argparse.Namespace(**content)
 
 
-@_Function
+@Function
 def _parameter(data: TensorReference, *_: object) -> TensorReference:
     return data
 
 
-@_Function
+@Function
 def _with_attributes(build: object, _: object, arguments: tuple[Any, ...], *__: object) -> TensorReference:
     """Rebuild a tensor with Python attributes, such as Megatron's master weights.
 
@@ -81,7 +69,7 @@ _FLOAT8 = "transformer_engine.pytorch.tensor.float8_tensor"
 _FLOAT8_CLASS_METHOD = (_FLOAT8, "Float8Tensor", "_make_in_reduce_ex")  # up to 2.13
 
 
-@_Function
+@Function
 def _safe_getattr(owner: object, name: str) -> object:
     """Replace `getattr`, with which Python 3.11 pickles enum members; only placeholders have attributes."""
     if isinstance(owner, type) and issubclass(owner, Placeholder):
@@ -93,20 +81,6 @@ def _safe_getattr(owner: object, name: str) -> object:
     raise UnsafePickleError(
         "a pickle requests an attribute", found=f"getattr({format_value(owner)}, {format_value(name)})"
     )
-
-
-def _raw_bytes(kind: type) -> _Function:
-    """Return a constructor of `bytes` or `bytearray` that refuses a number.
-
-    Called with a number, these types would create that many zeros.
-    """
-
-    def build(*arguments: Any) -> Any:
-        if arguments and not isinstance(arguments[0], (bytes, bytearray, str, list)):
-            raise TypeError(f"{kind.__name__} of {format_value(arguments[0])}")
-        return kind(*arguments)
-
-    return _Function(build)
 
 
 def bytes_of_text(text: object, codec: object = "utf-8") -> bytes:
@@ -137,21 +111,21 @@ _REAL: dict[tuple[str, str], object] = {
     ("collections", "defaultdict"): collections.defaultdict,
     ("collections", "deque"): collections.deque,
     ("_io", "BytesIO"): io.BytesIO,
-    ("_codecs", "encode"): _Function(bytes_of_text),
+    ("_codecs", "encode"): Function(bytes_of_text),
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _Function(_layout_name),
+    ("torch.serialization", "_get_layout"): Function(_layout_name),
     ("torch._utils", "_rebuild_tensor_v2"): TensorReference,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
-    ("torch._tensor", "_rebuild_from_type_v2"): _Function(_with_attributes),
+    ("torch._tensor", "_rebuild_from_type_v2"): Function(_with_attributes),
     (_FLOAT8, "_make_float8_tensor_in_reduce_ex"): Float8Reference,
     **{
         (module, name): value
         for module in ("builtins", "__builtin__")
         for name, value in {
             "set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple, "int": int,
-            "float": float, "complex": complex, "bool": bool, "bytes": _raw_bytes(bytes),
-            "bytearray": _raw_bytes(bytearray), "str": str, "slice": slice, "object": object,
+            "float": float, "complex": complex, "bool": bool, "bytes": bytes,
+            "bytearray": bytearray, "str": str, "slice": slice, "object": object,
             "getattr": _safe_getattr,
         }.items()
     },
@@ -160,29 +134,34 @@ _REAL: dict[tuple[str, str], object] = {
     **{("torch", name): StorageType(dtype_named(dtype)) for dtype, name in STORAGE_NAMES.items()},
 }  # fmt: skip
 
-_MOST_WEIGHED = 1 << 12
-_weighed: set[bytes] = set()  # digests of pickles whose cost is known to be justified by their size
 _MANY_BYTES = 1 << 16  # bytes from which compiling the patterns for plain pickles pays
 _FEW = 64  # entries that may be visited or copied for each byte of a pickle
 
 
-class SafeUnpickler(pickle.Unpickler):
+def _resolve(module: str, name: str, where: str) -> Any:
+    """Return the object or stub for a global."""
+    real = _REAL.get((module, name))
+    if real is not None:
+        return real
+    if module == "torch" and name in DTYPE_NAMES:
+        return dtype_named(name)
+    if module.startswith(_METADATA_MODULES):
+        return record_class(name)
+    return stub_class(module, name, where)
+
+
+class SafeUnpickler(CheckedUnpickler):
     """Resolves globals by the rules of this module, and returns tensors as references."""
 
     def __init__(self, data: bytes, where: str) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
+        super().__init__(data, where)
         self._where = where
+        self._names = NameCost(self.budget)
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object or stub for a global."""
-        real = _REAL.get((module, name))
-        if real is not None:
-            return real
-        if module == "torch" and name in DTYPE_NAMES:
-            return dtype_named(name)
-        if module.startswith(_METADATA_MODULES):
-            return record_class(name)
-        return stub_class(module, name, self._where)
+        self._names.spend(module, name)
+        return _resolve(module, name, self._where)
 
     def persistent_load(self, reference: Any) -> StorageReference:
         """Return the reference for a storage."""
@@ -218,16 +197,22 @@ def _with_little_state(kind: type[Placeholder]) -> type[Placeholder]:
     return type(kind.__name__, (_LittleState, kind), {})
 
 
-class _PlainUnpickler(SafeUnpickler):
-    """Creates only sizes, dtypes and objects that store their arguments, as `plain_pickle` requires."""
+class _PlainUnpickler(pickle.Unpickler):
+    """Creates only sizes, dtypes and objects that store their arguments, as `plain_pickle` requires.
+
+    It is the unpickler in C, several times faster than that with checks.
+    """
 
     def __init__(self, data: bytes, where: str) -> None:
-        super().__init__(data, where)
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._where = where
+        self._names = NameCost(Budget(len(data), where))
         self._by_hash: dict[int, list[tuple[Any, ...]]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object or stub for a global."""
-        found = super().find_class(module, name)
+        self._names.spend(module, name)
+        found = _resolve(module, name, self._where)
         if isinstance(found, type) and issubclass(found, Placeholder):
             return _with_little_state(found)
         if isinstance(found, Dtype) or (module, name) in _PLAIN or module.startswith(_METADATA_MODULES):
@@ -276,7 +261,6 @@ def safe_loads(data: bytes, where: str) -> Any:
         if len(data) >= _MANY_BYTES and (plain := plain_form(data)) is not None:
             with suppress(_NotPlainError):
                 return _PlainUnpickler(plain, where).load()
-        _check_cost(data, where)
         return SafeUnpickler(data, where).load()
     except CheckpointError:
         raise
@@ -285,14 +269,3 @@ def safe_loads(data: bytes, where: str) -> Any:
             "a pickle is damaged", found=shorten(f"{type(error).__name__}: {error}"), where=where,
             hint="use another copy, or another iteration where there is one",
         ) from error  # fmt: skip
-
-
-def _check_cost(data: bytes, where: str) -> None:
-    """Weigh a pickle unless an equal one has passed, as of a like tensor or an index opened again."""
-    digest = sha256(data).digest()
-    if digest in _weighed:
-        return
-    weigh(data, Budget(len(data), where))
-    if len(_weighed) >= _MOST_WEIGHED:
-        _weighed.clear()
-    _weighed.add(digest)

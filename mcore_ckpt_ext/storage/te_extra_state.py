@@ -22,8 +22,7 @@ from mcore_ckpt_ext.lazy_torch import is_tensor, torch
 from mcore_ckpt_ext.storage.archive_writer import archive_of
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.pickle_allowlist import Name, pickle_in
-from mcore_ckpt_ext.storage.pickle_cost import weigh
-from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of, placeholder_class
+from mcore_ckpt_ext.storage.pickle_stubs import Function, Placeholder, origin_of, placeholder_class
 from mcore_ckpt_ext.storage.pickling import TreePickler
 from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler
 from mcore_ckpt_ext.storage.tensor_reference import StorageType
@@ -174,21 +173,24 @@ class _Unpickler(SafeUnpickler):
 
     def __init__(self, data: bytes, archive: _Records | None) -> None:
         super().__init__(data, "an extra state")
-        self._archive, nbytes = archive, len(data) if archive is None else archive.nbytes
-        self._budget = Budget(nbytes, "an extra state")
+        self._archive = archive
+        if archive is not None:
+            self.budget = Budget(archive.nbytes, "an extra state")
 
     @classmethod
     def whole(cls, data: bytes, archive: _Records | None) -> Any:
         """Load a pickle, which must end where the data ends."""
-        if weigh(data, Budget(len(data), "an extra state")) != len(data):
+        unpickler = cls(data, archive)
+        state = unpickler.load()
+        if unpickler.position != len(data):
             raise ValueError("something follows the pickle")
-        return cls(data, archive).load()
+        return state
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _OF_BYTES:
             return _stored
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return self._tensor
+            return Function(self._tensor)
         if module == "torch" and name.endswith("Storage"):
             return super().find_class(module, name)
         if (module, name) == _FORMAT:
@@ -205,7 +207,9 @@ class _Unpickler(SafeUnpickler):
         tag, kind, key, _, numel, *_ = reference
         if tag != "storage" or not isinstance(kind, StorageType) or self._archive is None:
             raise TypeError("a reference to something else than a record")
-        return _numbers(self._archive.storage(key), kind, numel)
+        data = self._archive.storage(key)
+        self.budget.spend(_STEPS_TO_COPY * len(data), "copies of its storages")
+        return _numbers(data, kind, numel)
 
     def _tensor(self, storage: object, offset: Any, shape: Any, stride: Any, *_: object) -> torch.Tensor:
         numel = math.prod(shape)
@@ -213,11 +217,20 @@ class _Unpickler(SafeUnpickler):
             raise TypeError("a tensor that cannot be")
         if numel > storage.numel():  # elements of such a view overlap
             raise ValueError("a tensor larger than its storage")
-        self._budget.spend(_STEPS_TO_COPY * numel * storage.itemsize, "copies of its tensors")
+        self.budget.spend(_STEPS_TO_COPY * numel * storage.itemsize, "copies of its tensors")
         return torch.as_strided(storage, tuple(shape), tuple(stride), offset).contiguous()
 
 
-class _Oldest(_Unpickler):
+class _OfTensor(_Unpickler):
+    """Reads a tensor in the bytes of a file, which contains no further file: each level would multiply the work."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _OF_BYTES:
+            raise TypeError("a file within a file")
+        return super().find_class(module, name)
+
+
+class _Oldest(_OfTensor):
     """Resolves the persistent references of torch's oldest format to dtype and length of a storage."""
 
     def persistent_load(self, reference: Any) -> Any:
@@ -227,11 +240,12 @@ class _Oldest(_Unpickler):
         return kind, numel
 
 
+@Function
 def _stored(data: object) -> torch.Tensor:
     """Return the storage or tensor in the bytes of a file that is embedded in a pickle."""
     if type(data) is not bytes:
         raise TypeError("a storage of something else than bytes")
-    found = _Unpickler.whole(pickle_in(data), _Records(data)) if data.startswith(b"PK") else _of_oldest_format(data)
+    found = _OfTensor.whole(pickle_in(data), _Records(data)) if data.startswith(b"PK") else _of_oldest_format(data)
     if type(found) is not torch.Tensor:
         raise TypeError("bytes of something else than a tensor")
     return found
@@ -246,9 +260,9 @@ def _of_oldest_format(data: bytes) -> torch.Tensor:
         raise ValueError("no storage")
     rest, found = data[len(_OLDEST) :], []
     for _ in range(3):
-        length = weigh(rest, Budget(len(data), "an extra state"))
-        found.append(_Oldest(rest[:length], None).load())
-        rest = rest[length:]
+        unpickler = _Oldest(rest, None)
+        found.append(unpickler.load())
+        rest = rest[unpickler.position :]
     kind, numel = found[1]
     if type(numel) is not int or int.from_bytes(rest[:8], "little") != numel:
         raise ValueError("a storage of another length")
@@ -261,15 +275,17 @@ def _numbers(data: bytes, kind: StorageType, numel: object) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=kind.dtype.torch) if data else torch.empty(0, dtype=kind.dtype.torch)
 
 
+@Function
 def _format(value: object) -> Placeholder:
     return placeholder_class(*_FORMAT)(value)
 
 
+@Function
 def _member(owner: object, name: object) -> Placeholder:
     """Return a member of `Format`, given the call with which Python 3.11 pickles it."""
     if owner is not _format or name not in _MEMBERS:
         raise TypeError("an attribute")
-    return _format(placeholder_class(*_HELPER)(*_MEMBERS[str(name)]))
+    return placeholder_class(*_FORMAT)(placeholder_class(*_HELPER)(*_MEMBERS[str(name)]))
 
 
 class _Pickler(TreePickler):

@@ -49,7 +49,9 @@ ENDLESS = {
 @pytest.mark.parametrize("attack", ENDLESS)
 def test_a_few_bytes_that_ask_for_gigabytes_are_refused(attack: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UnsafePickleError, match="damaged.*hint: use another copy"):
+    with pytest.raises(
+        UnsafePickleError, match="(damaged.*hint: use another copy|no checkpoint needs.*hint: do not use)"
+    ):
         safe_loads(ENDLESS[attack], "here")
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < MOST_GROWTH
 

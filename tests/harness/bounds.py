@@ -12,14 +12,14 @@ from mcore_ckpt_ext.errors import CheckpointError
 SECONDS, BYTES = 20, 3 << 30
 
 
-def in_bounds(read: Callable[[], object]) -> str:
-    """Read in a limited child process, and return the message of a refusal; empty if there is none."""
+def in_bounds(read: Callable[[], object], seconds: int = SECONDS) -> str:
+    """Read in a child process limited to seconds of processor time, and return the message of a refusal, or ""."""
     parent, child = multiprocessing.get_context("fork").Pipe()
 
     def limited() -> None:
         space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + BYTES
         resource.setrlimit(resource.RLIMIT_AS, (space, space))
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         try:
             read()
