@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
 # What training does when a save fails; also the values of `--ckpt-ext-on-save-failure`.
@@ -26,7 +26,7 @@ class Setting(Generic[Value]):
         name: the variable's name.
         meaning: the effect, as the documentation shows it after the name: "full: checksums of ...".
         default: the value if the variable is not set or its text is invalid.
-        parse: returns the value of a text; raises LookupError or ValueError if the text is invalid.
+        parse: returns the value of a text; raises ValueError if the text is invalid.
         argument: the command-line argument of a job with the same effect; it has priority.
     """
 
@@ -69,14 +69,46 @@ class Setting(Generic[Value]):
             return self.default, True
         try:
             return self.parse(self.text), True
-        except (LookupError, ValueError):
+        except ValueError:
             return self.default, False
 
 
-_off_or_on = {"0": False, "1": True}.__getitem__
+_OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
+
+
+def parse_switch(text: str) -> bool:
+    """Return whether a text says on or off; upper and lower case are alike.
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    word = text.strip().lower()
+    if word not in (*_OFF, *_ON):
+        raise ValueError(text)
+    return word in _ON
+
+
+def _word(*words: str) -> Callable[[str], str]:
+    """Return a parser of one of some words; upper and lower case are alike."""
+
+    def parse(text: str) -> str:
+        word = text.strip().lower()
+        if word not in words:
+            raise ValueError(text)
+        return word
+
+    return parse
+
+
+def _asked_for(word: str) -> Callable[[str], bool]:
+    """Return a parser of a setting that is off unless its text is a word."""
+    parse = _word(word, *_OFF)
+    return lambda text: parse(text) == word
 
 
 def _whole(text: str) -> int:
+    if text.strip().lower() in _OFF:
+        return 0
     if (number := int(text)) < 0:
         raise ValueError
     return number
@@ -92,40 +124,40 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-SWITCH = Setting("MCORE_CKPT_EXT", "0 switches the package off", True, _off_or_on)
+SWITCH = Setting("MCORE_CKPT_EXT", "0, false, no or off switches the package off", True, parse_switch)
 VERIFY_ALL = Setting(
-    "MCORE_CKPT_EXT_VERIFY", "full: checksums of all records before a resume", False, {"full": True}.__getitem__
+    "MCORE_CKPT_EXT_VERIFY", "full: checksums of all records before a resume", False, _asked_for("full")
 )
 ACCEPT_LOST = Setting(
     "MCORE_CKPT_EXT_ACCEPT_LOST",
     "1: resume even if elements are lost",
     False,
-    _off_or_on,
+    parse_switch,
 )
 NEW_TOKENS = Setting(
     "MCORE_CKPT_EXT_NEW_TOKENS",
     "keep: tokens missing from the checkpoint keep the model's initialization",
     False,
-    {"keep": True}.__getitem__,
+    _asked_for("keep"),
 )
 PROOF = Setting(
     "MCORE_CKPT_EXT_PROOF",
     "warn: training goes on even if masters do not round to their weights",
     STOP,
-    {word: word for word in (STOP, WARN)}.__getitem__,
+    _word(STOP, WARN),
 )
 ON_SAVE_FAILURE = Setting(
     "MCORE_CKPT_EXT_ON_SAVE_FAILURE",
     "continue: training goes on when a save fails",
     STOP,
-    {word: word for word in (STOP, CONTINUE)}.__getitem__,
+    _word(STOP, CONTINUE),
     argument="ckpt_ext_on_save_failure",
 )
 FALLBACK = Setting(
     "MCORE_CKPT_EXT_FALLBACK",
     "1: resume from the newest complete checkpoint",
     False,
-    _off_or_on,
+    parse_switch,
     argument="ckpt_ext_fallback",
 )
 LOAD = Setting(
@@ -133,21 +165,21 @@ LOAD = Setting(
     "which loader reads torch_dist checkpoints; fast: this package, stock: Megatron, auto: this package if the layout "
     "has changed",
     AUTO,
-    {word: word for word in (AUTO, STOCK, FAST)}.__getitem__,
+    _word(AUTO, STOCK, FAST),
     argument="ckpt_ext_load",
 )
 READ_ONCE = Setting(
     "MCORE_CKPT_EXT_READ_ONCE",
     "1: data that several ranks need is read by one of them and sent to the others",
     False,
-    _off_or_on,
+    parse_switch,
     argument="ckpt_ext_read_once",
 )
 FROM_HF = Setting(
     "MCORE_CKPT_EXT_FROM_HF",
     "1: require a Hugging Face folder to start from",
     False,
-    _off_or_on,
+    parse_switch,
     argument="ckpt_ext_from_hf",
 )
 ACCEPT_KEYS = Setting[tuple[str, ...]](
@@ -168,7 +200,7 @@ EXPLAIN = Setting(
     "MCORE_CKPT_EXT_EXPLAIN",
     "1: print whether stock Megatron or this package loads the optimizer, and why",
     False,
-    _off_or_on,
+    parse_switch,
 )
 WRITER_PATIENCE = Setting(
     "MCORE_CKPT_EXT_WRITER_PATIENCE",
@@ -200,3 +232,8 @@ SETTINGS = (
     HEARTBEAT_TIMEOUT,
 )
 """All variables, in the order of the documentation's table, which is generated from this tuple."""
+
+
+def invalid_settings() -> list[Setting[Any]]:
+    """Return the settings whose variables have an invalid value."""
+    return [setting for setting in SETTINGS if not setting.is_valid]

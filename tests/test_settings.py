@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +20,12 @@ from mcore_ckpt_ext.settings import (
     CONTINUE,
     EXPORT_HF,
     FALLBACK,
+    NEW_TOKENS,
     ON_SAVE_FAILURE,
     SETTINGS,
     STOP,
     SWITCH,
+    VERIFY_ALL,
     WRITER_PATIENCE,
     Setting,
 )
@@ -32,10 +37,19 @@ REPOSITORY = Path(__file__).parents[1]
     ("setting", "text", "value", "is_valid"),
     [
         (SWITCH, "0", False, True),
-        (SWITCH, "off", True, False),
+        *((SWITCH, text, False, True) for text in ("false", "False", "no", "NO", "off", "Off", " 0 ")),
+        *((SWITCH, text, True, True) for text in ("1", "true", "Yes", "on")),
+        (SWITCH, "flase", True, False),
+        (SWITCH, "2", True, False),
         (SWITCH, "", True, True),
+        (VERIFY_ALL, "Full", True, True),
+        (VERIFY_ALL, "off", False, True),
+        (VERIFY_ALL, "1", False, False),
+        (NEW_TOKENS, "no", False, True),
+        (FALLBACK, "TRUE", True, True),
         (ON_SAVE_FAILURE, "continue", CONTINUE, True),
-        (ON_SAVE_FAILURE, "Continue", STOP, False),
+        (ON_SAVE_FAILURE, "Continue", CONTINUE, True),
+        (ON_SAVE_FAILURE, "off", STOP, False),
         (WRITER_PATIENCE, "15", 15.0, True),
         (WRITER_PATIENCE, "long", 300.0, False),
         (WRITER_PATIENCE, "nan", 300.0, False),
@@ -55,9 +69,27 @@ def test_invalid_values_end_a_megatron_job(monkeypatch: pytest.MonkeyPatch) -> N
     """Who asked for checksums, or for training to go on, must not get the opposite."""
     check_settings()
     monkeypatch.setenv("MCORE_CKPT_EXT_VERIFY", "1")
-    monkeypatch.setenv("MCORE_CKPT_EXT_ON_SAVE_FAILURE", "Continue")
-    with pytest.raises(UsageError, match="VERIFY=1; MCORE_CKPT_EXT_ON_SAVE_FAILURE=Continue; expected: .*full: "):
+    monkeypatch.setenv("MCORE_CKPT_EXT_ON_SAVE_FAILURE", "Contineu")
+    with pytest.raises(UsageError, match="VERIFY=1; MCORE_CKPT_EXT_ON_SAVE_FAILURE=Contineu; expected: .*full: "):
         check_settings()
+
+
+SWITCHES = [setting for setting in SETTINGS if setting.default in (False, True)]  # 0 among them, which is off
+
+
+@pytest.mark.parametrize("setting", SWITCHES, ids=lambda setting: setting.name)
+def test_every_switch_understands_the_words_for_off(setting: Setting[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("0", "false", "FALSE", "No", "off"):
+        monkeypatch.setenv(setting.name, text)
+        assert (setting.value, setting.is_valid) == (False, True)
+
+
+def test_importing_torch_reports_an_invalid_value() -> None:
+    """In any program, because a job without Megatron's arguments would never hear of it."""
+    program = "from mcore_ckpt_ext_autoload import register; register()"
+    environment = os.environ | {"MCORE_CKPT_EXT": "flase", "RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "MCORE_CKPT_EXT=flase: invalid value, ignored; valid: 0, false, no or off switches" in done.stderr
 
 
 def test_an_argument_outweighs_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.copies import installed_copies
 from mcore_ckpt_ext.cli.folding import alike
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, table
@@ -116,7 +117,8 @@ def _verdict(report: Report) -> Painted:
 
 
 def _lines(save: Path | None) -> Iterator[Line]:
-    yield Line("mcore_ckpt_ext", "ok", f"{mcore_ckpt_ext.__version__}, {Path(mcore_ckpt_ext.__file__).parent}")
+    yield Line("mcore_ckpt_ext", "ok", f"{mcore_ckpt_ext.__version__}, {_folder()}")
+    yield from _other_copies()
     yield Line("python", "ok", f"{platform.python_version()}, {sys.executable}")
     try:
         with failures_explained():
@@ -138,6 +140,19 @@ def _lines(save: Path | None) -> Iterator[Line]:
         yield from _loops()
     if save is not None:
         yield _writable(save)
+
+
+def _folder() -> Path:
+    return Path(mcore_ckpt_ext.__file__).resolve().parent
+
+
+def _other_copies() -> Iterator[Line]:
+    """Report further copies of this package on the path: another process may import another one."""
+    for folder, version in sorted(installed_copies(mcore_ckpt_ext.__name__).items()):
+        if folder != _folder():
+            same = version in (None, mcore_ckpt_ext.__version__)
+            found = f"{version or 'of unknown version'}, {folder}; keep one: pip uninstall {mcore_ckpt_ext.__name__}"
+            yield Line("another copy", "note" if same else "FAILED", found)
 
 
 def _import_failure(error: Exception) -> str:
@@ -182,14 +197,14 @@ def _autoload(version: Version | None) -> Line:
         hint = f"pip install . in its clone; or {by_hand}"
         return Line(what, "FAILED", f"no: the package is on the path, but not installed: {hint}")
     if not SWITCH.value:
-        return Line(what, "note", f"no: {SWITCH.name}=0")
+        return Line(what, "note", f"no: {SWITCH.name}={SWITCH.text}")
     return Line(what, "ok", "yes, at the end of `import torch`")
 
 
 def _hooks() -> Iterator[Line]:
     """Import the modules with patch points, as a job would, and report the state of each patch point."""
     if not SWITCH.value:
-        yield Line("hooks", "note", f"switched off: {SWITCH.name}=0")
+        yield Line("hooks", "note", f"switched off: {SWITCH.name}={SWITCH.text}")
         return
     mcore_ckpt_ext.install()
     problems = {

@@ -40,9 +40,9 @@ from mcore_ckpt_ext.settings import (
     LOAD,
     ON_SAVE_FAILURE,
     READ_ONCE,
-    SETTINGS,
     STOCK,
     STOP,
+    invalid_settings,
 )
 from mcore_ckpt_ext.versions import Version, parse_version
 
@@ -104,7 +104,7 @@ def check_settings() -> None:
     Raises:
         UsageError: a variable has an invalid value.
     """
-    if wrong := [setting for setting in SETTINGS if not setting.is_valid]:
+    if wrong := invalid_settings():
         raise UsageError(
             "an environment variable has an invalid value",
             found="; ".join(f"{setting.name}={setting.text}" for setting in wrong),

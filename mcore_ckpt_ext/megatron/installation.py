@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from mcore_ckpt_ext.patching.registry import HookRegistry, PatchPointStatus
+    from mcore_ckpt_ext.settings import Setting
 
 __all__ = ["install", "status", "uninstall"]
 
@@ -18,15 +21,18 @@ def install() -> None:
     """Patch every supported framework that is imported, and each other one when it is imported.
 
     A second call changes nothing. With ``MCORE_CKPT_EXT=0`` in the environment nothing is installed, so that an
-    operator can switch the package off even if a script calls this function.
+    operator can switch the package off even if a script calls this function. A variable with an invalid value is
+    reported.
 
     Example:
         >>> install()
         >>> {point.state for point in status()} <= {"patched", "waiting for import", "not patched"}
         True
     """
-    from mcore_ckpt_ext.settings import SWITCH
+    from mcore_ckpt_ext.settings import SWITCH, invalid_settings
 
+    if wrong := invalid_settings():
+        _report(wrong)
     if SWITCH.value:
         _registry().install()
 
@@ -50,6 +56,13 @@ def status() -> list[PatchPointStatus]:
         'megatron.training.checkpointing.load_checkpoint'
     """
     return _registry().status()
+
+
+def _report(wrong: list[Setting[Any]]) -> None:
+    from mcore_ckpt_ext.patching.log import announce
+
+    for setting in wrong:
+        announce(f"{setting.name}={setting.text}: invalid value, ignored; valid: {setting.meaning}")
 
 
 def _registry() -> HookRegistry:
