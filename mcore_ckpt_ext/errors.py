@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 from argparse import Namespace
 from collections import deque
@@ -66,31 +67,35 @@ class CheckpointError(RuntimeError):
         self.found = found
 
 
-class UnreadableCheckpointError(CheckpointError):
+class ContentError(CheckpointError):
+    """Base class of the errors whose reason lies in the content of a checkpoint, or in the live model."""
+
+
+class UnreadableCheckpointError(ContentError):
     """A file is missing, truncated or damaged, or contradicts its metadata."""
 
     _default_hint = "use another copy, or another iteration where there is one"
 
 
-class UnsafePickleError(CheckpointError):
+class UnsafePickleError(ContentError):
     """A pickle requests a class or function that no checkpoint needs."""
 
     _default_hint = "do not load it with other software, which may execute its code; ask its author"
 
 
-class UnsupportedCheckpointError(CheckpointError):
+class UnsupportedCheckpointError(ContentError):
     """The checkpoint is intact, but this package does not read its kind."""
 
 
-class PackingError(CheckpointError):
+class PackingError(ContentError):
     """No packing of the gradient buffers could be verified."""
 
 
-class ProofError(CheckpointError):
+class ProofError(ContentError):
     """A parameter's fp32 master does not round to the weight in the same checkpoint."""
 
 
-class ModelMismatchError(CheckpointError):
+class ModelMismatchError(ContentError):
     """The live model and the checkpoint do not describe the same parameters."""
 
 
@@ -100,6 +105,10 @@ class ResumeRefusedError(CheckpointError):
 
 class SaveFailedError(CheckpointError):
     """A running job could not save a checkpoint; raised on every rank with the reasons of all ranks."""
+
+
+class StorageError(CheckpointError):
+    """A disk, a file system or a remote store does not let a file be read, which says nothing about its content."""
 
 
 class UsageError(CheckpointError):
@@ -193,18 +202,42 @@ INTERRUPTED = "the save was interrupted or the copy is incomplete: use another i
 """The hint for a checkpoint of which a part is missing."""
 
 
+class RefusedFileError(OSError):
+    """A file that is not read for what it is: a link out of the folder, a device, or far too large."""
+
+
+_ANSWERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+"""Error numbers that state what lies at a path, and not that it cannot be read."""
+_HINTS: dict[int, str] = {
+    errno.EACCES: "read it as a user with permission, or ask its owner for permission (chmod)",
+    errno.EPERM: "read it as a user with permission, or ask its owner for permission (chmod)",
+    errno.ELOOP: "a link leads to itself: replace it by the file that it stands for (ls -l shows where it leads)",
+    errno.ESTALE: "the file server has lost the file: mount the file system again, and try again",
+    errno.EMFILE: "raise the limit of open files (ulimit -n), and try again",
+    errno.ENFILE: "close other programs, since the machine has too many open files, and try again",
+    errno.ENOMEM: "close other programs, since the machine is out of memory, and try again",
+}
+_DISK_HINT = "try again; if it fails again, check the disk and the file system (dmesg), or use another copy"
+
+
+def is_answer(error: OSError) -> bool:
+    """Return whether an error states what lies at a path, so that it says something about a checkpoint's content."""
+    return isinstance(error, RefusedFileError) or error.errno in _ANSWERS
+
+
 def io_hint(error: OSError) -> str:
     """Return the hint for a file of a checkpoint that cannot be opened."""
-    if isinstance(error, PermissionError):
-        return "read it as a user with permission, or ask its owner for permission (chmod)"
     if isinstance(error, FileNotFoundError):
         return INTERRUPTED
-    return "check the disk and the file system, or use another iteration"
+    if is_answer(error):
+        return "replace it by the file itself, or use another iteration"
+    return _HINTS.get(error.errno or 0, _DISK_HINT)
 
 
-def unreadable_file(message: str, error: OSError, path: object) -> UnreadableCheckpointError:
-    """Return the error for a file that the operating system does not let us read."""
-    return UnreadableCheckpointError(message, found=error.strerror, where=str(path), hint=io_hint(error))
+def unreadable_file(message: str, error: OSError, path: object) -> UnreadableCheckpointError | StorageError:
+    """Return the error for a file that cannot be read: about the content only if `error` is, too."""
+    kind = UnreadableCheckpointError if is_answer(error) else StorageError
+    return kind(message, found=error.strerror or str(error), where=str(path), hint=io_hint(error))
 
 
 def join_some(names: Sequence[str], limit: int = 4) -> str:

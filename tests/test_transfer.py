@@ -18,7 +18,7 @@ from mcore_ckpt_ext.storage import pinned, row_reader
 from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.overlay_reader import OverlayReader
-from mcore_ckpt_ext.storage.paths import as_path, file_system
+from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.storage.remote import RemoteFolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.transfer import Transfer
@@ -84,8 +84,9 @@ def test_every_element_reaches_its_place_and_nothing_else_is_touched(
 @pytest.mark.parametrize("name", RUNS)
 def test_remote_files_and_those_of_a_second_folder_are_read_in_the_same_ways(name: str, reader: FolderReader) -> None:
     remote, own = as_path("memory://rows"), reader.folder / "own"
-    file_system(remote).pipe_file("/rows/raw", CONTENT)
+    (remote / "raw").write_bytes(CONTENT)
     own.mkdir()
+    assert is_remote(remote)
     both = OverlayReader(FolderReader(own), reader)
     for other, file in ((RemoteFolderReader(remote), "raw"), (both, both.name_of("raw"))):
         memory = torch.full((150_000,), -1.0)

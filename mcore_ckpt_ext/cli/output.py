@@ -17,6 +17,7 @@ from typing import TextIO, TypeAlias
 
 from mcore_ckpt_ext.cli.terminal import fitted, terminal_width, wrapped
 from mcore_ckpt_ext.errors import DETAILS, escape
+from mcore_ckpt_ext.storage.store_path import StorePath
 
 _GAP = "  "
 # Terminal styles: parameters of "select graphic rendition" (ECMA-48).
@@ -106,7 +107,7 @@ def _finite(value: object) -> object:
         return json.dumps(value)
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, PurePath):
+    if isinstance(value, (PurePath, StorePath)):
         return str(value)
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 

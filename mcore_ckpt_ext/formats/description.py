@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import CheckpointError, UsageError, shorten
+from mcore_ckpt_ext.errors import ContentError, UsageError, shorten
 from mcore_ckpt_ext.job.facts import Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.loops import bridge, nemo, verl
@@ -117,7 +117,7 @@ def _train_state(reader: FolderReader) -> tuple[dict[str, int], tuple[str, ...]]
         archive = TorchArchive(reader, bridge.TRAIN_STATE)
         content = archive.with_values(archive.load())
         counts = {name: int(content[name]) for name in bridge.COUNTED if name in content}
-    except (CheckpointError, TypeError, ValueError, RuntimeError) as error:
+    except (ContentError, TypeError, ValueError, RuntimeError) as error:
         return {}, (f"{bridge.TRAIN_STATE} is ignored: {shorten(str(error))}",)
     return {name: count for name, count in counts.items() if count >= 0}, ()
 
@@ -204,7 +204,7 @@ def run_config_of(folder: Path) -> dict[str, Any] | None:
         where = str(folder / bridge.RUN_CONFIG)
         content = parsed_yaml(read_file(folder, bridge.RUN_CONFIG, MOST_BYTES).decode(), where)
         bridge.job_arguments(content, where)
-    except (OSError, ValueError, CheckpointError):
+    except (OSError, ValueError, ContentError):
         return None
     return dict(content)
 
@@ -224,6 +224,6 @@ def _read(folder: Path, name: str, arguments_of: Callable[[str, str], JobArgumen
         raise
     except OSError as error:
         problem = error.strerror or str(error)
-    except (ValueError, CheckpointError) as error:
+    except (ValueError, ContentError) as error:
         problem = shorten(str(error))
     return Description(_partial({}, folder), name, (f"{name} is ignored: {problem}",))

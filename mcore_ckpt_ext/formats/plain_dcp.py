@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.errors import ContentError
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_FILE
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
@@ -30,7 +30,7 @@ def plain_backend(folder: Path) -> str | None:
         return None
     try:
         index = read_index(folder)
-    except CheckpointError:
+    except ContentError:
         return None
     if _ARGUMENTS not in index.objects or any(_SHARD in key for key in index.objects):
         return None

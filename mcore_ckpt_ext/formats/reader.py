@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, format_value
+from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, UsageError, format_value
 from mcore_ckpt_ext.formats.auxiliary_files import TOKENIZER_FOLDER, auxiliary_files
 from mcore_ckpt_ext.formats.description import megatron_arguments, stored_arguments
 from mcore_ckpt_ext.formats.grid import weight_grid
@@ -339,7 +339,7 @@ class FormatReader(FormatTraits, ABC):
     def found_sidecar(self) -> FoundSidecar:
         """The sidecar, or its problem."""
         arguments, iteration = None, None
-        with suppress(CheckpointError):  # reported by the code that uses the common state
+        with suppress(ContentError):  # reported by the code that uses the common state
             iteration = self.common.get("iteration")
             stored = stored_arguments(self.common)
             own = megatron_arguments(stored, self.folder, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError, shorten
+from mcore_ckpt_ext.errors import ContentError, shorten
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, MOST_BYTES, Sidecar
@@ -65,7 +65,7 @@ def _staleness(sidecar: Sidecar, folder: Path, arguments: JobArguments | None, i
         return None
     try:
         stored = ParallelLayout.from_arguments(arguments).known_sizes()
-    except CheckpointError:  # reported by the reader of the layout
+    except ContentError:  # reported by the reader of the layout
         return None
     other = [f"{name} {size} and not {stored[name]}" for name, size in sidecar.layout.items()
              if stored.get(name) not in (None, size)]  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import prod
 
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, reraise_as_unreadable
+from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError, reraise_as_unreadable
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -118,7 +118,7 @@ def _comparison(
     def one(pair: tuple[str, str]) -> TensorDifference:
         try:
             return _compare_tensor(sides, *pair, counter, pictures)
-        except CheckpointError as problem:
+        except ContentError as problem:
             return TensorDifference(*pair, ((), ()), ("", ""), problem=str(problem))
 
     results = Workers(team, workers).map(one, shared, lambda pair: sides[0].nbytes(*pair))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, join_some
+from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, join_some
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.format import Format
 from mcore_ckpt_ext.formats.registry import format_of
@@ -117,7 +117,7 @@ def check_index_file(folder: Path) -> Iterator[Finding]:
     if (folder / METADATA_FILE).exists():
         try:
             check_plans(folder)
-        except CheckpointError as problem:
+        except ContentError as problem:
             what = f"the ranks' plans at its end cannot be read, and stock Megatron fails to load it: {problem}"
             yield error(COMPLETE, str(folder / METADATA_FILE), what, METADATA_FILE)
 

@@ -8,7 +8,7 @@ from math import isfinite, prod
 
 import numpy as np
 
-from mcore_ckpt_ext.errors import CheckpointError, join_some
+from mcore_ckpt_ext.errors import ContentError, join_some
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
 from mcore_ckpt_ext.lazy_torch import torch
@@ -219,7 +219,7 @@ def check_parameters(
     def check(name: str) -> ParameterReport:
         try:
             report = content.check(name)
-        except CheckpointError as problem:
+        except ContentError as problem:
             report = ParameterReport([error(PROOF, name, str(problem))])
         advance(report.bytes_read)
         return report

@@ -175,6 +175,10 @@ def convert(
     block_bytes = max(1 << 16, min(largest, memory_limit // (workers * _BLOCKS_AT_ONCE)))
     filler = BlockReader(checkpoint, accept_lost)
     differing: list[str] = []
+    notes = [
+        *output.notes, *_left_by_offload(checkpoint), *(f"{one.where}: {one.what}" for one in findings),
+        *(note for folder in folders for note in _edited(folder)),
+    ]  # fmt: skip
     if not dry_run:
         with reraise_as_unreadable(checkpoint.folder):
             differing = _differing_copies(checkpoint, laid_out.reads_optimizer, team)
@@ -192,7 +196,8 @@ def convert(
         def check_readable() -> None:
             _check_readable(written.folder, checkpoint, laid_out)
 
-        written.write(output, filler, (unchanged, check_readable), progress, force=force, resume=resume)
+        left = written.write(output, filler, (unchanged, check_readable), progress, force=force, resume=resume)
+        notes += [*differing, *left]
     return Report(
         destination=place.path,
         files=len(output.files),
@@ -202,10 +207,7 @@ def convert(
         peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
         proven_elements=team.total(filler.proven),
         seconds=time.monotonic() - begun,
-        notes=[
-            *output.notes, *_left_by_offload(checkpoint), *differing, *(f"{one.where}: {one.what}" for one in findings),
-            *(note for folder in folders for note in _edited(folder)),
-        ],
+        notes=notes,
         lost=lost,
         unread=unread,
         how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",

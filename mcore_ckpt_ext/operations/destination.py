@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError, DestinationError
+from mcore_ckpt_ext.errors import ContentError, DestinationError
 from mcore_ckpt_ext.formats.auxiliary_files import COMPANION_PATTERN
 from mcore_ckpt_ext.formats.backend import sharded_backend
 from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.job.loops.bridge import LATEST_TRAIN_STATE
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, TRACKER_FILE, iteration_number
 from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE
-from mcore_ckpt_ext.storage.paths import as_path, file_system, is_remote
+from mcore_ckpt_ext.storage.paths import as_path, is_remote
 
 # Megatron's own files next to the iterations (megatron/training: checkpointing.py, training.py, utils.py, 0.7 to 0.19).
 _OF_RUNS = (
@@ -57,7 +57,7 @@ class Destination:
         found = dict(_entries(path))
         try:
             known = re.compile("|".join(_known(path)))
-        except CheckpointError as error:
+        except ContentError as error:
             raise self._refused("the destination is not a checkpoint, so it is not replaced", str(error)) from error
         if known.pattern == "":
             raise self._refused("the destination is not a checkpoint, so it is not replaced", _some(found))
@@ -93,7 +93,8 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
         DestinationError: the path is invalid or a link, lies in a source, or a source lies in it.
     """
     found = as_path(path)
-    if not is_remote(found):
+    is_local = not is_remote(found)
+    if is_local:
         if "\0" in str(found):
             raise DestinationError("invalid name for a folder", found=repr(str(found)), hint="choose another name")
         if found.is_symlink():
@@ -114,13 +115,8 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
 
 def _nested(first: Path, second: Path) -> bool:
     """Return True if one of two paths is the other or lies in it, under whatever names and links."""
-    if is_remote(first) != is_remote(second):
-        return False
-    if is_remote(first):
-        if file_system(first) != file_system(second):
-            return False
-        above, below = (str(path.path).strip("/") + "/" for path in (first, second))  # type: ignore[attr-defined]
-        return above.startswith(below) or below.startswith(above)
+    if is_remote(first) or is_remote(second):
+        return first == second or first in second.parents or second in first.parents
     one, other = (Path(os.path.realpath(path)) for path in (first, second))
     return any(
         _identity(above) in map(_identity, (below, *below.parents)) for above, below in ((one, other), (other, one))

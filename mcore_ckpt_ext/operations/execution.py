@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.operations.destination import Destination
@@ -15,6 +16,7 @@ from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Record
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.publish import Publication
 from mcore_ckpt_ext.storage.remote import Upload
+from mcore_ckpt_ext.storage.store_path import StorePath
 from mcore_ckpt_ext.writing import RecordWriter, lay_out
 
 Checks = tuple[Callable[[], None], Callable[[], None]]
@@ -31,14 +33,18 @@ class LocalOutput:
 
     def write(
         self, output: Output, filler: BlockReader, checks: Checks, progress: Progress, *, force: bool, resume: bool
-    ) -> None:
+    ) -> list[str]:
         """Write everything, check it, and publish it.
+
+        Returns:
+            Notes about what could not be tidied up after that.
 
         Raises:
             DestinationError: the destination exists, or writing failed.
             CheckpointError: `filler` or `checks` raised it.
         """
         team, publication = self._team, self._publication
+        notes: list[str] = []
         try:
             team.first(lambda: publication.open(force=force, resume=resume))
             team.all(publication.join)
@@ -48,9 +54,10 @@ class LocalOutput:
             team.first(lambda: lay_out((file for file in output.files if file.last), publication.content))
             for check in checks:
                 team.first(check)
-            team.first(publication.publish)
+            team.first(lambda: notes.extend(publication.publish()))
         finally:
             publication.close()
+        return notes
 
     def _fill(self, output: Output, filler: BlockReader, progress: Progress) -> None:
         """Write this process's share of the records.
@@ -78,16 +85,19 @@ class RemoteOutput:
     """Files made one at a time on the local disk and uploaded; the one that marks completion is last."""
 
     def __init__(self, destination: Destination, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
-        self._upload = Upload(destination.path, fingerprint, team.rank)
+        self._upload = Upload(cast("StorePath", destination.path), fingerprint, team.rank)
         self._team, self._workers, self._block_bytes = team, workers, block_bytes
         self.folder = destination.path
 
     def write(
         self, output: Output, filler: BlockReader, checks: Checks, progress: Progress, *, force: bool, resume: bool
-    ) -> None:
+    ) -> list[str]:
         """Write everything; an existing remote folder is never replaced.
 
         If the second check fails, the files that mark the output as complete are removed again.
+
+        Returns:
+            Notes about what could not be tidied up after that.
         """
         unchanged, check_readable = checks
         team = self._team
@@ -121,7 +131,9 @@ class RemoteOutput:
             if team.rank == 0:
                 self._upload.withdraw([file.name for file in last])
             raise
-        team.first(self._upload.publish)
+        notes: list[str] = []
+        team.first(lambda: notes.extend(self._upload.publish()))
+        return notes
 
     def _make(
         self, file: OutputFile, records: Sequence[tuple[int, Record]], filler: BlockReader, counter: ByteCounter | None

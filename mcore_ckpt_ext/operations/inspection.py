@@ -154,7 +154,7 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
     layout, writer = checkpoint.layout, writer_of(checkpoint)
     grid = RankGrid(layout, bool(checkpoint.arguments.use_tp_pp_dp_mapping))
     with_job = has_job(checkpoint, writer)
-    on_disk = file_sizes(checkpoint.folder)
+    on_disk = file_sizes(checkpoint.folder, skip_forbidden=True)
     files = _files(checkpoint, None if writer.converted else grid, on_disk)
     ranks = {file.rank for file in files if file.rank is not None}
     silent = tuple(rank for rank in range(layout.world) if rank not in ranks) if ranks and grid.is_known else ()

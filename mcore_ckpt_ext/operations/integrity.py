@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
+from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.findings import (
@@ -25,11 +24,10 @@ from mcore_ckpt_ext.operations.findings import (
 )
 from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.array_location import RawArray
-from mcore_ckpt_ext.storage.checked_files import open_file, read_file
+from mcore_ckpt_ext.storage.checked_files import open_stream, read_file, reading
 from mcore_ckpt_ext.storage.checksums import Confirmed, verify_array
 from mcore_ckpt_ext.storage.file_digests import compare_digests
 from mcore_ckpt_ext.storage.json_text import parsed
-from mcore_ckpt_ext.storage.paths import is_remote
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 _ALGORITHM = "sha256"
@@ -144,7 +142,7 @@ def check_archives(
             for name in opened.names:
                 if name not in confirmed.verified_records.get(archive, ()):
                     opened.verify_checksums(only=name)
-        except CheckpointError as problem:
+        except ContentError as problem:
             label = known.get((file, offset))
             return error(CHECKSUMS, file if label is None else f"{file}: {label}", str(problem), file, offset)
         finally:
@@ -172,7 +170,7 @@ def check_bare_arrays(
     def check(array: RawArray) -> Finding | None:
         try:
             verify_array(checkpoint.reader, array)
-        except CheckpointError as problem:
+        except ContentError as problem:
             return error(CHECKSUMS, array.file, str(problem), array.file, array.offset)
         finally:
             advance(array.length)
@@ -229,10 +227,11 @@ def digest_of_file(folder: Path, name: str, advance: Advance = lambda count: Non
     """Return the SHA-256 of a file of a folder.
 
     Raises:
-        OSError: it is missing, cannot be read, or is a link out of the folder.
+        OSError: it is missing, or is a link out of the folder.
+        StorageError: it cannot be read.
     """
     digest = hashlib.sha256()
-    with (folder / name).open("rb") if is_remote(folder) else os.fdopen(open_file(folder, name), "rb") as file:
+    with open_stream(folder, name) as file, reading(folder / name):
         while block := file.read(_HASH_BLOCK):
             digest.update(block)
             advance(len(block))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import ContentError, StorageError, UnsupportedCheckpointError, unreadable_file
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.operations.verification import verify
@@ -59,21 +59,34 @@ def iteration_health_of(run: Path, step: int | None = None) -> IterationHealth |
     if found is not None and METADATA_FILE not in found.required_files:
         return None
     problems = problems_of(folder)
-    later = tuple(number for number, newer in iterations.items() if number > wanted and problems_of(newer))
+    later = tuple(number for number, newer in iterations.items() if number > wanted and not _is_complete(newer))
     others = {number: path for number, path in iterations.items() if number != wanted and plain_backend(path) is None}
     return IterationHealth(f"iteration {wanted}", problems, _newest_complete(others) if problems else None, later)
 
 
 def problems_of(folder: Path) -> tuple[str, ...]:
-    """Return the problems of an iteration, by its files and its metadata; empty if there are none."""
+    """Return the problems of an iteration, by its files and its metadata; empty if there are none.
+
+    Raises:
+        StorageError: its files cannot be read, so that nothing is known about them.
+    """
     try:
         found = verify(folder, quick=True)
     except UnsupportedCheckpointError:  # unsupported is not damaged
         return ()
-    except (CheckpointError, OSError) as error:
+    except ContentError as error:
         return (str(error),)
+    except OSError as error:
+        raise unreadable_file("a file of the checkpoint cannot be read", error, error.filename or folder) from error
     return tuple(f"{finding.where}: {finding.what}" for finding in found.findings if finding.severity == "error")
 
 
 def _newest_complete(iterations: dict[int, Path]) -> int | None:
-    return next((number for number, folder in iterations.items() if not problems_of(folder)), None)
+    return next((number for number, folder in iterations.items() if _is_complete(folder)), None)
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        return not problems_of(folder)
+    except StorageError:
+        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.errors import ContentError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.parallel import layers_by_chunk
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
@@ -33,7 +33,7 @@ def stages_of(checkpoint: CheckpointView, grid: RankGrid) -> tuple[Stage, ...]:
     """Return every chunk of the job that wrote a checkpoint; empty if the pipeline split is unknown."""
     try:
         layers = checkpoint.layers() or layers_by_chunk(checkpoint.arguments, checkpoint.layout)
-    except CheckpointError:  # contradictory arguments; the rest of the checkpoint can still be shown
+    except ContentError:  # contradictory arguments; the rest of the checkpoint can still be shown
         return ()
     if layers is None or not grid.is_known or "virtual_pipeline" in grid.layout.unknown:
         return ()

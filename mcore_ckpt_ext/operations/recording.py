@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, reraise_as_unreadable, unreadable_file
+from mcore_ckpt_ext.errors import (
+    ContentError,
+    UnreadableCheckpointError,
+    reraise_as_unreadable,
+    unreadable_file,
+)
 from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.lazy_torch import torch
@@ -232,7 +237,7 @@ def tensor_digests(content: Content, digests: Sequence[TensorDigest], workers: W
         try:
             with reraise_as_unreadable(content.folder):
                 return tensors.digest(key)
-        except CheckpointError as problem:
+        except ContentError as problem:
             return str(problem)
 
     results = workers.map(digest, unread, tensors.size)

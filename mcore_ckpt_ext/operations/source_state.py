@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder
-from mcore_ckpt_ext.storage.paths import file_system, is_remote
+from mcore_ckpt_ext.storage.paths import is_remote
 
 SourceState = list[tuple[object, ...]]
 """For each file below a folder its name, its size, and attributes that change with its content."""
@@ -21,7 +21,7 @@ _MARKS = (
 
 def state_before(source: Path) -> dict[Path, SourceState]:
     """Return the state of the folder that a source path resolves to, before anything in it is read."""
-    with suppress(Exception):  # opening reports errors, and a store may have its own kinds of errors
+    with suppress(CheckpointError, OSError):  # opening reports errors
         folder = iteration_folder(source)
         return {folder: state_of(folder)}
     return {}
@@ -35,11 +35,10 @@ def state_of(folder: Path) -> SourceState:
     another inode.
     """
     if is_remote(folder):
-        store = file_system(folder)
-        store.invalidate_cache()  # its cache may be older than the writes of other processes
-        entries = sorted(store.find(str(folder.path), detail=True).items())  # type: ignore[attr-defined]  # remote
+        folder.forget_cache()
         marks = (
-            (name, about, [about[mark] for mark in _MARKS if about.get(mark) is not None]) for name, about in entries
+            (name, about, [about[mark] for mark in _MARKS if about.get(mark) is not None])
+            for name, about in folder.find().items()
         )
         return [(name, int(about.get("size") or 0), repr(found)) for name, about, found in marks]
     return [(str(path.relative_to(folder)), *_marks(path)) for path in sorted(folder.rglob("*"))]

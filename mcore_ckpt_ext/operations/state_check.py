@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.portable_state import once, portable_group
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -100,7 +100,7 @@ class StateCheck:
         findings, checks, where = self._results.findings, self._results.checks, where or self._folder
         try:
             yield
-        except CheckpointError as problem:
+        except ContentError as problem:
             if any(file in str(problem) for file in self._failed):
                 # The file has a finding already.
                 checks.append(Check(check, _FILES_GONE, done=False))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from math import prod
 
-from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.errors import ContentError
 from mcore_ckpt_ext.formats.listing import About, ListedTensor, Listing
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.operations.content import Tally, count_values, judge
@@ -137,7 +137,7 @@ class _ElementCheck:
         """Compare the checksums of an archive."""
         try:
             TorchArchive(self._reader, file).verify_checksums()
-        except CheckpointError as problem:
+        except ContentError as problem:
             return [error(CHECKSUMS, file, str(problem), file)]
         finally:
             self._advance(self._reader.size(file))
@@ -163,7 +163,7 @@ class _ElementCheck:
         hashed = TensorHash(STORED, tensor.name, tensor.extent.dtype, tensor.shape) if self._digest_tensors else None
         try:
             findings = self._check(tensor, hashed, whole)
-        except CheckpointError as problem:
+        except ContentError as problem:
             return [error(COMPLETE, tensor.name, str(problem), tensor.extent.file, tensor.extent.offset)], None
         return findings, None if hashed is None else hashed.digest
 

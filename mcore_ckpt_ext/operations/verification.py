@@ -12,6 +12,7 @@ from pathlib import Path
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import (
     CheckpointError,
+    ContentError,
     ProofError,
     UnreadableCheckpointError,
     UnsafePickleError,
@@ -243,7 +244,7 @@ class _Run:
             # No checksum is compared after any other error, such as an interrupt or a broken installation of torch.
             with reraise_as_unreadable(self.folder):
                 self._check_elements(checkpoint, failed, confirmed, counter, content)
-        except CheckpointError as error:
+        except ContentError as error:
             damage = error
         checksums.check(confirmed, self._workers, counter.add, self.results)
         self.results.extend(content)
@@ -268,7 +269,7 @@ class _Run:
         """Report the keys that no other check reads."""
         try:
             unread = checkpoint.unread(objects=not self._quick)
-        except CheckpointError as problem:  # damage, which other checks report
+        except ContentError as problem:  # damage, which other checks report
             self.results.checks.append(Check(KNOWN, str(problem), done=False))
             return
         for item in unread:

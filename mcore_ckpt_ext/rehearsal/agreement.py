@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mcore_ckpt_ext.collectives import reason_of, refusal
-from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, StorageError
 
 Result = TypeVar("Result")
 
@@ -45,6 +45,8 @@ def on_every_rank(
         return work()
     except beyond_rehearsal:
         raise
+    except StorageError:  # nothing is known about what the ranks would do
+        raise
     except ResumeRefusedError as error:
         raise RefusedError(error) from error
     except CheckpointError as error:
@@ -68,6 +70,8 @@ def by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbati
     def reason(rank: int) -> str | None:
         try:
             work(rank)
+        except StorageError:
+            raise
         except CheckpointError as error:
             return reason_of(error)
         return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 
-from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.errors import ContentError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.megatron.live.master_check import prove
@@ -86,7 +86,7 @@ class Shares:
                     alike = [held[number] for number in own]
                     try:
                         self._figures.bytes_read += self._plan([one.shard for one in alike]) * copies if alike else 0
-                    except CheckpointError:
+                    except ContentError:
                         refused = [number for number in own if self._is_refused(held[number])] or own
                         wrong.extend((pipeline, number) for number in refused)
                     self._count(alike, copies)
@@ -109,7 +109,7 @@ class Shares:
                     wanted, ranks = weights[number]
                     try:
                         read = sum(plan.bytes_read for plan in plans_of(wanted, self._checkpoint))
-                    except CheckpointError:
+                    except ContentError:
                         missing.append((pipeline, number))
                         return
                     self._figures.weights += wanted.slice.numel
@@ -121,7 +121,7 @@ class Shares:
             pipeline, number = places[0]
             try:
                 plans_of(self._job.weights(pipeline)[number][0], self._checkpoint)
-            except CheckpointError as error:
+            except ContentError as error:
                 raise RefusedError(error, is_verbatim=False) from error
 
     def prove(self, *, full: bool) -> None:
@@ -142,7 +142,7 @@ class Shares:
                         for piece in _pieces(shard, full=full):
                             self._prove([piece])
                             self._figures.proven += piece.slice.numel
-                    except CheckpointError:
+                    except ContentError:
                         wrong.append((pipeline, number))
 
         self._team.all(work)
@@ -172,7 +172,7 @@ class Shares:
     def _is_refused(self, one: Held) -> bool:
         try:
             self._plan([one.shard])
-        except CheckpointError:
+        except ContentError:
             return True
         return False
 
@@ -213,7 +213,7 @@ class Shares:
         # No rank's own elements reproduce the error, but those of the whole part do.
         try:
             work([one.shard for one in faulty])
-        except CheckpointError as problem:
+        except ContentError as problem:
             raise RefusedError(problem, is_verbatim=False) from problem
 
 

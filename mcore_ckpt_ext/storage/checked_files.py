@@ -9,8 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, cast
 
+from mcore_ckpt_ext.errors import RefusedFileError, is_answer, unreadable_file
 from mcore_ckpt_ext.storage.paths import is_remote
 
 SMALL_BYTES = 256 << 20
@@ -25,17 +29,25 @@ def open_file(folder: Path, name: str) -> int:
 
     Raises:
         OSError: the file is missing, is a link out of the folder, or is not a regular file; `strerror` names the cause.
+        StorageError: the file cannot be read, for example without permission or from a broken disk.
     """
-    real = Path(os.path.realpath(folder / name))
-    if not any(real.is_relative_to(root) for root in _roots(folder)):
-        raise OSError(errno.ELOOP, f"a link leads out of the folder, to {real}", str(folder / name))
-    if not stat.S_ISREG(real.stat().st_mode):
-        raise OSError(errno.EINVAL, "not a regular file, but a folder, a pipe or a device", str(folder / name))
-    descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file, but a folder, a pipe or a device", str(folder / name))
-    return descriptor
+    with reading(folder / name):
+        real = Path(os.path.realpath(folder / name))
+        if not any(real.is_relative_to(root) for root in _roots(folder)):
+            raise RefusedFileError(errno.ELOOP, f"a link leads out of the folder, to {real}", str(folder / name))
+        _check_regular(real.stat(), folder / name)
+        descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            _check_regular(os.fstat(descriptor), folder / name)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+def _check_regular(status: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise RefusedFileError(errno.EINVAL, "not a regular file, but a folder, a pipe or a device", str(path))
 
 
 def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
@@ -46,13 +58,16 @@ def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
     """
     if is_remote(folder):
         path = folder / name
-        if path.stat().st_size > limit:
-            raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
+        _check_size(path.stat().st_size, limit, path)
         return path.read_bytes()
-    with os.fdopen(open_file(folder, name), "rb") as stream:
-        if os.fstat(stream.fileno()).st_size > limit:
-            raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(folder / name))
+    with reading(folder / name), os.fdopen(open_file(folder, name), "rb") as stream:
+        _check_size(os.fstat(stream.fileno()).st_size, limit, folder / name)
         return stream.read()
+
+
+def _check_size(size: int, limit: int, path: object) -> None:
+    if size > limit:
+        raise RefusedFileError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
 
 
 def read_start(folder: Path, name: str, most: int) -> bytes:
@@ -61,9 +76,30 @@ def read_start(folder: Path, name: str, most: int) -> bytes:
     Raises:
         OSError: as in `open_file`.
     """
-    stream = (folder / name).open("rb") if is_remote(folder) else os.fdopen(open_file(folder, name), "rb")
-    with stream:
+    with open_stream(folder, name) as stream, reading(folder / name):
         return stream.read(most)
+
+
+def open_stream(folder: Path, name: str) -> BinaryIO:
+    """Open a regular file of a local or remote folder for reading; raises as `open_file` does."""
+    if is_remote(folder):
+        return cast("BinaryIO", (folder / name).open())
+    return os.fdopen(open_file(folder, name), "rb")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Convert errors of the operating system that say nothing about a file's content.
+
+    Raises:
+        StorageError: the file cannot be read, for example without permission or from a broken disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_answer(error):
+            raise
+        raise unreadable_file("a file cannot be read", error, path) from error
 
 
 def _roots(folder: Path) -> list[Path]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import (
     INTERRUPTED,
-    CheckpointError,
+    ContentError,
     UnreadableCheckpointError,
     shorten,
     unreadable_file,
@@ -78,7 +78,7 @@ class SharedIndex:
         short = without_last(self.data, PLANS, _PARTS)
         if short is not None:
             found = SharedIndex(self.folder, short, self.size, digest=self.digest)
-            with suppress(CheckpointError):  # the plans were not the last attribute
+            with suppress(ContentError):  # the plans were not the last attribute
                 if found.index.has_plans:
                     return found
         return self
@@ -215,7 +215,7 @@ def _without_plans(short: bytes | None, where: str) -> Any:
         None if `short`, the index without plans, is None or turns out to be something else.
     """
     if short is not None:
-        with suppress(CheckpointError):  # raised again when the whole index is loaded
+        with suppress(ContentError):  # raised again when the whole index is loaded
             found = safe_loads(short, where)
             if isinstance(found, Record) and getattr(found, PLANS, None) is True and hasattr(found, _PARTS[0]):
                 return found

@@ -71,7 +71,8 @@ class FolderReader:
         """Size of a file in bytes.
 
         Raises:
-            UnreadableCheckpointError: the file is missing or cannot be opened.
+            UnreadableCheckpointError: the file is missing, or is refused for what it is.
+            StorageError: the file cannot be opened.
         """
         return os.fstat(self._descriptor(file).number).st_size
 
@@ -80,15 +81,19 @@ class FolderReader:
 
         Raises:
             UnreadableCheckpointError: the file is missing, or ends too early.
+            StorageError: the file cannot be read, for example from a broken disk.
         """
         descriptor = self._descriptor(file)
         done = 0
         while done < len(buffer):
             try:
                 count = os.preadv(descriptor.number, [buffer[done:]], offset + done)
-            except (OSError, OverflowError) as error:
+            except OSError as error:
+                where = f"{self.folder / file}, byte {offset + done:,}"
+                raise unreadable_file("a file of the checkpoint cannot be read", error, where) from error
+            except OverflowError as error:
                 raise UnreadableCheckpointError(
-                    "a file of the checkpoint cannot be read",
+                    "the checkpoint's metadata names a byte that no file has",
                     found=f"{error} at byte {offset + done}",
                     where=str(self.folder / file),
                 ) from error

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import DestinationError
@@ -139,8 +139,11 @@ class Publication:
         except OSError as error:
             raise cannot_write(self.destination, error) from error
 
-    def publish(self) -> None:
+    def publish(self) -> list[str]:
         """Flush all files, and rename the folder to its destination atomically.
+
+        Returns:
+            What could not be tidied up after the destination was complete, as notes for the user; usually empty.
 
         Raises:
             DestinationError: writing fails, or the destination has changed since the beginning. The destination and the
@@ -153,10 +156,27 @@ class Publication:
                 self._publish_new()
             else:
                 self._replace()
-            os.fsync(self._parent.descriptor)
-            self._parent.remove(self._name)
         except OSError as error:
             raise cannot_write(self.destination, error) from error
+        return list(self._tidy_up())
+
+    def _tidy_up(self) -> Iterator[str]:
+        """Flush the rename and remove what is left; yield a note for what fails, since the result is published."""
+        try:
+            os.fsync(self._parent.descriptor)
+        except OSError as error:
+            yield (
+                f"the new {self.destination} is complete, but its name could not be flushed to the disk "
+                f"({error.strerror}), so a crash of the machine may undo it: run sync"
+            )
+        try:
+            self._parent.remove(self._name)
+        except OSError as error:
+            what = "the temporary folder" if self._replaces is None else "the folder that it replaced"
+            yield (
+                f"the new {self.destination} is complete, but {what} could not be removed ({error.strerror}); what is "
+                f"left of it lies in {self._root.path}: remove it with rm -r"
+            )
 
     def close(self) -> None:
         """Release the lock; an unfinished folder remains for a later run."""

@@ -10,15 +10,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import INTERRUPTED, CheckpointError, DestinationError, UnreadableCheckpointError
-from mcore_ckpt_ext.storage.atomic_files import cannot_write
+from mcore_ckpt_ext.errors import DestinationError, StorageError, unreadable_file
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.files import FolderReader, checked_name, cut_short
-from mcore_ckpt_ext.storage.paths import file_system, is_remote
+from mcore_ckpt_ext.storage.paths import is_remote
+from mcore_ckpt_ext.storage.store_path import StoreFile, StorePath
 
 BLOCK_BYTES = 4 << 20
 _KEPT_BLOCKS = 32
@@ -33,9 +33,9 @@ def folder_reader(folder: Path) -> FolderReader:
 class RemoteFolderReader(FolderReader):
     """Reads byte ranges of remote files; small ranges come from cached blocks to save requests."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._files = file_system(folder)
+    def __init__(self, folder: StorePath) -> None:
+        super().__init__(cast("Path", folder))
+        self._store_folder = folder
         self._sizes: dict[str, int] = {}
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._guard = threading.Lock()
@@ -44,9 +44,9 @@ class RemoteFolderReader(FolderReader):
     def size(self, file: str) -> int:
         if file not in self._sizes:
             try:
-                self._sizes[file] = int(self._files.size(_place(self.folder, file)))
+                self._sizes[file] = self._path(file).stat().st_size
             except OSError as error:
-                raise self._unreadable(file, error) from error
+                raise unreadable_file("a file of the checkpoint cannot be read", error, self.folder / file) from error
         return self._sizes[file]
 
     @override
@@ -55,7 +55,7 @@ class RemoteFolderReader(FolderReader):
         if end > self.size(file):
             raise cut_short(self.folder / file, self.size(file), end)
         if len(buffer) >= BLOCK_BYTES:
-            buffer[:] = self._range(file, offset, end)
+            buffer[:] = self._path(file).read_range(offset, end)
         else:
             for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
                 begin = number * BLOCK_BYTES
@@ -82,6 +82,9 @@ class RemoteFolderReader(FolderReader):
         with self._guard:
             self._blocks.clear()
 
+    def _path(self, file: str) -> StorePath:
+        return self._store_folder / checked_name(file, self.folder)
+
     def _block(self, file: str, number: int) -> bytes:
         with self._guard:
             known = self._blocks.get((file, number))
@@ -89,34 +92,12 @@ class RemoteFolderReader(FolderReader):
                 self._blocks.move_to_end((file, number))
                 return known
         begin = number * BLOCK_BYTES
-        block = self._range(file, begin, min(begin + BLOCK_BYTES, self.size(file)))
+        block = self._path(file).read_range(begin, min(begin + BLOCK_BYTES, self.size(file)))
         with self._guard:
             self._blocks[file, number] = block
             while len(self._blocks) > _KEPT_BLOCKS:
                 self._blocks.popitem(last=False)
         return block
-
-    def _range(self, file: str, begin: int, end: int) -> bytes:
-        try:
-            data: bytes = self._files.cat_file(_place(self.folder, file), start=begin, end=end)
-        except OSError as error:
-            raise self._unreadable(file, error) from error
-        if len(data) != end - begin:
-            raise UnreadableCheckpointError(
-                "a file of the checkpoint changed while it was read",
-                found=f"{len(data)} bytes",
-                expected=f"{end - begin} bytes",
-                where=str(self.folder / file),
-            )
-        return data
-
-    def _unreadable(self, file: str, error: OSError) -> UnreadableCheckpointError:
-        return UnreadableCheckpointError(
-            "a file of the checkpoint cannot be read",
-            found=error.strerror or str(error),
-            where=str(self.folder / file),
-            hint=INTERRUPTED,
-        )
 
 
 class Upload:
@@ -128,10 +109,9 @@ class Upload:
     writes. It is never taken over without `--resume`, and is checked before each file.
     """
 
-    def __init__(self, destination: Path, fingerprint: str, rank: int = 0) -> None:
+    def __init__(self, destination: StorePath, fingerprint: str, rank: int = 0) -> None:
         """Compute the paths; nothing is written yet."""
         self.destination = destination
-        self._files = file_system(destination)
         name = hashlib.sha256(str(destination).encode()).hexdigest()[:12]
         self._partial = destination.parent / f"{destination.name}.partial-{name}"
         self._journal = self._partial / f"{_JOURNAL}{rank}"
@@ -171,7 +151,7 @@ class Upload:
                 hint="pass the options of the interrupted run, or delete the destination and start again",
             )
         with self._answering():
-            self._partial.mkdir(parents=True, exist_ok=True)
+            self._partial.make_folder()
             (self._partial / _CLAIM).write_text(json.dumps(self._claimed))
 
     def join(self) -> None:
@@ -213,9 +193,9 @@ class Upload:
         with self._answering():
             for journal in self._partial.glob(f"{_JOURNAL}*") if self._partial.exists() else ():
                 # It may be incomplete, because the process was killed.
-                with contextlib.suppress(OSError, ValueError, TypeError):
+                with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
                     journaled |= json.loads(journal.read_text())
-        self._noted = {name: found for name, found in journaled.items() if self._there(name) == found}
+            self._noted = {name: found for name, found in journaled.items() if self._there(name) == found}
         return {name: size for name, (size, _) in self._noted.items()}
 
     def put(self, local: Path, name: str) -> None:
@@ -226,7 +206,7 @@ class Upload:
         """
         self.check_claim()
         with self._answering():
-            self._files.put_file(str(local), _place(self.destination, name))
+            self._path(name).upload(local)
             with local.open("rb") as stream, self._guard:
                 self._noted[name] = _size_and_crc(stream)
                 self._journal.write_text(json.dumps(self._noted))
@@ -238,50 +218,59 @@ class Upload:
                 for name in names:
                     self._noted.pop(name, None)
                     with contextlib.suppress(FileNotFoundError):
-                        self._files.rm(_place(self.destination, name))
+                        self._path(name).remove()
                 self._journal.write_text(json.dumps(self._noted))
 
-    def publish(self) -> None:
-        """Remove the journal and the claim of a finished upload."""
-        with self._answering():
-            self._files.rm(str(self._partial.path), recursive=True)  # type: ignore[attr-defined]  # a remote path
+    def publish(self) -> list[str]:
+        """Remove the journals and the claim of a finished upload.
+
+        Returns:
+            A note if that fails, since the destination is complete; usually empty.
+        """
+        try:
+            for path in [*self._partial.glob(f"{_JOURNAL}*"), self._partial / _CLAIM]:
+                path.remove()
+            if self._partial.exists():  # in a store that has folders
+                self._partial.remove(recursive=True)
+        except (StorageError, OSError) as error:
+            what = error.details["found"] if isinstance(error, StorageError) else str(error)
+            return [
+                f"{self.destination} is complete, but its journal could not be removed ({what}); remove {self._partial}"
+            ]
+        return []
+
+    def _path(self, name: str) -> StorePath:
+        return self.destination / checked_name(name, cast("Path", self.destination))
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Convert all errors of a store's library into errors of this package.
+        """Convert errors of the store into errors about the destination.
 
         Raises:
             DestinationError: the store cannot be read or written.
         """
         try:
             yield
-        except CheckpointError:
-            raise
-        except OSError as error:
-            raise cannot_write(self.destination, error) from error
-        except Exception as error:
+        except (StorageError, FileNotFoundError) as error:
+            details = error.details if isinstance(error, StorageError) else {"found": "a folder that does not exist"}
+            hint = details.get("hint", "check the address")
             raise DestinationError(
-                "the remote store cannot be written", found=f"{type(error).__name__}: {error}",
-                where=str(self.destination),
-                hint="check the address, and that the store's library finds your credentials (fsspec, s3fs, gcsfs, "
-                "adlfs); --resume continues what this run began",
-            ) from error  # fmt: skip
+                "the remote store cannot be written",
+                found=details["found"],
+                where=details.get("where", str(self.destination)),
+                hint=f"{hint}; --resume continues what this run began",
+            ) from error
 
     def _there(self, name: str) -> list[int] | None:
-        """Return size and CRC-32 of a file of the destination; None if it cannot be read."""
+        """Return size and CRC-32 of a file of the destination; None if there is none."""
         try:
-            with self._files.open(_place(self.destination, name), "rb") as stream:
+            with self._path(name).open() as stream:
                 return _size_and_crc(stream)
-        except (OSError, UnreadableCheckpointError):
+        except OSError:
             return None
 
 
-def _place(folder: Path, file: str) -> str:
-    """Return the path of a file of a remote folder in its store."""
-    return str((folder / checked_name(file, folder)).path)  # type: ignore[attr-defined]
-
-
-def _size_and_crc(stream: IO[bytes]) -> list[int]:
+def _size_and_crc(stream: IO[bytes] | StoreFile) -> list[int]:
     size, crc = 0, 0
     while block := stream.read(BLOCK_BYTES):
         size, crc = size + len(block), crc32(block, crc)

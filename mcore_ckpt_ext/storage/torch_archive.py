@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import IO, Any, cast
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, shorten
+from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, UnsupportedCheckpointError, shorten
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.crc32 import crc32
@@ -288,7 +288,7 @@ class TorchArchive:
 @lru_cache(maxsize=4096)
 def _tensor_of(data: bytes) -> TensorReference | None:
     """Load a small pickle of a tensor; cached, because tensors of one shape have equal pickles."""
-    with suppress(CheckpointError):  # the caller loads it again, and reports the file
+    with suppress(ContentError):  # the caller loads it again, and reports the file
         tensor = safe_loads(data, "")
         if isinstance(tensor, TensorReference):
             return tensor

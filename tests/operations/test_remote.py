@@ -20,9 +20,8 @@ from mcore_ckpt_ext.errors import (
     CheckpointError,
     DestinationError,
     UnreadableCheckpointError,
-    UnsupportedCheckpointError,
 )
-from mcore_ckpt_ext.storage.paths import file_sizes
+from mcore_ckpt_ext.storage.paths import as_path, file_sizes
 from mcore_ckpt_ext.storage.remote import Upload
 from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import Fixture, fixture_named
@@ -132,7 +131,7 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_at_once(store: Any, tmp_path: Path) -> None:
     """Nothing is there yet but the claim of the first, whose first file may take minutes."""
     (tmp_path / "file").write_text("first")
-    first, second, third = (Upload(store / "run", fingerprint) for fingerprint in ("one", "one", "other"))
+    first, second, third = (Upload(as_path(store / "run"), fingerprint) for fingerprint in ("one", "one", "other"))
     first.open(force=False, resume=False)
     with pytest.raises(DestinationError, match="under way, or was interrupted.*--resume"):
         second.open(force=False, resume=False)
@@ -154,29 +153,26 @@ def test_an_existing_folder_is_not_replaced(store: Any) -> None:
 
 def test_without_the_library_the_error_says_what_to_install(tmp_path: Path) -> None:
     program = (
-        "import sys; sys.modules['upath'] = None; import mcore_ckpt_ext\n"
+        "import sys; sys.modules['fsspec'] = None; import mcore_ckpt_ext\n"
         "try: mcore_ckpt_ext.open_checkpoint('s3://bucket/run')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "UnsupportedCheckpointError" in result.stdout
-    assert "pip install universal_pathlib" in result.stdout
+    assert "pip install fsspec" in result.stdout
 
 
-def test_a_library_whose_paths_have_no_file_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # universal_pathlib 0.1.0: such a path was taken for a local one, and its folder reported as missing.
-    monkeypatch.setattr(upath, "UPath", Path)
-    with pytest.raises(UnsupportedCheckpointError, match=r"universal_pathlib>=0\.2\.2"):
-        mcore_ckpt_ext.open_checkpoint("memory://bucket/run")
-
-
-def test_names_of_remote_files_have_no_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = upath.UPath(f"memory://{uuid.uuid4()}/run")
-    (folder / "below").mkdir(parents=True)
+def test_names_of_remote_files_have_no_scheme() -> None:
+    folder = as_path(f"memory://{uuid.uuid4()}/run")
     (folder / "below" / "file").write_bytes(b"abc")
-    # As in universal_pathlib 0.2.
-    monkeypatch.setattr(type(folder), "relative_to", lambda path, _: upath.UPath(f"memory://{path.name}"))
     assert file_sizes(folder) == {"below/file": 3}
+    assert [str(path.relative_to(folder)) for path in folder.rglob("*")] == ["below/file"]
+
+
+def test_paths_of_universal_pathlib_are_taken() -> None:
+    source = fixture_named("p10")
+    mcore_ckpt_ext.convert(source.run, upath.UPath(f"memory://{source.run.name}/out"), mcore_ckpt_ext.Canonical())
+    assert_truth(mcore_ckpt_ext.open_checkpoint(upath.UPath(f"memory://{source.run.name}/out")), source)
 
 
 # The many small files of zarr are the same to every store, and each is a request of S3.

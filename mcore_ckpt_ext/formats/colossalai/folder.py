@@ -11,7 +11,6 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.hugging_face.folder import INDICES, StoredTensor, is_huggingface, stored_tensor_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.listed_files import check_listed
-from mcore_ckpt_ext.storage.paths import relative_name
 from mcore_ckpt_ext.storage.safetensors import read_header, read_json
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -67,7 +66,7 @@ def optimizer_index_of(folder: Path, index: Path) -> OptimizerIndex:
     for number, file in numbers.items():
         files.setdefault(str(file), set()).add(str(number))
     check_listed(index, (*files, groups), "the save or the copy is incomplete: use another checkpoint")
-    below = PurePosixPath(relative_name(index.parent, folder))
+    below = PurePosixPath(index.parent.relative_to(folder))
     return OptimizerIndex(str(below / groups), {str(below / file): keys for file, keys in files.items()})
 
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.errors import ContentError
 from mcore_ckpt_ext.formats.colossalai.folder import optimizer_index_of, optimizer_indices, states_of, weights_below
 from mcore_ckpt_ext.formats.hugging_face.listing import list_model
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
 from mcore_ckpt_ext.planning.array_location import ScaleCodec
-from mcore_ckpt_ext.storage.paths import relative_name
 
 
 def list_checkpoint(folder: Path) -> Listing:
     """List the tensors of a checkpoint, and the problems of its files."""
     listing = list_model(folder, weights_below(folder) or "")
     for path in optimizer_indices(folder):
-        place = relative_name(path, folder)
+        place = path.relative_to(folder).as_posix()
         try:
             index = optimizer_index_of(folder, path)
-        except CheckpointError as problem:
+        except ContentError as problem:
             listing.add_refusal(place, problem)
             continue
         for file, expected in index.files.items():
@@ -33,7 +32,7 @@ def list_checkpoint(folder: Path) -> Listing:
 def _list_states(listing: Listing, file: str, expected: set[str]) -> None:
     try:
         states = [state for state in states_of(listing.reader, file) if state[0] in expected]
-    except CheckpointError as problem:
+    except ContentError as problem:
         listing.add_refusal(file, problem)
         return
     if file.endswith(".bin"):

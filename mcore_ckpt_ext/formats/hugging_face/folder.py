@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import ContentError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.auxiliary_files import CONFIG as CONFIG
 from mcore_ckpt_ext.planning.array_location import PlainExtent, ScaleCodec
 from mcore_ckpt_ext.storage.dcp_index import extent_of
@@ -120,7 +120,7 @@ def stored_names(folder: Path) -> list[str]:
     """Return the names of a folder's tensors, for a message; empty if its weights cannot be read."""
     try:
         return [*read_tensors(FolderReader(folder))[0]]
-    except CheckpointError:
+    except ContentError:
         return []
 
 

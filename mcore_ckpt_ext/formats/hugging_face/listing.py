@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import (
-    CheckpointError,
+    ContentError,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
     join_some,
@@ -84,7 +84,7 @@ def list_file(listing: Listing, file: str) -> Iterator[tuple[str, StoredTensor]]
             _check_metadata(listing, file, read_arrays(listing.reader, file).get(METADATA))
         else:
             listing.archives.append(file)
-    except CheckpointError as problem:
+    except ContentError as problem:
         listing.add_refusal(file, problem)
         return
     yield from found

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.loops.bridge import COUNTED, RUN_CONFIG, harmless, with_facts
@@ -74,7 +74,7 @@ def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
             name: value for name, value in model_fields(model).items() if known.is_complete or known.is_set(name)
         }
         fit = family_of_megatron(model, checkpoint.names(WEIGHT))
-    except CheckpointError as error:
+    except ContentError as error:
         without = f"{RUN_CONFIG} names no model class, since the model's family is unknown"
         notes = [f"{without}: training resumes, but AutoBridge cannot export it"]
         if not section:
