@@ -209,10 +209,11 @@ class RefusedFileError(OSError):
 _ANSWERS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 """Error numbers that state what lies at a path, and not that it cannot be read."""
 _HINTS: dict[int, str] = {
-    errno.EACCES: "read it as a user with permission, or ask its owner for permission (chmod)",
-    errno.EPERM: "read it as a user with permission, or ask its owner for permission (chmod)",
     errno.ELOOP: "a link leads to itself: replace it by the file that it stands for (ls -l shows where it leads)",
     errno.ESTALE: "the file server has lost the file: mount the file system again, and try again",
+    errno.ENOSPC: "free some space; TMPDIR names another folder for temporary files",
+    errno.EDQUOT: "free some space; TMPDIR names another folder for temporary files",
+    errno.EROFS: "choose a place that you may write to; TMPDIR names another folder for temporary files",
     errno.EMFILE: "raise the limit of open files (ulimit -n), and try again",
     errno.ENFILE: "close other programs, since the machine has too many open files, and try again",
     errno.ENOMEM: "close other programs, since the machine is out of memory, and try again",
@@ -231,6 +232,8 @@ def io_hint(error: OSError) -> str:
         return INTERRUPTED
     if is_answer(error):
         return "replace it by the file itself, or use another iteration"
+    if isinstance(error, PermissionError):
+        return "read it as a user with permission, or ask its owner for permission (chmod)"
     return _HINTS.get(error.errno or 0, _DISK_HINT)
 
 

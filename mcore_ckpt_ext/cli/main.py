@@ -9,8 +9,7 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -20,9 +19,9 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.completion import SHELLS, script
 from mcore_ckpt_ext.cli.join import reports_errors
 from mcore_ckpt_ext.cli.json_output import print_error, wants_json
-from mcore_ckpt_ext.cli.output import error_message, line, message
+from mcore_ckpt_ext.cli.output import OutputError, error_message, flush_output, line, message
 from mcore_ckpt_ext.cli.torch_plugins import failures_explained
-from mcore_ckpt_ext.errors import CheckpointError, UsageError, io_hint, shorten
+from mcore_ckpt_ext.errors import CheckpointError, StorageError, UsageError, io_hint, shorten
 
 # Each command is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`. It is imported when
 # it is called, so that `--help` does not import torch.
@@ -89,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if word in COMMANDS), "")
-    report = partial(print_error, command) if wants_json(words) and reports_errors(words, os.environ) else _nothing
     try:
         if words[:1] == [_COMPLETION]:
             return _completion(words)
@@ -99,53 +97,58 @@ def main(argv: Sequence[str] | None = None) -> int:
                 is_option = unknown[0].startswith("-")
                 raise UsageError(f"there is no such {'option' if is_option else 'argument'}", found=" ".join(unknown))
             code: int = import_module(f"mcore_ckpt_ext.cli.{arguments.command}").run(arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except CheckpointError as error:
-        hint = {"hint": f"mcore-ckpt {command} --help"} if command and isinstance(error, UsageError) else {}
-        details = {**error.details, **({} if "hint" in error.details else hint)}
-        error_message(error.message, details)
-        report(UNUSABLE, type(error).__name__, error.message, details)
-        return UNUSABLE
-    except BrokenPipeError:
-        _forget_output()  # the reader of a pipe, such as `head`, has closed it
-        return DONE
-    except OSError as error:
-        sentence = error.strerror or str(error)
-        details = {"where": shorten(os.fsdecode(error.filename))} if error.filename else {}
-        if isinstance(error, PermissionError):
-            details["hint"] = io_hint(error)
-        error_message(sentence, details)
-        with contextlib.suppress(OSError):  # stdout itself may be closed
-            report(UNUSABLE, type(error).__name__, sentence, details)
-        _forget_output()
-        return UNUSABLE
-    except KeyboardInterrupt:
-        message("interrupted")
-        report(INTERRUPTED, "KeyboardInterrupt", "interrupted", {})
-        return INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - Python's own exit code, 1, would mean "unequal"
-        for text in ("this is a bug in mcore_ckpt_ext, please report it:", *traceback.format_exc().splitlines()):
-            message(text)
-        report(
-            UNUSABLE,
-            type(error).__name__,
-            "this is a bug in mcore_ckpt_ext, please report it with what stderr shows",
-            {},
-        )
-        return UNUSABLE
+        flush_output()
+    except OutputError as error:
+        return _end_without_output(error, DONE)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - Python's own exit code, 1, would mean "unequal"
+        return _end(error, command, as_json=wants_json(words) and reports_errors(words, os.environ))
     return code
 
 
-def _nothing(exit_code: int, kind: str, text: str, details: Mapping[str, str]) -> None:
-    """Report nothing on stdout: without --json, the message on stderr is enough."""
+def _end(error: BaseException, command: str, *, as_json: bool) -> int:
+    """Report the error that ended a command on stderr, and on stdout as JSON; return the exit code."""
+    code, kind, details = UNUSABLE, type(error).__name__, dict[str, str]()
+    if isinstance(error, CheckpointError):
+        hint = {"hint": f"mcore-ckpt {command} --help"} if command and isinstance(error, UsageError) else {}
+        sentence, details = error.message, {**hint, **error.details}
+    elif isinstance(error, OSError):
+        kind, sentence = StorageError.__name__, "a file or folder cannot be used"
+        details = {"found": shorten(error.strerror or str(error))}
+        details |= {"where": shorten(os.fsdecode(error.filename))} if error.filename else {}
+        details["hint"] = io_hint(error)
+    elif isinstance(error, MemoryError):
+        sentence, details = "there is not enough memory", {"hint": "use fewer threads: --workers 1"}
+    elif isinstance(error, KeyboardInterrupt):
+        code, sentence = INTERRUPTED, "interrupted"
+    else:
+        sentence = "this is a bug in mcore_ckpt_ext, please report it with what stderr shows"
+        for text in ("this is a bug in mcore_ckpt_ext, please report it:", *traceback.format_exc().splitlines()):
+            message(text)
+    if code == INTERRUPTED:
+        message(sentence)
+    elif details:
+        error_message(sentence, details)
+    try:
+        if as_json:
+            print_error(command, code, kind, sentence, details)
+            flush_output()
+    except OutputError as unwritten:
+        return _end_without_output(unwritten, code)
+    return code
 
 
-def _forget_output() -> None:
-    """Prevent Python from flushing stdout again at exit after a failed write."""
+def _end_without_output(error: OutputError, code: int) -> int:
+    """Return the exit code of a command whose output cannot be written; `code` if only its reader has left.
+
+    A pipe's reader, such as `head`, may close it. Python must not try to write again at exit.
+    """
     if sys.stdout is not None:
         with contextlib.suppress(OSError, ValueError):  # a stream without a file has nothing to flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if isinstance(error.cause, BrokenPipeError):
+        return code
+    error_message("stdout cannot be written", {"found": error.cause.strerror or str(error.cause)})
+    return UNUSABLE
 
 
 def _completion(words: Sequence[str]) -> int:

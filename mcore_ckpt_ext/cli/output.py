@@ -35,11 +35,23 @@ class Painted:
         return self.text
 
 
+class OutputError(Exception):
+    """stdout cannot be written; `cause` is the error of the operating system."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 _Part: TypeAlias = str | Painted
 
 
 def line(text: str | Painted = "") -> None:
-    """Write one line of the result."""
+    """Write one line of the result.
+
+    Raises:
+        OutputError: stdout cannot be written; likewise for all functions that write to it.
+    """
     _write(sys.stdout, [text])
 
 
@@ -127,4 +139,22 @@ def _write(stream: TextIO | None, parts: Sequence[str | Painted]) -> None:
         # Line breaks in names are escaped: the text after them would look like a line of this program.
         text = escape(str(part))
         texts.append(f"\x1b[{part.style}m{text}\x1b[0m" if isinstance(part, Painted) and shows_styles else text)
-    stream.write("".join(texts).encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    try:
+        stream.write("".join(texts).encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    except OSError as error:
+        if stream is sys.stdout:
+            raise OutputError(error) from error
+        # Nobody can be told that stderr cannot be written; the exit code and stdout are still right.
+
+
+def flush_output() -> None:
+    """Flush what was written to stdout.
+
+    Raises:
+        OutputError: stdout cannot be written.
+    """
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        raise OutputError(error) from error

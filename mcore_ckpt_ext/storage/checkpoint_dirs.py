@@ -125,19 +125,10 @@ def check_folder_exists(path: Path) -> None:
     """Check that a local or remote folder exists.
 
     Raises:
-        UnreadableCheckpointError: the folder does not exist, or the remote store cannot be read.
+        UnreadableCheckpointError: the folder does not exist.
+        StorageError: the remote store cannot be read.
     """
-    try:
-        there = path.is_dir()
-    except Exception as error:
-        # The libraries of remote stores raise their own errors, for example for missing credentials.
-        if not is_remote(path):
-            raise
-        raise UnreadableCheckpointError(
-            "the remote store cannot be read", found=f"{type(error).__name__}: {error}", where=str(path),
-            hint="check the address, and that the store's library finds your credentials (fsspec, s3fs, gcsfs, adlfs)",
-        ) from error  # fmt: skip
-    if not there:
+    if not path.is_dir():
         if path.exists():
             raise UnreadableCheckpointError(
                 "that is a file, not a folder", where=str(path), hint=f"pass the folder that holds it: {path.parent}"
