@@ -110,7 +110,7 @@ def _end(error: BaseException, command: str, *, as_json: bool) -> int:
     code, kind, details = UNUSABLE, type(error).__name__, dict[str, str]()
     if isinstance(error, CheckpointError):
         hint = {"hint": f"mcore-ckpt {command} --help"} if command and isinstance(error, UsageError) else {}
-        sentence, details = error.message, {**hint, **error.details}
+        sentence, details = error.message, {**error.details, **({} if "hint" in error.details else hint)}
     elif isinstance(error, OSError):
         kind, sentence = StorageError.__name__, "a file or folder cannot be used"
         details = {"found": shorten(error.strerror or str(error))}

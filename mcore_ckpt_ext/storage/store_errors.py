@@ -20,7 +20,9 @@ _CREDENTIALS = (
 _NETWORK = "check the address and the network, and try again"
 _BUSY = "the store is overloaded or out of order: try again later, or with fewer requests at once (--workers 1)"
 _REFUSED = re.compile(r"credential|auth|forbidden|denied|permission|token", re.IGNORECASE)
-_UNREACHABLE = re.compile(r"time.?out|connect|disconnect|reset|incomplete|payload|clientos|httpclient|resolve", re.IGNORECASE)
+_UNREACHABLE = re.compile(
+    r"time.?out|connect|disconnect|reset|incomplete|payload|clientos|httpclient|resolve", re.IGNORECASE
+)
 _OVERLOADED = (errno.EBUSY, getattr(errno, "EREMOTEIO", errno.EIO), errno.EIO)
 
 
