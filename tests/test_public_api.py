@@ -32,7 +32,8 @@ PUBLIC = {
     "Verification", "Writer",
     # the errors
     "CheckpointError", "DestinationError", "ModelMismatchError", "PackingError", "ProofError", "ResumeRefusedError",
-    "SaveFailedError", "UnreadableCheckpointError", "UnsafePickleError", "UnsupportedCheckpointError", "UsageError",
+    "SaveFailedError", "StorageError", "UnreadableCheckpointError", "UnsafePickleError", "UnsupportedCheckpointError",
+    "UsageError",
 }  # fmt: skip
 WITH_EXAMPLE = sorted(name for name in PUBLIC if name[0].islower()) + sorted(
     ["Canonical", "FsdpDtensor", "HuggingFace", "Legacy", "TorchDist", "CheckpointError"]

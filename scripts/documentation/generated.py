@@ -31,7 +31,7 @@ _IN_GENERAL = {
     "ModelMismatchError": "Compare the model arguments of your job with those that `mcore-ckpt inspect` shows.",
     "ResumeRefusedError": "Nothing was changed. The message has the reasons of all ranks: look for them on this page.",
     "SaveFailedError": "Earlier checkpoints are untouched. Look at the disk (full, quota, rights), and start again.",
-    "StorageError": "Try again when the disk or the store answers. Nothing is known about the content of the checkpoint.",
+    "StorageError": "Try again when the disk or the store answers. Nothing is known about the content.",
     "UsageError": "See `mcore-ckpt COMMAND --help`, or the reference of the Python API.",
     "DestinationError": "Nothing was published. Choose another folder, or free what the message names.",
 }
