@@ -1,7 +1,9 @@
 """Decides whether Megatron stacks the layers of a model into one array for each parameter.
 
 Source: `TransformerBlock.sharded_state_dict` (megatron/core/transformer/transformer_block.py, core_v0.7.0 to 0.19.2):
-homogeneous blocks are stacked, heterogeneous ones have the layer's number in each key.
+homogeneous blocks are stacked, heterogeneous ones have the layer's number in each key. Hybrid models always have it
+(`MambaStack.sharded_state_dict`, megatron/core/ssm/mamba_block.py, core_v0.9.0 to 0.18.2;
+`HybridStack.sharded_state_dict`, megatron/core/models/hybrid/hybrid_block.py, 0.19.0 to 0.19.2).
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from mcore_ckpt_ext.model_space.names import Layer, ShardedKey, parse, split_lay
 # A block is heterogeneous if one of these arguments differs from its default.
 _ALWAYS = (
     "hetereogenous_dist_checkpoint", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
+    "hybrid_layer_pattern", "hybrid_override_pattern",
 )  # fmt: skip
-_ATTENTION = "self_attn."  # Megatron's name is `self_attention`
+# Layers that are never stacked: of transformers (Megatron's name is `self_attention`), and Mamba layers.
+_UNSTACKED = ("self_attn.", "mixer.")
 
 
 def sharded_keys(names: Sequence[str], arguments: JobArguments) -> dict[str, ShardedKey]:
@@ -26,7 +30,7 @@ def sharded_keys(names: Sequence[str], arguments: JobArguments) -> dict[str, Sha
 
 def stacked_blocks(names: Iterable[str], arguments: JobArguments) -> set[str]:
     """Return the blocks whose layers Megatron stacks, in a model with these parameters."""
-    if any(arguments.value(name) for name in _ALWAYS):
+    if any(arguments.raw.get(name) for name in _ALWAYS):
         return set()
     frequencies = (arguments.moe_layer_freq, arguments.linear_attention_freq)
     if any(value if isinstance(value, Sequence) else (value or 0) > 1 for value in frequencies):
@@ -38,9 +42,9 @@ def stacked_blocks(names: Iterable[str], arguments: JobArguments) -> set[str]:
     kinds: dict[str, set[frozenset[str]]] = {}
     for layer, suffixes in by_layer.items():
         kinds.setdefault(layer.block, set()).add(frozenset(suffixes))
-    return {block for block, found in kinds.items() if len(found) == 1 and not any(map(_of_transformers, *found))}
+    return {block for block, found in kinds.items() if len(found) == 1 and not any(map(_is_unstacked, *found))}
 
 
-def _of_transformers(suffix: str) -> bool:
-    """Return whether a layer is a transformers class (SigLIP vision towers), which is not stacked."""
-    return suffix.startswith(_ATTENTION)
+def _is_unstacked(suffix: str) -> bool:
+    """Return whether a layer is of a kind that is never stacked: a transformers class (SigLIP), or Mamba."""
+    return suffix.startswith(_UNSTACKED)

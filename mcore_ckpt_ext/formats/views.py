@@ -11,7 +11,9 @@ from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.parts import lazy
 from mcore_ckpt_ext.formats.portable_state import inner_state
 from mcore_ckpt_ext.formats.renamed import NameMap, RenamedOrder, renamed_state, renamed_weights
+from mcore_ckpt_ext.formats.stacking import sharded_keys
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.layer_form import check_layer_form
 from mcore_ckpt_ext.model_space.names import renamed_as_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.first_step import (
@@ -45,6 +47,27 @@ def renamed(view: CheckpointView, names: Mapping[str, str]) -> CheckpointView:
             view.trained, state=lazy(lambda: renamed_state(view.optimizer, known)), shows_registration=False
         ),
         job=replace(view.job, orders=lambda: [RenamedOrder(order, known) for order in view.job.orders()]),
+    )
+
+
+def with_layer_form(view: CheckpointView, changes: Mapping[str, Any]) -> CheckpointView:
+    """Return a view of a checkpoint for a job whose arguments differ in how layers are stored, and in nothing else.
+
+    Args:
+        view: the checkpoint.
+        changes: arguments of `LAYER_FORM`.
+
+    Raises:
+        UsageError: they describe another model.
+    """
+    if not changes:
+        return view
+    check_layer_form(view.arguments, changes)
+    arguments = view.arguments.replace(**changes)
+    return replace(
+        view,
+        model=replace(view.model, sharded_keys=lazy(lambda: sharded_keys(view.weights.names(), arguments))),
+        job=replace(view.job, arguments=lambda: arguments),
     )
 
 

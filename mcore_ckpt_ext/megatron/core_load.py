@@ -49,6 +49,7 @@ from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.megatron.random_states import lacks_requested_states, with_live_random_states
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import lacks_common_file
+from mcore_ckpt_ext.megatron.stored_layers import request_stored_layers
 from mcore_ckpt_ext.megatron.unchecked_loads import UncheckedLoads
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizer_reshard import prepare
@@ -85,6 +86,7 @@ def wrap_sharded_state_dict(original: Function) -> Function:
 def wrap_load(original: Function) -> Function:
     """Wrap `dist_checkpointing.load`: plan the resume of an optimizer that Megatron cannot load."""
     signature = inspect.signature(original)
+    load_stored = request_stored_layers(original)
 
     @functools.wraps(original)
     def load(*positional: Any, **keywords: Any) -> Any:
@@ -96,19 +98,19 @@ def wrap_load(original: Function) -> Function:
         # With this check Megatron compares the requests of all ranks, so that all ranks make this call.
         is_collective = bool(requests) or call.arguments.get("validate_access_integrity", True)
         if not is_collective or part_of_ranks or PROCESS.one(ReentrancyGuard).is_busy:
-            return original(*positional, **keywords)
+            return load_stored(*positional, **keywords)
         if lacks_requested_states(folder, tree):
             announce("random states stay as they are: the checkpoint lacks some that this job requests")
             call.arguments["sharded_state_dict"] = with_live_random_states(tree)
         if not _all_ask(folder, list(requests.values())):
-            return original(*call.args, **call.kwargs)
+            return load_stored(*call.args, **call.kwargs)
         planned = [(path, _planned(folder, request)) for path, request in requests.items()]
         plans = {path: plan for path, plan in planned if plan is not None}
         if not plans:
-            return original(*call.args, **call.kwargs)
+            return load_stored(*call.args, **call.kwargs)
         agreed("looking at the checkpoint", lambda: check_lists(tree, plans.keys()))
         call.arguments["sharded_state_dict"] = without(call.arguments["sharded_state_dict"], plans.keys())
-        return with_plans(original(*call.args, **call.kwargs), plans)
+        return with_plans(load_stored(*call.args, **call.kwargs), plans)
 
     return load
 

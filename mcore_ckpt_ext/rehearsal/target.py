@@ -9,6 +9,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UsageError, shorten
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.layer_form import LAYER_FORM, check_layer_form
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, PaddedRows
 from mcore_ckpt_ext.layout_choice.options import PINS
@@ -24,7 +25,7 @@ CHANGEABLE = frozenset({
     "bf16", "fp16", "padded_vocab_size", "vocab_size", "make_vocab_size_divisible_by", "overlap_grad_reduce",
     "ddp_bucket_size", "ddp_num_buckets", "lr", "min_lr", "lr_decay_style", "override_opt_param_scheduler",
     "use_checkpoint_opt_param_scheduler", "use_distributed_optimizer", "use_precision_aware_optimizer",
-    "optimizer_cpu_offload", "hybrid_layer_pattern",
+    "optimizer_cpu_offload", "hybrid_layer_pattern", *LAYER_FORM,
 })  # fmt: skip
 """Arguments, other than the layout, that may differ from those of the job that wrote the checkpoint.
 
@@ -110,6 +111,7 @@ def target_job(
     Raises:
         UnsupportedCheckpointError: the checkpoint does not describe its model sufficiently.
     """
+    check_layer_form(written, changes)
     old = ParallelLayout.from_arguments(written)
     table = table_of(checkpoint, written)
     buffers = buffers_of(written, table, version)

@@ -22,6 +22,10 @@ from tests.harness.checkpoints import fixture_named
         ("normalization=RMSNorm", "RMSNorm"),
         ('hybrid_layer_pattern="M*"', "M*"),
         ("spec=", ""),
+        ("moe_layer_freq=([1]*3)", [1, 1, 1]),
+        ("moe_layer_freq=([0]*1+[1]*2)*2", [0, 1, 1, 0, 1, 1]),
+        ("moe_layer_freq=[1]*9999999", "[1]*9999999"),
+        ("moe_layer_freq=[1]*(2-1)", "[1]*(2-1)"),
         (f"spec={'[' * 100_000}", "[" * 100_000),
     ],
 )

@@ -26,7 +26,7 @@ from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, St
 from mcore_ckpt_ext.formats.renamed import NameMap
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.formats.views import renamed, with_first_moments, without_optimizer
+from mcore_ckpt_ext.formats.views import renamed, with_first_moments, with_layer_form, without_optimizer
 from mcore_ckpt_ext.formats.weights_view import WeightsView, relocated
 from mcore_ckpt_ext.model_space.names import parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -43,6 +43,7 @@ SPEC = NAMES | {"job.arguments", "job.unbuildable", "states.extra", "messages"}
 REGISTRATION = {"trained.shows_registration"}  # no longer true under other names, however often they change
 VISION = "vision_model.merger.linear_fc2.bias"
 NO_OPTIMIZER = {"trained.format"}
+FORM = {"model.sharded_keys", "job.arguments"}
 MERGED = NO_OPTIMIZER | {
     "model.source", "model.sharded_keys", "states.extra", "unread_keys", "messages", "merged_from", "merge_notes",
     "files.reader", "files.transfer",
@@ -91,10 +92,15 @@ def replaced_in(view: CheckpointView, source: CheckpointView) -> set[str]:
         (lambda source: under_layer_spec(source, "transformer_engine"), SPEC),
         (lambda source: under_layer_spec(source, "local"), SPEC),
         (without_optimizer, NO_OPTIMIZER),
+        (lambda source: with_layer_form(source, {}), set()),
+        (lambda source: with_layer_form(source, {"hetereogenous_dist_checkpoint": True}), FORM),
         (lambda source: for_model(source, source), {"base_model"}),
         (with_first_moments, set()),
     ],
-    ids=["as it is", "other names", "transformer engine", "local", "no optimizer", "adapters", "steps were made"],
+    ids=[
+        *("as it is", "other names", "transformer engine", "local", "no optimizer", "layers as they are"),
+        *("layers by themselves", "adapters", "steps were made"),
+    ],
 )
 @pytest.mark.parametrize("name", NAMED)
 def test_views_replace_only_their_parts(

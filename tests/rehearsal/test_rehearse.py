@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.rehearsal.rehearse import PACKAGE, STOCK, _in_words, rehearse
@@ -48,6 +49,13 @@ def test_an_intact_checkpoint_is_resumed_under_every_layout_that_megatron_accept
     assert found.parameters == len(names & checkpoint.models.weights.keys())
     assert found.elements > 0
     assert found.bytes_read > 0
+
+
+def test_layers_stored_in_the_other_form_are_resumed() -> None:
+    """`--moe-layer-freq` as a list describes the same model, and another one is refused."""
+    assert rehearsed("p09", "ep=2", 2, changes={"moe_layer_freq": [1, 1, 1, 1]}).will_succeed
+    with pytest.raises(UsageError, match="describes another model"):
+        rehearsed("p09", "ep=2", 2, changes={"moe_layer_freq": 2})
 
 
 @pytest.mark.parametrize("name", [name for name in CORRUPTED if name.startswith("p23")])

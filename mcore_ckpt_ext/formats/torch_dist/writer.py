@@ -35,6 +35,8 @@ from mcore_ckpt_ext.formats.torch_dist.bridge_files import run_config_file, trai
 from mcore_ckpt_ext.formats.torch_dist.chained_optimizers import ChainedOptimizers
 from mcore_ckpt_ext.formats.torch_dist.options import TorchDist
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.views import with_layer_form
+from mcore_ckpt_ext.job.assignments import parse_assignments
 from mcore_ckpt_ext.job.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
 from mcore_ckpt_ext.job.releases import (
     DESCRIBES_CONTENT,
@@ -329,6 +331,7 @@ def lay_out(checkpoint: CheckpointView, target: TorchDist, family: Family | None
         UnsupportedCheckpointError: the format, or that version, cannot hold this checkpoint.
     """
     check_iteration(checkpoint, target)
+    checkpoint = with_layer_form(checkpoint, parse_assignments(target.arguments))
     version, expert = version_number(target.megatron_version), target.expert_model_parallel_size
     has_expert_optimizer = checkpoint.has_expert_optimizer if expert is None else expert > 1
     written = TorchDistTarget(checkpoint, version, has_expert_optimizer, with_arguments=not target.for_bridge)
