@@ -17,6 +17,7 @@ from mcore_ckpt_ext.errors import UsageError, format_bytes, shorten
 from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
 
 if TYPE_CHECKING:
+    from mcore_ckpt_ext.layout_choice.memory import Memory
     from mcore_ckpt_ext.operations.layout_plan import LayoutPlan, PlannedLayout
 
 _HEADER = ("layout", "layers", "memory", "fits", "bubble", "batch", "read/rank", "all read", "stock resumes")
@@ -139,6 +140,7 @@ def _show_layouts(found: LayoutPlan) -> None:
         f"gradients {format_bytes(memory.gradients)}, optimizer {format_bytes(memory.optimizer)}, "
         f"activations {_activations(found)}"
     )
+    line(f"  and for a while: {_short_lived(memory)}; CUDA and NCCL {format_bytes(memory.context)}")
     if memory.host:
         line(f"  in the memory of its host: {format_bytes(memory.host)} of the optimizer")
     line(
@@ -153,6 +155,12 @@ def _in_pins(one: PlannedLayout) -> str:
     assumed = dict.fromkeys(PINS, 1) | {"etp": one.sizes["tp"]}
     named = [f"{name}={one.sizes[name]}" for name in PINS if one.sizes[name] != assumed[name]]
     return " ".join(named) or "tp=1"
+
+
+def _short_lived(memory: Memory) -> str:
+    """Return what is not needed at the same time: only the largest counts."""
+    parts = {"the loss": memory.loss, "a layer's backward pass": memory.backward, "the optimizer's step": memory.step}
+    return ", or ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size) or "nothing"
 
 
 def _activations(found: LayoutPlan) -> str:

@@ -1,25 +1,39 @@
-"""Computes a GPU's memory under a layout: activations as an estimate, everything else exactly.
-
-Weights, gradients and optimizer states are exact.
-"""
+"""Computes a GPU's memory under a layout: weights, gradients and optimizer exactly, everything else as an estimate."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from math import ceil
 
 from mcore_ckpt_ext.layout.grad_buffer import align, bucket_alignment
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise
 from mcore_ckpt_ext.layout_choice.model_table import Holding, StageHolding
-from mcore_ckpt_ext.layout_choice.options import Recomputation
 from mcore_ckpt_ext.layout_choice.rules import Choice
+from mcore_ckpt_ext.layout_choice.stage_activations import StageActivations
+
+_MIB = 1 << 20
+CONTEXT = 1024 * _MIB
+"""A constant: the CUDA context with the kernels of torch, Transformer Engine and NCCL, and workspaces of cuBLAS."""
+COMMUNICATOR = 256 * _MIB
+"""A constant for each group of ranks that communicates: the buffers of NCCL's channels (NCCL_BUFFSIZE, 4 MiB each)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the fullest GPU, and in the memory of its host.
+    """Bytes on the fullest GPU at its peak, and in the memory of its host.
 
-    `weights`, `gradients` and `optimizer` follow from the shapes; `activations` is an estimate.
+    Attributes:
+        weights: weights, from their shapes.
+        gradients: gradient buffers, from the shapes.
+        optimizer: masters and moments on the GPU, from the shapes.
+        activations: what micro batches in flight keep for their backward passes; an estimate.
+        host: optimizer state in host memory.
+        backward: what one layer's backward pass holds: recomputed activations and gradients; an estimate.
+        loss: logits and softmax; an estimate.
+        step: copies of gradients or moments in fp32, made in the optimizer's step; an estimate.
+        context: the CUDA context and NCCL's buffers; a constant.
     """
 
     weights: int
@@ -27,6 +41,10 @@ class Memory:
     optimizer: int
     activations: int
     host: int = 0
+    backward: int = 0
+    loss: int = 0
+    step: int = 0
+    context: int = 0
 
     @property
     def static(self) -> int:
@@ -34,21 +52,41 @@ class Memory:
         return self.weights + self.gradients + self.optimizer
 
     @property
+    def allocated(self) -> int:
+        """The peak of what torch allocates: in the loss, in a layer's backward pass, or in the optimizer's step."""
+        return self.static + max(self.activations + max(self.backward, self.loss), self.step)
+
+    @property
     def total(self) -> int:
         """All memory on the GPU."""
-        return self.static + self.activations
+        return self.allocated + self.context
+
+
+class Sharding(Enum):
+    """What data-parallel ranks share beside the optimizer (`--data-parallel-sharding-strategy` of Megatron-FSDP)."""
+
+    OPTIMIZER = "optim"
+    GRADIENTS = "optim_grads"
+    PARAMETERS = "optim_grads_params"
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """How a job stores its gradients and its optimizer.
+    """How a job stores its weights, its gradients and its optimizer.
 
     Attributes:
         gradient_bytes: bytes of one element (4 with `--accumulate-allreduce-grads-in-fp32`).
         is_distributed: whether parameters are in buffers that are padded for the data-parallel ranks.
         high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
         offloaded: the fraction of the optimizer in host memory (`--optimizer-offload-fraction`).
+        kept_on_device: bytes of an element that stay on the GPU although they are offloaded: the fp32 masters of
+            `DistributedOptimizer`, of which `HybridDeviceOptimizer` has copies on the host
+            (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.12.0 to 0.19.2).
         layer_wise: how a layer-wise optimizer distributes whole parameters; None for other optimizers.
+        quantized_bytes: bytes of an element of a weight in fp8, kept beside the weight in bf16.
+        step_bytes: bytes of an element of fp32 copies in the optimizer's step, of all its parts at once.
+        step_bytes_in_turn: the same, of one part of the optimizer at a time.
+        sharding: what ranks share.
     """
 
     gradient_bytes: int
@@ -56,9 +94,14 @@ class Buffers:
     high_bandwidth: bool = False
     offloaded: float = 0.0
     layer_wise: LayerWise | None = None
+    kept_on_device: int = 0
+    quantized_bytes: float = 0.0
+    step_bytes: int = 0
+    step_bytes_in_turn: int = 0
+    sharding: Sharding = Sharding.OPTIMIZER
 
 
-def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations: int) -> Memory:
+def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations: StageActivations) -> Memory:
     """Return the memory of one rank of a pipeline stage.
 
     A gradient buffer, and with a distributed optimizer the buffer of weights, is padded at its end for the ranks that
@@ -66,64 +109,52 @@ def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations
     """
     layout = choice.layout
     shares = ((stage.dense, layout.data * layout.context), (stage.experts, layout.expert_data))
-    weights = gradients = optimizer = 0
+    weights = gradients = optimizer = host = gathered = 0
+    steps = []
     for holding, ranks in shares:
         if not holding.elements:
             continue
         padded = _padded(holding, ranks, buffers)
-        weights += holding.weight_bytes * padded // holding.elements
-        gradients += padded * buffers.gradient_bytes
-        optimizer += ceil(holding.shared_state * padded / holding.elements / ranks) + holding.whole_state
-    host = round(optimizer * buffers.offloaded)
-    return Memory(weights, gradients, optimizer - host, activations, host)
+        has_shards = buffers.sharding is Sharding.PARAMETERS
+        trained = max(holding.trained, 1)
+        padding = holding.weight_bytes * (padded - holding.trained) // holding.elements
+        weight = holding.weight_bytes + padding + round(buffers.quantized_bytes * holding.elements)
+        gradient = padded * buffers.gradient_bytes
+        weights += weight // ranks if has_shards else weight
+        gradients += gradient // ranks if buffers.sharding is not Sharding.OPTIMIZER else gradient
+        gathered += weight + gradient if has_shards else 0
+        is_shared = has_shards or holding.shared_state > 0
+        whole = holding.whole_state // ranks if has_shards else holding.whole_state
+        state = ceil(holding.shared_state * padded / trained / ranks) + whole
+        own = padded // ranks if is_shared else padded
+        moved = round(state * buffers.offloaded)
+        host += moved
+        optimizer += state - moved + round(min(own * buffers.kept_on_device, state) * buffers.offloaded)
+        steps.append(own)
+    layers = max(sum(len(span) for span in spans) for spans in choice.split.ranges()) if choice.split else 1
+    # Megatron-FSDP gathers a layer while the next one is in use.
+    temporary = 2 * gathered // max(layers, 1)
+    step = buffers.step_bytes * sum(steps) + buffers.step_bytes_in_turn * max(steps, default=0)
+    return Memory(
+        weights, gradients, optimizer, activations.kept, host,
+        backward=activations.backward + temporary, loss=activations.loss + temporary,
+        step=round(step * (1 - buffers.offloaded)), context=context_of(layout),
+    )  # fmt: skip
+
+
+def context_of(layout: ParallelLayout) -> int:
+    """Return the bytes outside torch's allocator: a constant for the process, and one for each communicator."""
+    groups = (
+        layout.tensor, layout.pipeline, layout.context, layout.data * layout.context, layout.expert,
+        layout.expert_data if layout.expert > 1 else 1,
+    )  # fmt: skip
+    return CONTEXT + COMMUNICATOR * sum(size > 1 for size in groups)
 
 
 def _padded(holding: Holding, ranks: int, buffers: Buffers) -> int:
     if not buffers.is_distributed:
-        return holding.elements
+        return holding.trained
     return align(holding.aligned, bucket_alignment(ranks, buffers.high_bandwidth))
-
-
-def activation_bytes(choice: Choice, recomputation: Recomputation) -> int:
-    """Estimate the activations on the first pipeline stage, in bytes of bf16 training.
-
-    Formulas: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198),
-    sections 4 and 5, as megatron/training/theoretical_memory_usage.py applies them (core_v0.12.0 to 0.19.2). With
-    selective recomputation, a layer keeps `s b h (10 + 24 / TP)` bytes without sequence parallelism, and
-    `s b h (18 + 4 ffn / h) / TP` with it. With full recomputation it keeps only its input, `2 s b h`. Without any,
-    attention adds `5 a s^2 b / TP`. Pipelines keep the activations of several micro batches at once.
-    """
-    job, layout = choice.job, choice.layout
-    hidden, length = job.hidden_size or 0, (job.seq_length or 0) // layout.context
-    tokens = length * choice.micro_batch
-    is_divided = choice.has_sequence_parallelism
-    share = layout.tensor if is_divided or layout.tensor == 1 else 1
-    if recomputation is Recomputation.FULL:
-        layer = 2.0 * tokens * hidden / share
-    elif share == layout.tensor:
-        layer = tokens * hidden * (18 + 4 * (job.ffn_hidden_size or 4 * hidden) / max(hidden, 1)) / share
-    else:
-        layer = tokens * hidden * (10 + 24 / layout.tensor)
-    if recomputation is Recomputation.NONE:
-        layer += 5.0 * (job.num_attention_heads or 0) * length * tokens / layout.tensor
-    layers = choice.split.largest if choice.split else 0
-    held = layer * layers * _batches_in_flight(choice)
-    held += (8 * tokens + tokens * hidden) * layout.pipeline / share
-    if layout.pipeline == 1:
-        held += 4 * tokens * (hidden + (job.padded_vocab_size or 0)) / layout.tensor
-    return ceil(held)
-
-
-def _batches_in_flight(choice: Choice) -> float:
-    """Return how many micro batches of activations the first stage keeps.
-
-    Returns:
-        A fraction if only some layers keep one.
-    """
-    layout = choice.layout
-    if layout.virtual_pipeline > 1:
-        return layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * layout.virtual_pipeline))
-    return min(layout.pipeline, max(choice.microbatches, 1))
 
 
 def bubble_fraction(choice: Choice) -> float:

@@ -30,6 +30,7 @@ class Parameter:
         state_bytes: bytes of one element of the optimizer's state in memory, master included.
         stored_bytes: bytes of one element of the optimizer's state in the checkpoint.
         is_distributed: whether data-parallel ranks share its state.
+        is_trained: whether it has a gradient; False if it is frozen, as under low-rank adapters.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Parameter:
     state_bytes: int = 0
     stored_bytes: int = 0
     is_distributed: bool = True
+    is_trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class Holding:
 
     Attributes:
         elements: number of elements.
-        aligned: number of elements with each parameter padded as in a gradient buffer.
+        aligned: number of elements with a gradient, each parameter padded as in a gradient buffer.
+        trained: number of elements with a gradient.
         weight_bytes: bytes of the weights.
         shared_state: bytes of optimizer state that data-parallel ranks share.
         whole_state: bytes of optimizer state that every rank keeps.
@@ -60,6 +63,7 @@ class Holding:
 
     elements: int = 0
     aligned: int = 0
+    trained: int = 0
     weight_bytes: int = 0
     shared_state: int = 0
     whole_state: int = 0
@@ -161,7 +165,7 @@ class ModelTable:
         """`copies`: copies of the word embedding on a last stage other than the first (`embedding_copies`)."""
         self.parameters = tuple(parameters)
         self.layers = layers
-        self._padded_rows = padded_rows
+        self.padded_rows = padded_rows
         self.copies = copies
         self._totals = cache(self._counted)
 
@@ -247,7 +251,7 @@ class ModelTable:
             experts = 1 + max((one.expert or 0 for one in self.parameters), default=0)
             chosen = is_expert & (columns["expert"] < experts // expert)
         ranks = np.where(is_expert, expert_tensor, tensor)
-        whole = np.where(columns["rows"] > 0, columns["rest"] * self._padded_rows(tensor), columns["numel"])
+        whole = np.where(columns["rows"] > 0, columns["rest"] * self.padded_rows(tensor), columns["numel"])
         elements = np.where(columns["cut"] >= 0, whole // ranks, whole)
         is_matrix = columns["matrix_columns"] > 0
         width = np.where(columns["cut"] == 1, columns["matrix_columns"] // ranks, columns["matrix_columns"])
@@ -271,11 +275,12 @@ class ModelTable:
             counted = np.bincount(place, weights=np.where(chosen, values, 0), minlength=self.layers + 2)
             return counted.astype(np.int64)
 
-        shared = columns["is_distributed"] > 0
+        shared, trained = columns["is_distributed"] > 0, columns["is_trained"]
         # In the order of the attributes of `Holding`.
         values = (
             elements,
-            aligned,
+            aligned * trained,
+            elements * trained,
             elements * columns["weight_bytes"],
             np.where(shared, local.state, 0),
             np.where(shared, 0, local.state),
@@ -312,4 +317,5 @@ class ModelTable:
             "state_bytes": column(one.state_bytes for one in all_of),
             "stored_bytes": column(one.stored_bytes for one in all_of),
             "is_distributed": column(one.is_distributed for one in all_of),
+            "is_trained": column(one.is_trained for one in all_of),
         }

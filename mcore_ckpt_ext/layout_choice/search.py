@@ -12,10 +12,11 @@ from math import isqrt, log2, prod
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.layer_wise import layer_wise_stages
-from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, activation_bytes, bubble_fraction, memory_of
+from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, bubble_fraction, memory_of
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, StageHolding
 from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
 from mcore_ckpt_ext.layout_choice.rules import DENSE_RULES, EXPERT_RULES, STAGE_RULES, Choice, NamedRule, violations
+from mcore_ckpt_ext.layout_choice.stage_activations import ActivationEstimate
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, stage_splits
 from mcore_ckpt_ext.versions import Version
 
@@ -128,6 +129,7 @@ def search(
     def choice_of(layout: ParallelLayout, split: StageSplit | None = None) -> Choice:
         return Choice(job, table, layout, split, 1, 1, request.version)
 
+    estimate = ActivationEstimate(job, request.recomputation)
     sizes = _Sizes(job, old, request)
     for dense in sizes.dense_layouts():
         if is_excluded(choice_of(dense), DENSE_RULES):
@@ -139,15 +141,21 @@ def search(
                 split = splits(staged.pipeline, staged.virtual_pipeline)
                 choice = with_batch(choice_of(staged, split))
                 if not is_excluded(choice, STAGE_RULES) and split is not None:
-                    result.found.append(_weighed(choice, shared_out(split, staged), request, buffers))
+                    result.found.append(_weighed(choice, shared_out(split, staged), request, buffers, estimate))
     result.found.sort(key=lambda one: _rank(one, old, request))
     return result
 
 
-def _weighed(choice: Choice, held: tuple[StageHolding, ...], request: SearchRequest, buffers: Buffers) -> FoundLayout:
-    activations = activation_bytes(choice, request.recomputation)
+def _weighed(
+    choice: Choice,
+    held: tuple[StageHolding, ...],
+    request: SearchRequest,
+    buffers: Buffers,
+    estimate: ActivationEstimate,
+) -> FoundLayout:
     # Most stages have equal totals.
-    by_stage = (memory_of(stage, choice, buffers, activations) for stage in dict.fromkeys(held))
+    stages = dict.fromkeys(zip(held, estimate.stages(choice), strict=True))
+    by_stage = (memory_of(stage, choice, buffers, activations) for stage, activations in stages)
     memory = max(by_stage, key=lambda one: (one.total, one.host))
     return FoundLayout(
         choice,

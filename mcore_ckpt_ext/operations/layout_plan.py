@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
@@ -18,7 +19,8 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, PACKS_LAYER_WISE_BY_COMPUTATION, splits_layer_wise
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise
-from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
+from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, Sharding
+from mcore_ckpt_ext.layout_choice.model_sizes import fraction_of
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
 from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, search
@@ -30,7 +32,7 @@ from mcore_ckpt_ext.optimizers.model_space_formats import is_layer_wise
 from mcore_ckpt_ext.optimizers.table import stock_can_load
 from mcore_ckpt_ext.versions import Version
 
-SCHEMA = 1
+SCHEMA = 2
 _NO_MEMORY = "unknown: pass --gpu-memory"
 
 
@@ -43,7 +45,7 @@ class PlannedLayout:
         sizes: the size of each dimension.
         layers_per_stage: the number of decoder layers of each pipeline rank.
         fits: True if it fits; None if that is unknown: no memory size is given and the old layout needed less.
-        memory: weights, gradients, optimizer, activations (an estimate), and host memory.
+        memory: weights, gradients, optimizer, and the terms of the estimate.
         bubble: the idle share of the pipeline, 0 to 1.
         micro_batch_size: the number of samples that a rank processes at once.
         global_batch_size: the number of samples of an iteration.
@@ -158,7 +160,7 @@ def plan(
         table = table_of(checkpoint, job)
         buffers = buffers_of(job, table, version)
         request = SearchRequest(
-            gpus, gpus_per_node, version, gpu_memory, recomputation=_recomputation(job, recomputation),
+            gpus, gpus_per_node, version, gpu_memory, recomputation=recomputation_of(job, recomputation),
             pins=_sizes_of(pins or {}),
         )  # fmt: skip
         source, trained = "--gpu-memory", has_job(checkpoint, writer_of(checkpoint))
@@ -213,18 +215,49 @@ def _as_before(
 
 
 def buffers_of(job: JobArguments, table: ModelTable, version: Version) -> Buffers:
-    """Return how a job of a release keeps its gradients and its optimizer, by its arguments."""
+    """Return how a job of a release keeps its weights, its gradients and its optimizer, by its arguments."""
     is_fp32 = bool(job.accumulate_allreduce_grads_in_fp32) or not (job.bf16 or job.fp16)
-    fraction = job.raw.get("optimizer_offload_fraction")
-    offloads = bool(job.optimizer_cpu_offload) and isinstance(fraction, float)
     layer_wise = _layer_wise(job, table, version)
+    is_aware = bool(job.use_precision_aware_optimizer)
+    copies_gradients = not is_fp32 and not is_aware
+    moments = [str(job.raw.get(name, "fp32")) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
     return Buffers(
         4 if is_fp32 else 2,
         bool(job.use_distributed_optimizer) or layer_wise not in (None, LayerWise.DEALT),
         bool(job.ddp_pad_buckets_for_high_nccl_busbw),
-        float(fraction) if offloads and isinstance(fraction, float) else 0.0,
+        fraction_of(job, "optimizer_offload_fraction", 0.0) if job.optimizer_cpu_offload else 0.0,
         layer_wise,
+        kept_on_device=0 if is_aware or not (job.bf16 or job.fp16) else 4,
+        quantized_bytes=_quantized_bytes(job, table),
+        # `_copy_model_grads_to_main_grads` (megatron/core/optimizer/distrib_optimizer.py): gradients in fp32.
+        step_bytes=4 if copies_gradients else 0,
+        # `FusedAdam.step` (transformer_engine/pytorch/optimizers/fused_adam.py): moments in fp32, if they are not.
+        step_bytes_in_turn=4 * sum("32" not in one for one in moments) if is_aware else 0,
+        sharding=_sharding(job),
     )
+
+
+def _quantized_bytes(job: JobArguments, table: ModelTable) -> float:
+    """Return the bytes of an average element of a weight for its copies in fp8, kept beside the weight in bf16.
+
+    A linear layer keeps its quantized weight and the transposed one between micro batches
+    (`TransformerEngineBaseModule.get_weight_workspace`, transformer_engine/pytorch/module/base.py); with
+    `--fp8-param-gather` there is no weight in bf16, and two bytes in fp8 take its place.
+    """
+    if not job.raw.get("fp8") or job.fp8_param_gather:
+        return 0.0
+    linear = sum(prod(one.shape) for one in table.parameters if len(one.shape) == 2 and not one.is_vocabulary)
+    return 2 * linear / max(table.elements, 1)
+
+
+def _sharding(job: JobArguments) -> Sharding:
+    """Return what data-parallel ranks share beside the optimizer: with FSDP, gradients or weights, too."""
+    if job.raw.get("use_torch_fsdp2"):
+        return Sharding.PARAMETERS
+    strategy = job.raw.get("data_parallel_sharding_strategy")
+    if not job.raw.get("use_megatron_fsdp") or strategy not in {one.value for one in Sharding}:
+        return Sharding.OPTIMIZER
+    return Sharding(strategy)
 
 
 def _layer_wise(job: JobArguments, table: ModelTable, version: Version) -> LayerWise | None:
@@ -245,7 +278,12 @@ def _layer_wise(job: JobArguments, table: ModelTable, version: Version) -> Layer
     return LayerWise.PACKED_BY_COMPUTATION if by_computation else LayerWise.PACKED_BY_SIZE
 
 
-def _recomputation(job: JobArguments, wanted: str | None) -> Recomputation:
+def recomputation_of(job: JobArguments, wanted: str | None) -> Recomputation:
+    """Return the recomputation that is wanted, or that of the job.
+
+    Raises:
+        UsageError: its name is unknown.
+    """
     text = wanted or job.raw.get("recompute_granularity") or "none"
     try:
         return Recomputation(text)

@@ -127,6 +127,17 @@ class _States:
         return in_memory, stored, shared
 
 
+def state_bytes(job: JobArguments) -> int:
+    """Return the bytes of optimizer state of an element of a bf16 weight, by a job's arguments alone.
+
+    A precision-aware optimizer keeps a remainder of 2 bytes in the place of a master of 4
+    (`store_param_remainders`, megatron/core/optimizer/optimizer_config.py, core_v0.13.0 to 0.19.2).
+    """
+    widths = _state_dtypes(job)
+    has_remainders = bool(job.use_precision_aware_optimizer and job.bf16) and widths.get(FP32_PARAM, 4) == 4
+    return sum({**dict.fromkeys((FP32_PARAM, EXP_AVG, EXP_AVG_SQ), 4), **widths}.values()) - 2 * has_remainders
+
+
 def _state_dtypes(job: JobArguments) -> dict[str, int]:
     """Return the bytes of kinds whose precision is an argument (`--use-precision-aware-optimizer`)."""
     if not job.use_precision_aware_optimizer:

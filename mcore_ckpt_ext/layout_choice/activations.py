@@ -1,0 +1,313 @@
+"""Estimates the bytes of activations that a layer keeps for its backward pass, term by term.
+
+Source of the method: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv:2205.05198), section 4, which counts the tensors that each operation saves; the same terms are in
+megatron/training/theoretical_memory_usage.py (core_v0.12.0 to 0.19.2): `s b h (10 + 24 / TP)` for a layer without
+grouped queries, with dropout and an MLP of 4 h. Here each tensor is a term of its own, because models since then have
+grouped queries, gated MLPs, latent attention, experts and state spaces. Tensors of the residual stream are divided
+among tensor-parallel ranks only with sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part, fraction_of, number_of
+from mcore_ckpt_ext.layout_choice.options import Recomputation
+
+_DEFAULT_DROPOUT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationOptions:
+    """What a job's arguments say about its activations.
+
+    Attributes:
+        recomputation: `--recompute-granularity`.
+        modules: `--recompute-modules`; without them, selective recomputation is of the attention core alone
+            (`TransformerConfig.__post_init__`, core_v0.12.0 to 0.19.2).
+        method: `--recompute-method`.
+        period: `--recompute-num-layers`.
+        distributes: `--distribute-saved-activations`.
+        stores_scores: whether attention stores its matrix of scores, as unfused attention does. Flash attention and
+            fused attention keep only the output and one statistic of each row (Dao et al., arXiv:2205.14135).
+        has_dropout: whether the residual stream has a mask of dropout.
+        linear_input: bytes of an element that a linear layer saves: 1 in fp8 (Transformer Engine's `Linear` and
+            `LayerNormLinear` save the quantized input).
+        offloaded: terms that `--offload-modules` moves to the host (`--fine-grained-activation-offloading`).
+        offloaded_layers: `--cpu-offloading-num-layers`.
+        capacity: tokens of an expert in relation to balanced routing (`--moe-expert-capacity-factor`, padded).
+    """
+
+    recomputation: Recomputation = Recomputation.NONE
+    modules: frozenset[str] = field(default_factory=frozenset)
+    method: str | None = None
+    period: int = 1
+    distributes: bool = False
+    stores_scores: bool = False
+    has_dropout: bool = False
+    linear_input: int = 2
+    offloaded: frozenset[str] = field(default_factory=frozenset)
+    offloaded_layers: int = 0
+    capacity: float = 1.0
+
+    @classmethod
+    def of(cls, job: JobArguments, recomputation: Recomputation) -> ActivationOptions:
+        """Return the options of a job, with another recomputation."""
+        modules: object = job.raw.get("recompute_modules")
+        named = frozenset(map(str, modules)) if isinstance(modules, (list, tuple)) else frozenset({"core_attn"})
+        method = job.raw.get("recompute_method")
+        is_padded = bool(job.raw.get("moe_pad_expert_input_to_capacity"))
+        return cls(
+            recomputation=recomputation,
+            modules=named if recomputation is Recomputation.SELECTIVE else frozenset(),
+            method=method if isinstance(method, str) else None,
+            period=number_of(job, "recompute_num_layers", 1) or 1,
+            distributes=bool(job.raw.get("distribute_saved_activations")),
+            stores_scores=_stores_scores(job),
+            has_dropout=fraction_of(job, "hidden_dropout", _DEFAULT_DROPOUT) > 0,
+            linear_input=1 if job.raw.get("fp8") or job.raw.get("fp4") else 2,
+            offloaded=_offloaded(job),
+            offloaded_layers=number_of(job, "cpu_offloading_num_layers", 0),
+            capacity=fraction_of(job, "moe_expert_capacity_factor", 1.0) if is_padded else 1.0,
+        )
+
+
+_OFFLOADED = {
+    "attn_norm": "norm output", "mlp_norm": "norm output", "qkv_linear": "norm output",
+    "core_attn": "rotated queries and keys", "attn_proj": "attention output", "expert_fc1": "arrived tokens",
+    "moe_act": "first projection of experts",
+}  # fmt: skip
+
+
+def _offloaded(job: JobArguments) -> frozenset[str]:
+    """Return the terms that are moved to the host.
+
+    Source: `offload_modules` (megatron/core/transformer/transformer_config.py, core_v0.16.0 to 0.19.2).
+    """
+    modules: object = job.raw.get("offload_modules")
+    if not job.raw.get("fine_grained_activation_offloading") or not isinstance(modules, (list, tuple)):
+        return frozenset()
+    return frozenset(_OFFLOADED[name] for name in map(str, modules) if name in _OFFLOADED)
+
+
+def _stores_scores(job: JobArguments) -> bool:
+    """Return whether attention is `DotProductAttention` of Megatron or the unfused one of Transformer Engine.
+
+    `--attention-backend auto`, the default, is flash or fused attention on a GPU
+    (`DotProductAttention.__init__`, transformer_engine/pytorch/attention). The local spec always stores the scores
+    (megatron/core/transformer/dot_product_attention.py).
+    """
+    backend = str(job.raw.get("attention_backend") or "auto").rpartition(".")[2]
+    return job.transformer_impl == "local" or backend in ("unfused", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The tokens of one micro batch on a rank, and how many ranks divide what.
+
+    Attributes:
+        length: tokens of one sequence on a context-parallel rank.
+        samples: the micro batch.
+        tensor: tensor parallel size.
+        expert_tensor: tensor parallel size of experts.
+        residual: ranks that divide the residual stream: `tensor` with sequence parallelism, otherwise 1.
+    """
+
+    length: int
+    samples: int
+    tensor: int
+    expert_tensor: int
+    residual: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro batch on the ranks that share tensors."""
+        return self.length * self.samples
+
+    def routed(self, sizes: ModelSizes, capacity: float) -> float:
+        """Return the tokens that the experts of a rank process, with balanced routing.
+
+        Every rank of the expert-parallel and the expert-tensor-parallel group sends each of its tokens to
+        `--moe-router-topk` experts; ranks that divide an expert all get its tokens (`MoEAlltoAllTokenDispatcher`,
+        megatron/core/transformer/moe/token_dispatcher.py, core_v0.10.0 to 0.19.2).
+        """
+        sent = self.tokens / (self.tensor if self.residual > 1 else 1)
+        return sent * sizes.experts_per_token * self.expert_tensor * capacity
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTerms:
+    """Bytes of one micro batch for one part of a layer.
+
+    Attributes:
+        terms: what the part keeps without recomputation, by name.
+        dropped: the terms that recomputation drops, and computes again in the backward pass.
+        gradient: the largest gradients of activations that the backward pass of the part holds at once.
+    """
+
+    terms: dict[str, float]
+    dropped: frozenset[str]
+    gradient: float
+
+    @property
+    def whole(self) -> float:
+        """Bytes without recomputation."""
+        return sum(self.terms.values())
+
+    @property
+    def kept(self) -> float:
+        """Bytes that stay until the backward pass."""
+        return sum(value for name, value in self.terms.items() if name not in self.dropped)
+
+    @property
+    def recomputed(self) -> float:
+        """Bytes that the backward pass computes again."""
+        return self.whole - self.kept
+
+
+def terms_of(part: Part, sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> LayerTerms:
+    """Return the terms of one part of a layer."""
+    stream = shares.tokens * sizes.hidden / shares.residual
+    terms = {"residual input": 2 * stream, "norm output": options.linear_input * stream}
+    if options.has_dropout:
+        terms["dropout mask"] = stream
+    more, dropped, gradient = _PARTS[part](sizes, options, shares)
+    more = {name: value for name, value in more.items() if name not in options.offloaded}
+    if "layernorm" in options.modules:
+        dropped = {*dropped, "norm output"}
+    return LayerTerms({**terms, **more}, frozenset(dropped), gradient + 2 * stream)
+
+
+_Terms = tuple[dict[str, float], set[str], float]
+
+
+def _attention(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Terms:
+    """Self-attention: the projection of queries, keys and values, their rotated copies, and the output.
+
+    Source: `Attention.forward` (megatron/core/transformer/attention.py). Values are a view of the projection, so all
+    of it stays beside the rotated queries and keys.
+    """
+    tokens, ranks = shares.tokens, shares.tensor
+    heads = sizes.heads / ranks
+    terms = {
+        "attention output": 2 * tokens * sizes.value / ranks,
+        "softmax statistics": 4 * tokens * heads,
+    }
+    if options.linear_input == 1:
+        terms["quantized attention output"] = tokens * sizes.value / ranks
+    dropped = set()
+    if options.stores_scores:
+        # Softmax, its dropout mask and its output: 2 + 1 + 2 bytes.
+        terms["scores"] = 5.0 * tokens * shares.length * heads
+        if "core_attn" in options.modules:
+            dropped.add("scores")
+    if sizes.is_latent:
+        return _latent(sizes, options, shares, terms, dropped)
+    terms["queries, keys and values"] = 2 * tokens * (sizes.query + 2 * sizes.key) / ranks
+    if sizes.rotates:
+        terms["rotated queries and keys"] = 2 * tokens * (sizes.query + sizes.key) / ranks
+    return terms, dropped, 2 * tokens * (sizes.query + 2 * sizes.key + sizes.value) / ranks
+
+
+def _latent(
+    sizes: ModelSizes, options: ActivationOptions, shares: Shares, terms: dict[str, float], dropped: set[str]
+) -> _Terms:
+    """Multi-latent attention: compressed queries and keys, and what is projected up from them.
+
+    Source: `MLASelfAttention.get_query_key_value_tensors` (megatron/core/transformer/multi_latent_attention.py,
+    core_v0.12.0 to 0.19.2); `mla_up_proj` recomputes what follows the compressed tensors.
+    """
+    tokens, ranks = shares.tokens, shares.tensor
+    terms["compressed queries and keys"] = 4 * tokens * (sizes.query_rank + sizes.key_rank) / shares.residual
+    terms["queries, keys and values"] = 2 * tokens * (sizes.query + sizes.key + sizes.value) / ranks
+    # The projections, before rotary positions are joined to them.
+    terms["projected queries and keys"] = 2 * tokens * (sizes.query + sizes.key) / ranks
+    if "mla_up_proj" in options.modules:
+        dropped |= {"queries, keys and values", "projected queries and keys"}
+    return terms, dropped, 2 * tokens * (sizes.query + sizes.key + 2 * sizes.value) / ranks
+
+
+def _linear_attention(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Terms:
+    """Gated delta net: the projection, its convolution, normalized keys and queries, the output and its gated norm.
+
+    Source: `GatedDeltaNet.forward` (megatron/core/ssm/gated_delta_net.py, core_v0.16.0 to 0.19.2).
+    """
+    tokens, ranks = shares.tokens, shares.tensor
+    key, value = sizes.linear_key, sizes.linear_value
+    mixed = 2 * key + value
+    terms = {
+        "projection": 2 * tokens * (mixed + value) / ranks,
+        "convolution": 2 * tokens * mixed / ranks,
+        "queries, keys and values": 2 * tokens * (2 * value + value) / ranks,
+        "output and its norm": 4 * tokens * value / ranks,
+    }
+    dropped = {"output and its norm"} if "gdn_norm_out" in options.modules else set()
+    return terms, dropped, 2 * tokens * (mixed + 2 * value) / ranks
+
+
+def _mamba(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Terms:
+    """Mamba: the projection, which the scan saves and recomputes the rest from, its output, and the normalized one.
+
+    Source: `MambaMixer._ssm_training` (megatron/core/ssm/mamba_mixer.py), `mamba_split_conv1d_scan_combined`
+    (mamba_ssm/ops/triton/ssd_combined.py).
+    """
+    del options
+    tokens, ranks = shares.tokens, shares.tensor
+    terms = {
+        "projection": 2 * tokens * sizes.mamba_input / ranks,
+        "output and its norm": 4 * tokens * sizes.mamba_inner / ranks,
+    }
+    return terms, set(), 2 * tokens * (sizes.mamba_input + sizes.mamba_inner) / ranks
+
+
+def _feed_forward(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Terms:
+    """MLP: the result of the first projection, and the input of the second one.
+
+    Source: `MLP.forward` (megatron/core/transformer/mlp.py).
+    """
+    width = shares.tokens * sizes.feed_forward / shares.tensor
+    terms = {"first projection": 2 * sizes.gates * width, "activation": options.linear_input * width}
+    dropped = set(terms) if "mlp" in options.modules else set()
+    return terms, dropped, 2 * (sizes.gates + 1) * width
+
+
+def _experts(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Terms:
+    """Experts: the tokens that arrive, both projections, shared experts, and the router in fp32.
+
+    Source: `MoELayer.forward` (megatron/core/transformer/moe/moe_layer.py), `TEGroupedMLP.forward` (experts.py), and
+    `TopKRouter` (router.py), core_v0.12.0 to 0.19.2. The probabilities are applied in the experts' activation, so
+    their output is not kept.
+    """
+    routed = shares.routed(sizes, options.capacity)
+    width = sizes.expert_feed_forward / shares.expert_tensor
+    shared = shares.tokens * sizes.shared_feed_forward / shares.tensor
+    sent = shares.tokens / shares.residual
+    terms = {
+        "arrived tokens": options.linear_input * routed * sizes.expert_width,
+        "first projection of experts": 2 * sizes.gates * routed * width,
+        "activation of experts": options.linear_input * routed * width,
+        "router": sent * sizes.experts * (4 + 4 + 1),
+    }
+    if sizes.shared_feed_forward:
+        terms["shared experts"] = (2 * sizes.gates + options.linear_input) * shared
+    if sizes.expert_width != sizes.hidden:
+        terms["latent tokens"] = 2 * 2 * sent * sizes.expert_width
+    dropped = {"activation of experts"} if "moe_act" in options.modules else set()
+    if "shared_experts" in options.modules:
+        dropped.add("shared experts")
+    if "moe" in options.modules:
+        dropped = set(terms)
+    # Tokens are permuted before they are sent and after they have arrived, forward and back.
+    gradient = 2 * routed * (2 * sizes.expert_width + (sizes.gates + 1) * width)
+    return terms, dropped, gradient
+
+
+_PARTS = {
+    Part.ATTENTION: _attention,
+    Part.LINEAR_ATTENTION: _linear_attention,
+    Part.MAMBA: _mamba,
+    Part.FEED_FORWARD: _feed_forward,
+    Part.EXPERTS: _experts,
+}
