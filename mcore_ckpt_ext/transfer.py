@@ -26,7 +26,7 @@ from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
 from mcore_ckpt_ext.storage.row_reader import RowReader, are_read_together, bytes_of
-from mcore_ckpt_ext.storage.scaled import decode
+from mcore_ckpt_ext.storage.scaled import ReadCodes, decode, scaled_by
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
@@ -181,7 +181,10 @@ class Transfer:
         self, payload: TensorLocation, first: int, length: int, count: int, stride: int, extent: Extent | None = None
     ) -> torch.Tensor:
         if isinstance(extent, ScaleCodec):
-            codes, scales = (partial(self._read_one, self.locate(part)) for part in (extent.codes, extent.scales))
+            codes = partial(self._read_one, self.locate(extent.codes))
+            scales: ReadCodes = partial(self._read_one, self.locate(extent.scales))
+            if extent.common_scale is not None:
+                scales = scaled_by(scales, self._read_one(self.locate(extent.common_scale), 0, 1))
             rows = [decode(extent, first + row * stride, length, codes, scales) for row in range(count)]
             return rows[0] if count == 1 else torch.cat(rows)
         if isinstance(extent, TransposeCodec):

@@ -7,7 +7,7 @@ from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Constant, Implies, Mapped
+from mcore_ckpt_ext.families.settings import Constant, Mapped
 
 
 class Arcee(Family):
@@ -22,6 +22,6 @@ class Arcee(Family):
     settings = (
         *SIZES, query_groups(), head_size(always=True), rope(), tied(by_default=False), *TRAINING, RMS_NORM,
         Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Constant("mlp_bias", False, {}),
-        Constant("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}), Implies({"bias_gelu_fusion": False}),
+        Constant("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}),
         Constant("attention_bias", False, NO_BIASES),
     )  # fmt: skip

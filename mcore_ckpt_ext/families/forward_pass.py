@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from mcore_ckpt_ext.errors import UsageError, escape, format_value, join_some, shorten
-from mcore_ckpt_ext.job.arguments.row import SHAPES, Alias, AnyBut, Changes, Condition, Noted
+from mcore_ckpt_ext.job.arguments.row import SHAPES, Alias, AnyBut, Changes, Condition, Noted, Without
 from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.job.arguments.without_effect import without_effect
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -25,19 +25,19 @@ NEUTRAL: Mapping[str, Any] = {
     name: row.neutral for name, row in ROWS.items() if isinstance(row.effect, Changes) and not row.effect.only_with
 }
 """Arguments that change the forward pass, with their neutral value."""
-NOTED: Mapping[str, str] = {name: row.effect.why for name, row in ROWS.items() if isinstance(row.effect, Noted)}
+NOTED: Mapping[str, Noted] = {name: row.effect for name, row in ROWS.items() if isinstance(row.effect, Noted)}
 """Arguments that Hugging Face cannot express but that do not concern the weights, with a notice for each."""
 
 
-def _only_with() -> dict[Condition, dict[str, Any]]:
-    found: dict[Condition, dict[str, Any]] = {}
+def _only_with() -> dict[Condition | Without, dict[str, Any]]:
+    found: dict[Condition | Without, dict[str, Any]] = {}
     for name, row in ROWS.items():
         for condition in row.effect.only_with if isinstance(row.effect, Changes) else ():
             found.setdefault(condition, {})[name] = row.neutral
     return found
 
 
-ONLY_WITH: Mapping[Condition, Mapping[str, Any]] = _only_with()
+ONLY_WITH: Mapping[Condition | Without, Mapping[str, Any]] = _only_with()
 """Arguments that only have an effect under a condition, with their neutral values."""
 
 _UNKNOWN = object()
@@ -95,8 +95,9 @@ def differing(a: ModelArguments, b: ModelArguments) -> dict[str, tuple[Any, Any]
 def notes_on(arguments: ModelArguments) -> list[str]:
     """Return notices about arguments of the job that the Hugging Face model cannot express."""
     return [
-        f"--{name.replace('_', '-')} {value}: {why}"
-        for name, why in NOTED.items() if (value := arguments.get(name))
+        f"--{name.replace('_', '-')} {value}: {effect.why}"
+        for name, effect in NOTED.items()
+        if (value := arguments.get(name)) and value not in effect.without
     ]  # fmt: skip
 
 

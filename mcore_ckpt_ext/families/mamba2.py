@@ -103,6 +103,7 @@ class Mamba2(NemotronH):
         Implies({
             "is_hybrid_model": True, "ffn_hidden_size": _POSITIONS, "kv_channels": 1,
             "max_position_embeddings": _POSITIONS, "attention_dropout": 0.0, "hidden_dropout": 0.0, "swiglu": False,
+            "bias_gelu_fusion": False,
         }),
         _attention_heads(),
     )  # fmt: skip

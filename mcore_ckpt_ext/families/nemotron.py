@@ -7,7 +7,7 @@ from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Constant, Implies, Mapped, Requires
+from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires
 
 
 class Nemotron(Family):
@@ -26,7 +26,7 @@ class Nemotron(Family):
     settings = (
         *SIZES, query_groups(), head_size(always=True), rope(partial=0.5), tied(by_default=False), *TRAINING,
         Mapped("initializer_range", "init_method_std", 0.0134), Mapped("norm_eps", "layernorm_epsilon", 1e-5),
-        Constant("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}), Implies({"bias_gelu_fusion": False}),
+        Constant("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}),
         Constant("attention_bias", False, NO_BIASES),
         Constant("mlp_bias", False, {}),
         Requires({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": True}),

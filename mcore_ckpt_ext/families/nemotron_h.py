@@ -34,6 +34,7 @@ from mcore_ckpt_ext.families.settings import (
     Setting,
     Size,
 )
+from mcore_ckpt_ext.job.arguments.run import HYBRID_SPECS
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_mixer
 
@@ -262,8 +263,8 @@ class NemotronH(Family):
 
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:
-        script = "pretrain_hybrid.py (pretrain_mamba.py up to 0.17), not pretrain_gpt.py, trains it, with --spec "
-        found = [f"{script}megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"]
+        new, old = (f"--spec {' '.join(spec)}" for spec in HYBRID_SPECS[:2])
+        found = [f"pretrain_hybrid.py, not pretrain_gpt.py, trains it, with {new}; up to 0.17 pretrain_mamba.py, {old}"]
         if MIXER in pattern_of(arguments):
             found.append(
                 f"transformers limits the time steps of mixers to time_step_min ({_LEAST_STEP} by default) or more, "

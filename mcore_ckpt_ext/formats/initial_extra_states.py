@@ -2,7 +2,9 @@
 
 With the Transformer Engine spec every linear, norm, and attention with sinks has an empty tensor. With the local spec
 linears have None, and other modules have no extra state (`get_extra_state`, extensions/transformer_engine.py and
-tensor_parallel/layers.py, core_v0.12 to 0.19.2).
+tensor_parallel/layers.py, core_v0.12 to 0.19.2). A hybrid model's output layer is a linear of Megatron Core under both
+specs, and stores None even without a weight of its own (`HybridModel.__init__`, hybrid_model.py, core_v0.19.2;
+`MambaModel` of mamba_model.py before).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mcore_ckpt_ext.lazy_torch import torch
+from mcore_ckpt_ext.model_space.anatomy import hybrid_prefix
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 
 _BLOCKS = ("decoder.", "mtp.")
@@ -25,7 +28,9 @@ def fresh_extra_states(names: Iterable[str], engine: bool) -> dict[str, Any]:
         names: the names of all weights.
         engine: True for the Transformer Engine layer spec.
     """
-    states: dict[str, Any] = {}
+    names = list(names)
+    hybrid = hybrid_prefix(names)
+    states: dict[str, Any] = {} if hybrid is None else {f"{hybrid}output_layer.{EXTRA_STATE}": None}
     for module in dict.fromkeys(name.rpartition(".")[0] for name in names if name.startswith(_BLOCKS)):
         kind = module.rpartition(".")[2]
         if module.endswith(".mixer.norm"):  # a norm of the Mamba kernels, not of Transformer Engine

@@ -45,7 +45,8 @@ def relocated(weights: Weights, name_of: Callable[[str], str]) -> WeightsView:
 
     def array(extent: PlainExtent | ScaleCodec) -> PlainExtent | ScaleCodec:
         if isinstance(extent, ScaleCodec):
-            return replace(extent, codes=plain(extent.codes), scales=plain(extent.scales))
+            common = extent.common_scale and plain(extent.common_scale)
+            return replace(extent, codes=plain(extent.codes), scales=plain(extent.scales), common_scale=common)
         return plain(extent)
 
     def moved(extent: Extent) -> Extent:

@@ -99,6 +99,8 @@ def complete(job: JobArguments) -> ModelArguments:
     known["kv_channels"] = known.get("kv_channels") or hidden // heads
     known["ffn_hidden_size"] = known.get("ffn_hidden_size") or 4 * hidden
     known["moe_ffn_hidden_size"] = known.get("moe_ffn_hidden_size") or known["ffn_hidden_size"]
+    if known.get("add_bias_linear") is False:  # as `validate_args` (arguments.py, core_v0.7.0 to 0.19.2)
+        known.setdefault("bias_gelu_fusion", False)
     if job.use_rotary_position_embeddings:
         known["position_embedding_type"] = "rope"
     if not job.is_complete and known.get("position_embedding_type") in _ROTARY and "rotary_base" not in known:

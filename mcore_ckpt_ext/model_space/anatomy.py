@@ -27,6 +27,7 @@ _LANGUAGE_PREFIX = re.compile(rf"^((?:\w+\.)*?{LANGUAGE_MODEL}\.)")
 # Parameters that T5 registers under two names (t5_model.py, core_v0.7.0 to 0.19.2). The second is the name of the
 # optimizer's state.
 _HEAD = "lm_head."
+_HYBRID_NORM = "decoder.final_norm.weight"
 _TWICE = ((f"{_HEAD}output_layer.", "output_layer."), ("embedding.position_embeddings.", "position_embeddings."))
 
 
@@ -125,7 +126,7 @@ def second_names(names: Container[str]) -> dict[str, str]:
 def leaves_out_state(key: str, names: Iterable[str]) -> bool:
     """Return whether the sharded state dict omits an output layer's extra state, as GPT's does.
 
-    BERT's does not omit it.
+    The other model classes do not override `sharded_state_dict`, and store it: BERT, and hybrid models.
 
     Source: `GPTModel.sharded_state_dict` (gpt_model.py, core_v0.7.0 to 0.19.2).
 
@@ -134,4 +135,17 @@ def leaves_out_state(key: str, names: Iterable[str]) -> bool:
         names: the names of the model's weights.
     """
     is_own = key.removeprefix(language_prefix(key)).startswith("output_layer.")
-    return is_own and not any(name.startswith(_HEAD) for name in names)
+    return is_own and hybrid_prefix(names) is None and not any(name.startswith(_HEAD) for name in names)
+
+
+def hybrid_prefix(names: Iterable[str]) -> str | None:
+    """Return the prefix of a hybrid language model's names; None if the model is not hybrid.
+
+    The last norm of its blocks has a name of its own: `HybridStack.final_norm` (hybrid_block.py, core_v0.19.2;
+    `MambaStack` of mamba_block.py since core_v0.7.0).
+
+    Args:
+        names: the names of the model's weights.
+    """
+    found = (name for name in names if name.removeprefix(language_prefix(name)) == _HYBRID_NORM)
+    return next(map(language_prefix, found), None)

@@ -96,12 +96,14 @@ class ScaleCodec(_Matrix):
 
     Attributes:
         codes: one for each element; if `packed`, one byte for two elements, the lower half first.
-        scales: one for each block of the matrix, row by row, as floats; if `packed`, exponents of two plus 127.
+        scales: one for each block of the matrix, row by row, as floats, or in MX formats as exponents of two plus 127
+            (bytes).
         rows: rows of the matrix.
         columns: columns of the matrix.
         block: rows and columns of a block; blocks at the edges may be smaller.
         dtype: the dtype of the numbers, by name.
-        packed: whether the codes are 4-bit floats (E2M1, as in OCP's MX formats).
+        packed: whether the codes are 4-bit floats (E2M1, as in OCP's MX formats and in NVFP4).
+        common_scale: a further scale of the whole matrix, which NVFP4 has.
     """
 
     codes: PlainExtent
@@ -111,6 +113,7 @@ class ScaleCodec(_Matrix):
     block: tuple[int, int]
     dtype: str
     packed: bool = False
+    common_scale: PlainExtent | None = None
 
     @property
     @override

@@ -1,7 +1,9 @@
 """Decodes quantized weights (codes and scales), and encodes weights to fp8.
 
 Results equal those of transformers on a CPU bit for bit: `Fp8Dequantize` (integrations/finegrained_fp8.py, 5.23)
-multiplies in float32 and rounds once; `convert_moe_packed_tensors` (integrations/mxfp4.py) scales by powers of two.
+multiplies in float32 and rounds once; `convert_moe_packed_tensors` (integrations/mxfp4.py) scales by powers of two. Of
+NVFP4 they equal those of ModelOpt (`NVFP4QTensor.dequantize`, modelopt/torch/quantization/qtensor/nvfp4_tensor.py,
+0.47), which multiplies the scales in float32 first.
 """
 
 from __future__ import annotations
@@ -50,6 +52,11 @@ def decode(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales:
     return found
 
 
+def scaled_by(scales: ReadCodes, common: torch.Tensor) -> ReadCodes:
+    """Return a function that reads scales and multiplies them with one that is common to all, in float32."""
+    return lambda first, count: scales(first, count).float() * common.float()
+
+
 def _in_one_row(extent: ScaleCodec, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     height, width = extent.block
     row, left = divmod(first, extent.columns)
@@ -81,7 +88,8 @@ def _across(extent: ScaleCodec) -> int:
 def _read(extent: ScaleCodec, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
     """Return the numbers of codes in new memory, not scaled yet."""
     if extent.packed:
-        return _unpacked(first, count, codes)
+        found = _unpacked(first, count, codes)
+        return found if extent.common_scale is None else found.add_(0.0)  # ModelOpt has no negative zero
     found = codes(first, count)
     # A table is five times as fast on a CPU as torch's own conversion of fp8 (2.13, measured).
     if found.dtype.itemsize == 1 and found.is_floating_point():
@@ -96,7 +104,7 @@ def _numbers_of(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _values(extent: ScaleCodec, scales: torch.Tensor) -> torch.Tensor:
-    found = torch.exp2(scales.float() - _EXPONENT_BIAS) if extent.packed else scales.float()
+    found = torch.exp2(scales.float() - _EXPONENT_BIAS) if scales.dtype == torch.uint8 else scales.float()
     if not torch.isfinite(found).all():
         raise UnreadableCheckpointError(
             "a scale of quantized weights is not a finite number",

@@ -27,6 +27,7 @@ from tests.harness.layouts import Layout
 SAVED, LAST = 4, 8
 RANK_SCRIPTS = Path(__file__).with_name("ranks")
 WITNESS = RANK_SCRIPTS / "witness.py"
+MAMBA_KERNELS = RANK_SCRIPTS / "mamba_kernels.py"
 TIME_LIMIT = 240
 # The environment of a job without this package.
 OFF = {"MCORE_CKPT_EXT": "0"}

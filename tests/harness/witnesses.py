@@ -72,8 +72,8 @@ SHOWN: dict[str, Shown] = {
     "hy_v3": Shown("hy_v3", ("TP2", "EP2")),
     "exaone_moe": Shown("exaone_moe", ("TP2", "EP2")),
     "ministral3": Shown("ministral3", ("TP2",)),
-    "mamba2": Shown("mamba2", why="the kernels of Megatron's Mamba mixers run on GPUs only"),
-    "nemotron_h": Shown("nemotron_h", why="the kernels of Megatron's Mamba mixers run on GPUs only"),
+    "mamba2": Shown("mamba2", engine=_DENSE),
+    "nemotron_h": Shown("nemotron_h", engine=_EXPERTS),
 }
 COMPUTES_AS = {
     "internlm2": "llama", "chatglm": "glm", "qwen": "qwen2", "exaone": "llama", "orion": "stablelm",

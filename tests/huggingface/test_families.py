@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import FAMILIES
 from mcore_ckpt_ext.formats.target import LAYER_SPECS, LayerSpec
 from mcore_ckpt_ext.operations.comparison import compare
@@ -83,6 +84,15 @@ def test_every_family_has_a_model() -> None:
         *COMPUTES_AS,
         *OF_OWN_CODE,
     } == made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_compared_or_the_table_says_why_not(family: Family) -> None:
+    """The documentation's table has a row for each file of families, with layouts or a reason."""
+    file = {other.model_type for other in FAMILIES if type(other).__module__ == type(family).__module__}
+    rows = [shown for shown in SHOWN.values() if shown.model_type in file]
+    compared = any(shown.layouts + shown.engine for shown in rows) or file & {*COMPUTES_AS, *OF_OWN_CODE}
+    assert compared or family.bridge_only_reason or any(shown.why for shown in rows)
 
 
 @pytest.mark.parametrize(

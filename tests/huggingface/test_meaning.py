@@ -18,10 +18,12 @@ from mcore_ckpt_ext.families.config_keys import OF_THE_FILE, accepting, neutral_
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import training_flags, without_flag
-from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, NOTED, ONLY_WITH, SIZES, unknown
+from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, NOTED, ONLY_WITH, SIZES, notes_on, unknown
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_named, family_of_config
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
+from mcore_ckpt_ext.job.arguments.row import Without
+from mcore_ckpt_ext.job.arguments.run import HYBRID_SPECS
 from mcore_ckpt_ext.job.arguments.without_effect import without_effect
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.loops.transformer import model_arguments
@@ -53,7 +55,8 @@ def test_every_argument_has_one_class() -> None:
     classes = [*SIZES, *ALIASES, *NEUTRAL, *NOTED, *set(dependent)]
     assert len(classes) == len(set(classes))
     assert not without_effect(classes)
-    assert {name for name, _ in ONLY_WITH} <= {*classes}
+    conditions = [one.arguments if isinstance(one, Without) else (one.argument,) for one in ONLY_WITH]
+    assert {name for names in conditions for name in names} <= {*classes}
 
 
 def test_fields_of_bridges_providers_are_no_unknown_arguments() -> None:
@@ -69,6 +72,22 @@ def test_arguments_of_the_development_head_are_known() -> None:
     """Each unused argument of the development head has a row, or is listed as without effect."""
     head = {"mhc_num_residual_streams": 4, "batch_invariant_backend": "te_native", "moe_dispatch_fwd_dtype": "bf16"}
     assert unknown(arguments_of("llama", **head, mtp_hsm=True, logit_dtype="fp32", otel_service_name="one")) == []
+
+
+@pytest.mark.parametrize("spec", HYBRID_SPECS)
+def test_megatrons_own_spec_is_no_module_of_the_job(spec: list[str]) -> None:
+    assert notes_on(arguments_of("mamba2", spec=spec)) == []
+    (line,) = notes_on(arguments_of("mamba2", spec=["my_layers", spec[1]]))
+    assert "its own module, whose computation is unknown" in line
+
+
+@pytest.mark.parametrize("name", ["arcee", "nemotron", "nemotron_h", "mamba2"])
+def test_squared_activations_have_no_fusion(name: str) -> None:
+    """Without biases Megatron sets `bias_gelu_fusion` to False itself (`validate_args`, arguments.py, 0.19.2)."""
+    arguments = arguments_of(name)
+    assert arguments.add_bias_linear is False
+    assert arguments.bias_gelu_fusion is False
+    assert family_of(name).mismatches(arguments) == []
 
 
 @pytest.mark.parametrize("name", CONFIGS)

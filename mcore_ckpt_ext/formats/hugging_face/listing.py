@@ -26,7 +26,7 @@ from mcore_ckpt_ext.formats.hugging_face.folder import (
     tensors_of,
     weight_files_of,
 )
-from mcore_ckpt_ext.formats.hugging_face.quantised import dequantised
+from mcore_ckpt_ext.formats.hugging_face.quantised import dequantised, quantization_of
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
 from mcore_ckpt_ext.planning.array_location import ScaleCodec
 from mcore_ckpt_ext.storage.listed_files import is_file_name
@@ -35,9 +35,8 @@ from mcore_ckpt_ext.storage.safetensors import METADATA, SUFFIX, read_arrays, re
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _FORMATS = ("pt", "tf", "flax", "mlx")
-_QUANTISED = ("quantization_config", "compression_config")
 # Suffixes that quantizers give their scales: DeepSeek's fp8, compressed-tensors, mxfp4, GPTQ, AWQ.
-_SCALES = ("_scale_inv", "_scale", "_scales", ".scales")
+_SCALES = ("_scale_inv", "_scale", "_scale_2", "_scales", ".scales")
 _SHOWN = 4
 
 
@@ -65,7 +64,7 @@ def list_model(folder: Path, below: str = "") -> Listing:
         if not any(problem.file == _below(below, name) for problem in listing.problems):
             listing.add("files", _below(below, name), f"not used: {first} takes precedence", is_error=False)
     settings = config or {}
-    is_quantised = any(settings.get(key) for key in _QUANTISED)
+    is_quantised = bool(quantization_of(settings, folder / below))
     for name, tensor in stored.items():
         if not isinstance(tensor.extent, ScaleCodec):
             is_scale = is_quantised and name.endswith(_SCALES)
@@ -155,7 +154,7 @@ def _list_shard(
 def _check_scales(listing: Listing, stored: Mapping[str, StoredTensor], config: Mapping[str, Any], below: str) -> None:
     """Check that quantized weights have scales of matching shape, if their quantization is supported."""
     try:
-        dequantised(stored, config, str(listing.folder / below))
+        dequantised(stored, config, listing.folder / below)
     except UnsupportedCheckpointError:
         return
     except UnreadableCheckpointError as problem:

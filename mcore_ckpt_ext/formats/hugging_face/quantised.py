@@ -1,8 +1,10 @@
 """Pairs the codes of quantized weights with their scales, in Hugging Face folders.
 
 It decodes fp8 with a scale for each block of a matrix (DeepSeek-V3, `weight_scale_inv`), each row, or the whole matrix
-(compressed-tensors, `weight_scale`), and the 4-bit floats of gpt-oss (`_blocks` and `_scales`). Sources:
-transformers/integrations/finegrained_fp8.py and mxfp4.py (5.23); compressed_tensors/quantization (0.12).
+(compressed-tensors and ModelOpt, `weight_scale`), the 4-bit floats of gpt-oss (`_blocks` and `_scales`), and those of
+ModelOpt (NVFP4: `weight_scale` for 16 elements of a row, and `weight_scale_2` for the whole matrix). Sources:
+transformers/integrations/finegrained_fp8.py and mxfp4.py (5.23); compressed_tensors/quantization (0.12);
+modelopt/torch/export (0.47): `process_layer_quant_config` of quant_utils.py, unified_export_hf.py.
 """
 
 from __future__ import annotations
@@ -10,15 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shorten
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor
-from mcore_ckpt_ext.planning.array_location import ScaleCodec
+from mcore_ckpt_ext.planning.array_location import PlainExtent, ScaleCodec
+from mcore_ckpt_ext.storage.safetensors import read_json
 
 _DTYPES = ("bfloat16", "float32", "float16")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
+_BYTE = "uint8"
 _CODES_IN_BYTE, _MX_BLOCK = 2, 32
+_MODEL_OPT = "hf_quant_config.json"
+# ModelOpt's algorithms whose weights are codes and scales alone, and the one that names an algorithm for each layer.
+_READ, _MIXED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4"), "MIXED_PRECISION"
+_COMMON, _NVFP4_BLOCK = "_2", 16
 # Scales of activations: inputs and outputs of layers, and the cache of attention.
 _OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
 
@@ -28,29 +37,33 @@ class _Pairing:
     """Names of codes and scales, and the block size.
 
     `block`: the block size of a matrix with one scale for each block, if known.
+    `packed`: codes are 4-bit floats, in a further axis for the blocks of a row.
+    `in_pairs`: codes in bytes are 4-bit floats, and have a further scale of the whole matrix.
     """
 
     codes: str
     scales: str
     block: tuple[int, int] | None = None
     packed: bool = False
+    in_pairs: bool = False
 
 
 def dequantised(
-    stored: Mapping[str, StoredTensor], config: Mapping[str, Any], where: str
+    stored: Mapping[str, StoredTensor], config: Mapping[str, Any], folder: Path
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors of a folder with decoded codes, and the names of the scales of activations.
 
     Args:
         stored: the stored tensors by name.
         config: `config.json`.
-        where: the folder, for messages.
+        folder: the folder, which may contain ModelOpt's own configuration.
 
     Raises:
         UnsupportedCheckpointError: the kind of quantization is not supported.
         UnreadableCheckpointError: codes have no scales, or scales of another shape.
     """
-    pairing = _pairing(config, where)
+    where = str(folder)
+    pairing = _pairing(config, folder)
     if pairing is None:
         return dict(stored), []
     dtype = str(config.get("dtype") or config.get("torch_dtype") or _DTYPES[0])
@@ -61,6 +74,8 @@ def dequantised(
         for name in stored
         if name.endswith(pairing.scales) and name.removesuffix(pairing.scales) + pairing.codes in stored
     }
+    if pairing.in_pairs:
+        scales |= {name + _COMMON for name in scales if name + _COMMON in stored}
     activations = sorted(name for name in stored if name.endswith(_OF_ACTIVATIONS))
     for name, tensor in stored.items():
         if name in scales or name in activations:
@@ -70,17 +85,36 @@ def dequantised(
         )
         if scaled_by is not None:
             whole = name.removesuffix("_blocks") if pairing.packed else name
-            found[whole] = _decoded(name, tensor, scaled_by, pairing, dtype, where)
-        elif tensor.extent.dtype in _FP8 or (pairing.packed and name.endswith(pairing.codes)):
+            if pairing.in_pairs and tensor.extent.dtype == _BYTE:
+                common = stored.get(name.removesuffix(pairing.codes) + pairing.scales + _COMMON)
+                found[whole] = _nvfp4(name, tensor, scaled_by, common, dtype, where)
+            else:
+                found[whole] = _decoded(name, tensor, scaled_by, pairing, dtype, where)
+        elif tensor.extent.dtype in (*_FP8, _BYTE) or (pairing.packed and name.endswith(pairing.codes)):
             raise UnreadableCheckpointError("quantized weights have no scales", found=name, where=where)
         else:
             found[name] = tensor
     return found, activations
 
 
-def _pairing(config: Mapping[str, Any], where: str) -> _Pairing | None:
+def quantization_of(config: Mapping[str, Any], folder: Path) -> Any:
+    """Return the section of `config.json` about quantization, or else ModelOpt's own file; None without either.
+
+    Args:
+        config: `config.json`.
+        folder: the folder of the model.
+
+    Raises:
+        UnreadableCheckpointError: ModelOpt's file is damaged.
+    """
+    if found := config.get("quantization_config") or config.get("compression_config"):
+        return found
+    return {"quant_method": "modelopt"} if (folder / _MODEL_OPT).is_file() else None
+
+
+def _pairing(config: Mapping[str, Any], folder: Path) -> _Pairing | None:
     """Return how the weights are quantized; None if they are not."""
-    quantised = config.get("quantization_config") or config.get("compression_config")
+    quantised, where = quantization_of(config, folder), str(folder)
     if not quantised:
         return None
     settings = quantised if isinstance(quantised, Mapping) else {}
@@ -98,11 +132,70 @@ def _pairing(config: Mapping[str, Any], where: str) -> _Pairing | None:
         return _Pairing("_blocks", "_scales", (1, _MX_BLOCK), packed=True)
     if method == "compressed-tensors" and _is_fp8(settings):
         return _Pairing(".weight", ".weight_scale")
+    if method == "modelopt":
+        _check_model_opt(settings, folder)
+        return _Pairing(".weight", ".weight_scale", in_pairs=True)
     raise UnsupportedCheckpointError(
         "the model is quantized, and its weights cannot be converted without changing them", found=method,
-        expected="fp8 (by blocks, rows or tensors), or mxfp4", where=f"{where}/{CONFIG}",
+        expected="fp8 (by blocks, rows or tensors), nvfp4, or mxfp4", where=f"{where}/{CONFIG}",
         hint="use the model's bf16 release, or dequantize it first",
     )  # fmt: skip
+
+
+def _check_model_opt(settings: Mapping[str, Any], folder: Path) -> None:
+    """Check that ModelOpt's codes and scales are all of the weights.
+
+    AWQ and SVD also scale activations, or add matrices.
+
+    Raises:
+        UnsupportedCheckpointError: an algorithm is not supported.
+    """
+    where = folder / CONFIG
+    if "quant_algo" not in settings:
+        where = folder / _MODEL_OPT
+        inside = read_json(where).get("quantization") if where.is_file() else None
+        settings = inside if isinstance(inside, Mapping) else {}
+    algorithms = [settings.get("quant_algo")]
+    if algorithms == [_MIXED]:
+        layers = settings.get("quantized_layers")
+        of_layers = layers.values() if isinstance(layers, Mapping) else [None]
+        algorithms = [layer.get("quant_algo") if isinstance(layer, Mapping) else None for layer in of_layers]
+    if other := sorted({str(name) for name in algorithms if name not in _READ}):
+        raise UnsupportedCheckpointError(
+            "ModelOpt quantized the model in a way whose weights cannot be converted", found=", ".join(other),
+            expected=", ".join(_READ), where=str(where), hint="use the model's bf16 release, or dequantize it first",
+        )  # fmt: skip
+
+
+def _nvfp4(
+    name: str, codes: StoredTensor, scales: StoredTensor, common: StoredTensor | None, dtype: str, where: str
+) -> StoredTensor:
+    """Return a matrix of NVFP4: two codes in a byte, the first one in its lower half."""
+    shape = (*codes.shape[:-1], codes.shape[-1] * _CODES_IN_BYTE)
+    rows, columns = prod(shape[:-1]), shape[-1]
+    fits = scales.shape == (*shape[:-1], columns // _NVFP4_BLOCK) and columns % _NVFP4_BLOCK == 0
+    if common is not None and fits and prod(common.shape) == 1 and scales.extent.dtype in _FP8:
+        arrays = [_whole_array(part) for part in (codes, scales, common)]
+        block = (1, _NVFP4_BLOCK)
+        extent = ScaleCodec(arrays[0], arrays[1], rows, columns, block, dtype, packed=True, common_scale=arrays[2])
+        return StoredTensor(shape, extent)
+    further = "no further scale" if common is None else f"a further scale {common.shape}"
+    raise UnreadableCheckpointError(
+        "the scales of NVFP4 weights do not match them",
+        found=f"scales {scales.shape} in {scales.extent.dtype}, and {further}, for codes {codes.shape}",
+        expected=f"an fp8 scale for each {_NVFP4_BLOCK} elements of a row, and one for the whole matrix",
+        where=f"{where}: {name}", hint="the folder is damaged, or of another quantization: download it again",
+    )  # fmt: skip
+
+
+def _whole_array(tensor: StoredTensor) -> PlainExtent:
+    """Return the array of a tensor that fills it, and is not decoded yet."""
+    if isinstance(tensor.extent, ScaleCodec) or tensor.first:
+        raise UnsupportedCheckpointError(
+            "quantized weights share their storage with other tensors", where=tensor.extent.file,
+            hint="save the folder again as safetensors",
+        )  # fmt: skip
+    return tensor.extent
 
 
 def _is_block(block: Any) -> bool:

@@ -118,7 +118,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             names = text_names(stored)
             self._vision = {name: stored[name] for name, ours in names.items() if ours is None}
             stored = {ours: self._transposed(ours, stored[name]) for name, ours in names.items() if ours is not None}
-        stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
+        stored, self._of_activations = dequantised(stored, self.config, folder / below)
         held = self.family.mtp_layers(stored, self.model)
         self._holds_no_mtp, layers = not held, held if mtp else 0
         self.model = self.model.replace(mtp_num_layers=layers or None)
@@ -283,8 +283,11 @@ class HuggingFaceCheckpoint(WeightsAlone):
             found.append(
                 f"of {self.whole} only the text is read, as {with_indefinite_article(self.family.name)}{whole}"
             )
-        if self.left_out:
-            found.append(f"left out, no equivalent in Megatron: {join_some(self.left_out, _SHOWN)}")
+        if self._of_activations:
+            scales = join_some(self._of_activations, _SHOWN)
+            found.append(f"left out, scales of activations, which only quantized inference uses: {scales}")
+        if others := sorted({*self.left_out} - {*self._of_activations}):
+            found.append(f"left out, no equivalent in Megatron: {join_some(others, _SHOWN)}")
         listed = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
         if listed and self._holds_no_mtp:
             found.append(f"config.json lists multi-token prediction (MTP) layers missing from the folder ({listed[0]})")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from mcore_ckpt_ext.job.arguments.row import Condition
+from mcore_ckpt_ext.job.arguments.row import Condition, Without
 
 WITH_EXPERTS = Condition("num_experts")
 WITH_SHARED_EXPERT = Condition("moe_shared_expert_intermediate_size")
 WITH_SOFTMAX = Condition("moe_router_score_function", "softmax")
 WITHOUT_SWIGLU = Condition("swiglu", False)
+WITH_GELU = Without(("swiglu", "squared_relu"))
 WITH_ROPE = Condition("position_embedding_type", "rope")
 WITH_YARN = Condition("position_embedding_type", "yarn")
 WITH_MROPE = Condition("position_embedding_type", "mrope")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.job.arguments.conditions import (
     WITH_DELTA_NET,
     WITH_EXPERTS,
+    WITH_GELU,
     WITH_INDEXED,
     WITH_LATENT,
     WITH_LINEAR,
@@ -138,7 +139,7 @@ class ModelTable:
     glu_linear_offset = Argument(NUMBER.default(0.0), CHANGES, VALUE, SAME, since="0.15")
     activation_func_clamp_value = Argument(NUMBER.optional, CHANGES, VALUE, SAME, since="0.15")
     bias_gelu_fusion = Argument(
-        SWITCH.default(True), changes(WITHOUT_SWIGLU), off("--no-bias-gelu-fusion", WITHOUT_SWIGLU)
+        SWITCH.default(True), changes(WITH_GELU), off("--no-bias-gelu-fusion", WITHOUT_SWIGLU)
     )
 
     # Experts.

@@ -41,6 +41,16 @@ class Condition(NamedTuple):
         return bool(found) if self.value is None else bool(found == self.value)
 
 
+class Without(NamedTuple):
+    """A condition that a job meets without any of several other arguments."""
+
+    arguments: tuple[str, ...]
+
+    def holds(self, value_of: Callable[[str], Any]) -> bool:
+        """Return whether a job meets the condition; see `Condition.holds`."""
+        return not any(value_of(name) for name in self.arguments)
+
+
 @dataclass(frozen=True)
 class AnyBut:
     """Neutral values of an argument: all except `others`. For a list, each item must be neutral."""
@@ -68,7 +78,7 @@ class Changes:
         neutral: the value without effect.
     """
 
-    only_with: tuple[Condition, ...] = ()
+    only_with: tuple[Condition | Without, ...] = ()
     neutral: Any = DEFAULT
 
 
@@ -81,15 +91,21 @@ class Alias:
 
 @dataclass(frozen=True)
 class Noted:
-    """The effect of an argument that Hugging Face models cannot express and that concerns no weights."""
+    """The effect of an argument that Hugging Face models cannot express and that concerns no weights.
+
+    Attributes:
+        why: the notice for users.
+        without: values that need no notice.
+    """
 
     why: str
+    without: tuple[Any, ...] = ()
 
 
 Effect: TypeAlias = Changes | Alias | Noted | Plain
 
 
-def changes(*only_with: Condition, neutral: Any = DEFAULT) -> Changes:
+def changes(*only_with: Condition | Without, neutral: Any = DEFAULT) -> Changes:
     """Return the effect of an argument that changes the forward pass."""
     return Changes(only_with, neutral)
 

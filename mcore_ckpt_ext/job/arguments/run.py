@@ -33,6 +33,16 @@ from mcore_ckpt_ext.job.arguments.row import (
     value,
 )
 
+_OF_HYBRIDS = "megatron.core.models.hybrid.hybrid_layer_specs"
+_OF_MAMBA = "megatron.core.models.mamba.mamba_layer_specs"
+HYBRID_SPECS = (
+    [_OF_HYBRIDS, "hybrid_stack_spec"],
+    [_OF_MAMBA, "mamba_stack_spec"],
+    [_OF_HYBRIDS, "mamba_stack_spec"],
+    [_OF_MAMBA, "hybrid_stack_spec"],
+)
+"""Megatron's own specs of hybrid models, as `--spec` takes them: since 0.18, up to 0.17, and under both names."""
+
 
 class RunTable:
     """The arguments of a job that do not define its model."""
@@ -121,7 +131,8 @@ class RunTable:
     mamba_num_groups = Argument(ELEMENT_COUNT.default(8), changes(WITH_PATTERN), value(WITH_PATTERN), since="0.12")
     mamba_num_heads = Argument(ELEMENT_COUNT.optional, changes(WITH_PATTERN), value(WITH_PATTERN), since="0.13")
     spec = Argument(
-        ANYTHING.optional, Noted("the job builds its layers with its own module, whose computation is unknown")
+        ANYTHING.optional,
+        Noted("the job builds its layers with its own module, whose computation is unknown", HYBRID_SPECS),
     )
     hetereogenous_dist_checkpoint = Argument(SWITCH.optional, NOTHING, is_parsed=False)
     heterogeneous_layers_config_path = Argument(TEXT.optional, NOTHING, value(WITH_BLOCKS), since="0.12")

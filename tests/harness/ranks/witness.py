@@ -1,7 +1,8 @@
 """Builds models from flags with real Megatron, loads their checkpoints, and writes their outputs.
 
-Arguments: a JSON file with the cases, each with `run`, `flags`, `tensor`, `expert`, `tokens` and `answer` (files), and
-`loss` to request the mean loss of predicting the tokens instead of the logits.
+Arguments: a JSON file with the cases, each with `run`, `flags`, `tensor`, `expert`, `tokens` and `answer` (files),
+`loss` to request the mean loss of predicting the tokens instead of the logits, and `commands` of `mcore-ckpt` that the
+first rank runs before. With `--save` among the flags, the model is saved as it was loaded.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from megatron.core.activations import fast_gelu
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, model_parallel_cuda_manual_seed
-from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
-from megatron.training.checkpointing import load_checkpoint
-from megatron.training.global_vars import destroy_global_vars
+from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+from megatron.training.global_vars import destroy_global_vars, get_args
 from megatron.training.models.gpt import GPTModelBuilder
+from megatron.training.models.hybrid import HybridModelBuilder
 from megatron_on_cpu import toy_jobs
 from megatron_on_cpu.groups import leave_groups
+
+from mcore_ckpt_ext.cli.main import main as command_line
 
 
 def main() -> None:
@@ -40,8 +44,14 @@ def main() -> None:
 
 def logits(case: dict[str, Any]) -> torch.Tensor:
     """Return the logits `[batch, sequence, vocabulary]` of one case, gathered on every rank, or its loss."""
+    for words in case.get("commands", ()):
+        if torch.distributed.get_rank() == 0:
+            assert command_line(words) == 0
+        torch.distributed.barrier()
     model = build(case)
     load_checkpoint([model], None, None)
+    if get_args().save:
+        save_checkpoint(1, [model], None, None, 0)
     tokens = torch.load(case["tokens"])
     labels = None
     if case.get("loss"):
@@ -81,6 +91,9 @@ def build(case: dict[str, Any]) -> Any:
         case["tensor"], expert_model_parallel_size=case["expert"], expert_tensor_parallel_size=expert_tensor
     )
     model_parallel_cuda_manual_seed(1234)
+    if args.hybrid_layer_pattern:
+        hybrid = HybridModelBuilder(hybrid_config_from_args(args))
+        return hybrid.build_model(ProcessGroupCollection.use_mpu_process_groups())
     config = gpt_config_from_args(args)
     if case.get("as_gemma"):
         return _build_gemma(config)
