@@ -152,7 +152,7 @@ def _saved_by_megatron(case: dict[str, Any], root: Path) -> list[dict[str, Any]]
     """Return cases of the hybrid model: TP2 saves it, TP1 loads that, and loads what a conversion makes of it."""
     saved, rewritten = root / SAVED, root / REWRITTEN
     tensor, expert = LAYOUTS["TP2"]
-    flags = [*case["flags"], "--spec", *HYBRID_SPECS[0], "--save", str(saved)]
+    flags = [*case["flags"], "--spec", *HYBRID_SPECS[0], "--save", str(saved), "--save-interval", "1"]
     saving = {**case, "name": SAVED, "layout": "TP2", "tensor": tensor, "expert": expert, "flags": flags}
     loading = {**case, "name": SAVED, "layout": "TP1", "run": str(saved)}
     convert = ["convert", str(saved), str(rewritten), "--to", "torch_dist"]

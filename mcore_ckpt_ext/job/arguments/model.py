@@ -138,9 +138,7 @@ class ModelTable:
     gated_linear_unit = Argument(SWITCH.default(False), is_parsed=False)
     glu_linear_offset = Argument(NUMBER.default(0.0), CHANGES, VALUE, SAME, since="0.15")
     activation_func_clamp_value = Argument(NUMBER.optional, CHANGES, VALUE, SAME, since="0.15")
-    bias_gelu_fusion = Argument(
-        SWITCH.default(True), changes(WITH_GELU), off("--no-bias-gelu-fusion", WITHOUT_SWIGLU)
-    )
+    bias_gelu_fusion = Argument(SWITCH.default(True), changes(WITH_GELU), off("--no-bias-gelu-fusion", WITHOUT_SWIGLU))
 
     # Experts.
     num_experts = Argument(COUNT.optional, CHANGES, value(WITH_EXPERTS), bridge(name="num_moe_experts"))
