@@ -25,12 +25,12 @@ from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.layout.weight_shards import check_no_sharded_gates
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.block_reader import BlockReader
-from mcore_ckpt_ext.operations.coverage import check_stored_once, raise_first_contradiction
+from mcore_ckpt_ext.operations.coverage import raise_first_contradiction
 from mcore_ckpt_ext.operations.destination import checked_destination
 from mcore_ckpt_ext.operations.execution import LocalOutput, RemoteOutput
-from mcore_ckpt_ext.operations.group_settings import check_group_of_each, check_settings
 from mcore_ckpt_ext.operations.output_planning import lay_out
 from mcore_ckpt_ext.operations.replicas import differing_copies, in_words
+from mcore_ckpt_ext.operations.source_checks import source_findings
 from mcore_ckpt_ext.operations.source_state import check_unchanged, state_before, state_of
 from mcore_ckpt_ext.operations.sources import open_source
 from mcore_ckpt_ext.operations.unsupported_state import resolve_dropped_state
@@ -163,11 +163,7 @@ def convert(
     with reraise_as_unreadable(checkpoint.folder):
         lost = _checked_losses(checkpoint, accept_lost) if laid_out.reads_optimizer else {}
         reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer_format is not None
-        kinds = checkpoint.carried_kinds() if reads_optimizer else (WEIGHT,)
-        raise_first_contradiction(checkpoint, check_stored_once(checkpoint, kinds))
-        groups = checkpoint.param_groups() if reads_optimizer else []
-        checks = (check_settings, check_group_of_each) if reads_optimizer else ()
-        findings = [found for check in checks for found in check(checkpoint, groups)]
+        findings = [*source_findings(checkpoint, with_optimizer=reads_optimizer, incomplete=bool(lost))]
         raise_first_contradiction(checkpoint, (found for found in findings if found.severity == "error"))
         if reads_optimizer and not dry_run:
             _check_digests(checkpoint, team)

@@ -18,6 +18,9 @@ from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 # Settings that every parameter group needs, and Adam's groups besides (torch.optim, Transformer Engine's FusedAdam).
 _NEEDED, _OF_ADAM = ("lr", "weight_decay"), ("eps",)
+# Settings that select a group of Megatron (`_get_param_groups`, megatron/core/optimizer/__init__.py, core_v0.7.0 to
+# 0.19.2), and their types.
+_NUMBERS, _SWITCHES = ("lr_mult", "wd_mult"), ("is_expert_parallel", "is_decoupled_lr")
 
 
 def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -31,7 +34,9 @@ def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any
         for key in _NEEDED + (_OF_ADAM if rule_of(group) == ADAM else ()):
             if not _is_number(group.get(key)):
                 found[f"{key} is {format_value(group[key])}" if key in group else f"a group has no {key}"] = True
-        found |= _odd(group)
+        mistyped = [key for key in _NUMBERS if group.get(key) is not None and not _is_plain_number(group[key])]
+        mistyped += [key for key in _SWITCHES if group.get(key) is not None and not isinstance(group[key], bool)]
+        found |= {f"{key} is {format_value(group[key])}": True for key in mistyped} | _odd(group)
     yield from _findings("parameter groups", found)
     scheduler = scheduler_in(checkpoint.common)
     if scheduler is not None:
@@ -61,6 +66,10 @@ def check_group_of_each(checkpoint: CheckpointView, groups: Sequence[Mapping[str
 def _is_number(value: object) -> bool:
     # A fused optimizer for CUDA graphs (`capturable`) keeps numbers as tensors.
     return isinstance(value, (int, float, TensorReference)) or is_tensor(value)
+
+
+def _is_plain_number(value: object) -> bool:
+    return _is_number(value) and not isinstance(value, bool)
 
 
 def _odd(settings: Mapping[str, Any]) -> dict[str, bool]:

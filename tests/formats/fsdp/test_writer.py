@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,3 +209,32 @@ def test_names() -> None:
     assert parameter_of(f"module.{further}", job) == Stored(expected, None)
     with pytest.raises(UnsupportedCheckpointError, match="MTP"):
         names.of(expected)
+
+
+@pytest.mark.parametrize(
+    ("setting", "shared", "said"),
+    [
+        ("lr", True, "records of .* overlap"),
+        ("wd_mult", True, "records of .* overlap"),
+        ("betas", False, r"lr_mult is \(0.9, 0.999\)"),
+        ("is_decoupled_lr", False, "is_decoupled_lr is 1.0"),
+    ],
+)
+def test_a_setting_read_from_the_place_of_another(setting: str, shared: bool, said: str, fsdp: Fixture) -> None:
+    """What `verify` refuses by metadata, `convert` does not carry."""
+
+    def exchange(metadata: Any) -> None:
+        places = metadata.storage_data
+        of_groups = [index for index in places if index.fqn.startswith("optimizer.param_to_group_meta")]
+        one = next(index for index in of_groups if index.fqn.endswith(".lr_mult"))
+        other = next(index for index in of_groups if index.fqn.endswith(f".{setting}"))
+        taken = places[one]
+        places[one] = places[other]
+        if not shared:
+            places[other] = taken
+
+    edit(fsdp.iteration, exchange)
+    assert any(re.search(said, finding.what) for finding in verify(fsdp.run).findings)
+    for target in (TorchDist(), Canonical()):
+        with pytest.raises(UnreadableCheckpointError, match=said):
+            convert(fsdp.run, fsdp.run.parent / "out", target, dry_run=True)

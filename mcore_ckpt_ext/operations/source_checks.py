@@ -1,0 +1,59 @@
+"""The checks of `verify` that read no tensor, for a conversion: what `verify` calls an error is not carried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mcore_ckpt_ext.formats.portable_state import once, portable_group
+from mcore_ckpt_ext.formats.steps import check_step
+from mcore_ckpt_ext.formats.unread_state import OTHER, optimizer_kind
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.completeness import check_index
+from mcore_ckpt_ext.operations.coverage import check_arrays, check_groups, check_kind, check_state, check_stored_once
+from mcore_ckpt_ext.operations.findings import Finding
+from mcore_ckpt_ext.operations.group_settings import check_group_of_each, check_settings
+
+
+def source_findings(checkpoint: CheckpointView, *, with_optimizer: bool, incomplete: bool) -> Iterator[Finding]:
+    """Yield what the metadata of a conversion's source shows to be wrong, as `verify` does.
+
+    Args:
+        checkpoint: the source.
+        with_optimizer: whether its optimizer is converted, too.
+        incomplete: whether the user accepts that elements of the optimizer are missing.
+
+    Raises:
+        UnreadableCheckpointError: the parameter groups of the optimizer contradict each other.
+    """
+    for one in checkpoint.merged_from or (checkpoint,):
+        yield from _check_files(one, with_optimizer=with_optimizer)
+    yield from check_kind(checkpoint, WEIGHT)
+    if not with_optimizer:
+        return
+    groups = checkpoint.param_groups()
+    check_step(checkpoint)
+    once(map(portable_group, groups))
+    yield from check_settings(checkpoint, groups)
+    yield from check_group_of_each(checkpoint, groups)
+    yield from check_stored_once(checkpoint, checkpoint.carried_kinds())
+    if incomplete:
+        return
+    of_state = [*check_state(checkpoint)]
+    for buffers in checkpoint.optimizer.buffers:
+        of_state += [*check_arrays(buffers), *check_groups(buffers)]
+    yield from (found for found in of_state if found.severity == "error")
+
+
+def _check_files(checkpoint: CheckpointView, *, with_optimizer: bool) -> Iterator[Finding]:
+    """Check the files that a conversion reads, and that each record of the index has its own place."""
+    index = checkpoint.format_reader.stored_index
+    if index is None:
+        return
+    if not with_optimizer:
+        arrays = {key: array for key, array in index.arrays.items() if optimizer_kind(key) == OTHER}
+        objects = {key: place for key, place in index.objects.items() if optimizer_kind(key) == OTHER}
+        index = replace(index, arrays=arrays, objects=objects)
+    findings, _, _ = check_index(checkpoint.reader, index)
+    yield from (found for found in findings if found.severity == "error")
