@@ -57,6 +57,8 @@ class Summary:
     """Number of masters of tied embeddings that differ between pipeline stages."""
     new: int = 0
     """Number of elements of parameters that the checkpoint's model does not have."""
+    vocabulary: str = ""
+    """How the padding of the vocabulary changed; empty if it did not."""
 
     def __str__(self) -> str:
         changed = f"; {self.changed} weights halfway between two values took the value that this optimizer writes"
@@ -66,7 +68,7 @@ class Summary:
             f"{self.bytes_read / 1e6:,.1f} MB read, {self.parameters} parameters {self.certainty} "
             f"({self.elements:,} elements, placed by {' and '.join(self.order_sources)}), {self.seconds:.1f} s; "
             f"iteration {self.iteration} was loaded"
-            f"{fresh if self.new else ''}{changed if self.changed else ''}"
+            f"{self.vocabulary}{fresh if self.new else ''}{changed if self.changed else ''}"
             f"{f'; {in_words(self.differing)}' if self.differing else ''}"
             f"{f'; {SIDECAR_FILE} is ignored: {self.sidecar_problem}' if self.sidecar_problem else ''}"
         )
@@ -139,6 +141,7 @@ def prepare(
             target=ParallelLayout.from_arguments(arguments),
             parameters=len({name for view in views for name in view.trained}),
             started=started,
+            vocabulary=changed_padding(checkpoint.vocabulary_rows, arguments.padded_vocab_size),
             differing=differing_masters(checkpoint.optimizer, checkpoint.transfer, share) if offloaded else 0,
         )
 
@@ -161,6 +164,7 @@ class Prepared:
     parameters: int
     started: float
     differing: int = 0
+    vocabulary: str = ""
 
     @property
     def bytes_read(self) -> int:
@@ -323,7 +327,14 @@ class Proven:
             differing=sum(one.differing for one in done),
             sidecar_problem=checkpoint.sidecar_problem,
             new=sum(one.new for one in done),
+            vocabulary=prepared.vocabulary,
         )
+
+
+def changed_padding(stored: int | None, rows: int | None) -> str:
+    """Return how the rows of the vocabulary change on a resume, for the log; empty if they do not."""
+    changes = stored is not None and rows is not None and stored != rows
+    return f"; the vocabulary is padded to {rows} rows, {stored} in the checkpoint" if changes else ""
 
 
 class _Done(NamedTuple):

@@ -19,6 +19,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.completion import SHELLS, script
 from mcore_ckpt_ext.cli.join import reports_errors
 from mcore_ckpt_ext.cli.json_output import print_error, wants_json
+from mcore_ckpt_ext.cli.other_checkpoint import mention_non_persistent
 from mcore_ckpt_ext.cli.output import OutputError, error_message, flush_output, line, message
 from mcore_ckpt_ext.cli.torch_plugins import failures_explained
 from mcore_ckpt_ext.errors import CheckpointError, StorageError, UsageError, io_hint, shorten
@@ -96,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if unknown:
                 is_option = unknown[0].startswith("-")
                 raise UsageError(f"there is no such {'option' if is_option else 'argument'}", found=" ".join(unknown))
+            if path := getattr(arguments, "path", None) or getattr(arguments, "source", None):
+                mention_non_persistent(path)
             code: int = import_module(f"mcore_ckpt_ext.cli.{arguments.command}").run(arguments)
         flush_output()
     except OutputError as error:

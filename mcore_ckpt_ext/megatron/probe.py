@@ -17,7 +17,7 @@ from mcore_ckpt_ext.megatron.sources.huggingface import model_folder
 from mcore_ckpt_ext.operations.iteration_health import IterationHealth, iteration_health_of
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
-from mcore_ckpt_ext.settings import FALLBACK
+from mcore_ckpt_ext.settings import FALLBACK, VERIFY_ALL
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
 from mcore_ckpt_ext.storage.dcp_index import SharedIndex, using_index
 from mcore_ckpt_ext.storage.file_digests import check_digests
@@ -178,7 +178,9 @@ def _health_of(arguments: Any, directory: str) -> IterationHealth | None:
     other_kind = getattr(arguments, "non_persistent_ckpt_type", None)
     if other_kind or "://" in str(directory) or not hasattr(arguments, "ckpt_step"):
         return None
-    return iteration_health_of(Path(str(directory)), arguments.ckpt_step or None)
+    # Without another iteration to take, each rank checks its share of the bytes (`verify_checksums`).
+    full = VERIFY_ALL.value and FALLBACK.chosen(arguments)
+    return iteration_health_of(Path(str(directory)), arguments.ckpt_step or None, full=full)
 
 
 def check_complete(health: IterationHealth | None, directory: str) -> None:

@@ -9,9 +9,7 @@ from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.job.releases import FREEZES_WHOLE_JOBS
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.patching.overrides import Scope
-from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_name, read_tracker
-
-_NON_PERSISTENT = "non_persistent"
+from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_name, newer_non_persistent
 
 
 def run_folder(scope: Scope, arguments: Any, load_arg: str) -> tuple[str | None, bool]:
@@ -56,15 +54,11 @@ def folder_named(directory: str | None, arguments: Any) -> Path | None:
 def takes_another_kind(directory: str, arguments: Any) -> bool:
     """Return True if a load takes a non-persistent checkpoint, or may take one.
 
-    Megatron takes one that is not older than the persistent one (`_load_base_checkpoint`, core_v0.8.0 to 0.19.2). Only
-    their manager can list local ones.
+    Only their manager can list local ones.
     """
     kind = getattr(arguments, "non_persistent_ckpt_type", None)
     if kind != "global":
         return kind is not None
-    place = getattr(arguments, "non_persistent_global_ckpt_dir", None) or Path(directory) / _NON_PERSISTENT
-    found, own = (read_tracker(Path(folder) / TRACKER_FILE) for folder in (place, directory))
-    if found is None or found.iteration is None:
-        return found is not None  # Megatron interprets any other content
-    wanted = getattr(arguments, "ckpt_step", None) or (own.iteration if own else None)
-    return wanted is None or found.iteration >= wanted
+    place = getattr(arguments, "non_persistent_global_ckpt_dir", None)
+    step = getattr(arguments, "ckpt_step", None)
+    return newer_non_persistent(Path(directory), Path(place) if place else None, step) is not None

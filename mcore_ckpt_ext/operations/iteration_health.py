@@ -33,12 +33,13 @@ class IterationHealth:
     has_tracker: bool = True
 
 
-def iteration_health_of(run: Path, step: int | None = None) -> IterationHealth | None:
+def iteration_health_of(run: Path, step: int | None = None, *, full: bool = False) -> IterationHealth | None:
     """Assess the checkpoint that a resume from a run folder would take.
 
     Args:
         run: the run folder.
         step: the iteration that the user names; None for the tracker's.
+        full: read all bytes of the wanted iteration, and of others that may take its place.
 
     Returns:
         The assessment; None without a tracker, or for a checkpoint in another format than torch_dist, which stock
@@ -52,26 +53,30 @@ def iteration_health_of(run: Path, step: int | None = None) -> IterationHealth |
     if wanted is None:
         problem = f"{run / TRACKER_FILE} names no iteration, it holds {tracker.text if tracker else ''!r}"
         return IterationHealth(
-            "what the tracker names", (problem,), _newest_complete(iterations), (), has_tracker=False
+            "what the tracker names", (problem,), _newest_complete(iterations, full=full), (), has_tracker=False
         )
     folder = iterations.get(wanted, run / iteration_name(wanted))
     found = format_of(folder)
     if found is not None and METADATA_FILE not in found.required_files:
         return None
-    problems = problems_of(folder)
+    problems = problems_of(folder, full=full)
     later = tuple(number for number, newer in iterations.items() if number > wanted and not _is_complete(newer))
     others = {number: path for number, path in iterations.items() if number != wanted and plain_backend(path) is None}
-    return IterationHealth(f"iteration {wanted}", problems, _newest_complete(others) if problems else None, later)
+    return IterationHealth(
+        f"iteration {wanted}", problems, _newest_complete(others, full=full) if problems else None, later
+    )
 
 
-def problems_of(folder: Path) -> tuple[str, ...]:
+def problems_of(folder: Path, *, full: bool = False) -> tuple[str, ...]:
     """Return the problems of an iteration, by its files and its metadata; empty if there are none.
+
+    `full`: by all of its bytes, too.
 
     Raises:
         StorageError: its files cannot be read, so that nothing is known about them.
     """
     try:
-        found = verify(folder, quick=True)
+        found = verify(folder, quick=not full)
     except UnsupportedCheckpointError:  # unsupported is not damaged
         return ()
     except ContentError as error:
@@ -81,12 +86,12 @@ def problems_of(folder: Path) -> tuple[str, ...]:
     return tuple(f"{finding.where}: {finding.what}" for finding in found.findings if finding.severity == "error")
 
 
-def _newest_complete(iterations: dict[int, Path]) -> int | None:
-    return next((number for number, folder in iterations.items() if _is_complete(folder)), None)
+def _newest_complete(iterations: dict[int, Path], *, full: bool) -> int | None:
+    return next((number for number, folder in iterations.items() if _is_complete(folder, full=full)), None)
 
 
-def _is_complete(folder: Path) -> bool:
+def _is_complete(folder: Path, *, full: bool = False) -> bool:
     try:
-        return not problems_of(folder)
+        return not problems_of(folder, full=full)
     except StorageError:
         return False

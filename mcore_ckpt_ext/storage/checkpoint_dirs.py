@@ -19,6 +19,8 @@ from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 from mcore_ckpt_ext.storage.paths import is_remote
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+NON_PERSISTENT = "non_persistent"
+"""The folder within a run folder of checkpoints that the next one replaces (`--non-persistent-ckpt-type global`)."""
 RELEASE = "release"
 """The folder of a model without an iteration number, such as a converted one; also the content of its tracker file."""
 _ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
@@ -74,6 +76,28 @@ def read_tracker(path: Path) -> Tracker | None:
             return None
         raise
     return Tracker(path, text[:_PREFIX], int(text) if _NUMBER.fullmatch(text) else None)
+
+
+def newer_non_persistent(run: Path, place: Path | None = None, step: int | None = None) -> Tracker | None:
+    """Return the tracker of a run's global non-persistent checkpoints, if a job that saves them resumes from one.
+
+    With `--non-persistent-ckpt-type global`, Megatron takes the one that this tracker names unless the persistent one
+    is newer (`_load_base_checkpoint`, megatron/training/checkpointing.py, core_v0.8.0 to 0.19.2).
+
+    Args:
+        run: the run folder.
+        place: the folder of these checkpoints (`--non-persistent-global-ckpt-dir`); by default the one in the run.
+        step: the iteration that the user names; None for the newest persistent one.
+
+    Raises:
+        OSError: a tracker file cannot be read.
+    """
+    found = read_tracker((place or run / NON_PERSISTENT) / TRACKER_FILE)
+    if found is None or found.iteration is None:
+        return found  # Megatron interprets any other content
+    own = read_tracker(run / TRACKER_FILE)
+    wanted = step or (own.iteration if own else None)
+    return found if wanted is None or found.iteration >= wanted else None
 
 
 def iteration_name(number: int) -> str:

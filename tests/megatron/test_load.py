@@ -9,6 +9,7 @@ import pytest
 
 from mcore_ckpt_ext.megatron import load
 from mcore_ckpt_ext.megatron.load import _resumes_optimizer, _strictness, wrap_load_checkpoint
+from mcore_ckpt_ext.optimizer_reshard import changed_padding
 
 TRAINS = {
     "no_load_optim": False, "finetune": False, "use_distributed_optimizer": True, "ckpt_format": "torch_dist",
@@ -46,3 +47,13 @@ def test_the_model_may_have_its_former_name(name: str, monkeypatch: pytest.Monke
 def test_what_is_stored_and_not_requested_is_no_error(strictness: str, relaxed: bool) -> None:
     expected = {"dist_ckpt_strictness": "raise_unexpected"} if relaxed else {}
     assert _strictness(SimpleNamespace(dist_ckpt_strictness=strictness)) == expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "rows", "says"),
+    [(256, 128, "padded to 128 rows, 256 in the checkpoint"), (128, 128, ""), (None, 128, ""), (128, None, "")],
+)
+def test_a_change_of_the_padding_is_named(stored: int | None, rows: int | None, says: str) -> None:
+    found = changed_padding(stored, rows)
+    assert says in found
+    assert bool(found) == bool(says)

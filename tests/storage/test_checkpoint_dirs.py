@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.megatron.probe import probe_checkpoint
+from mcore_ckpt_ext.megatron.run_folder import takes_another_kind
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.operations.completeness import find_checkpoint
-from mcore_ckpt_ext.operations.iteration_health import iteration_health_of
+from mcore_ckpt_ext.operations.iteration_health import IterationHealth, iteration_health_of
+from mcore_ckpt_ext.settings import FALLBACK, VERIFY_ALL
 from mcore_ckpt_ext.storage.checkpoint_dirs import (
+    NON_PERSISTENT,
     TRACKER_FILE,
     check_folder_exists,
     iteration_folder,
@@ -19,6 +26,7 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import (
     read_tracker,
 )
 from tests.harness.checkpoints import fixture_named
+from tests.harness.damage import payload_position
 
 NAMES_NONE = {"empty": "", "words": "soon", "superscript": "²", "many digits": "1" * 5000, "negative": "-4"}
 
@@ -80,6 +88,52 @@ def test_it_is_never_used_as_a_fallback(tmp_path: Path) -> None:
     assert health is not None
     assert "metadata.json" in health.problems[0]
     assert health.newest_complete is None
+
+
+def test_damage_that_only_a_full_check_finds_is_not_complete_by_a_full_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros in a moment leave every file as long as it was, and no master contradicts them."""
+    run = fixture_named("p42").copy_to(tmp_path / "run").run
+    shutil.copytree(run / "iter_0000004", run / "iter_0000002")
+    checkpoint = open_checkpoint(run)
+    file, position = payload_position(checkpoint, "exp_avg", checkpoint.names("exp_avg")[0], 0)
+    with file.open("r+b") as stored:
+        stored.seek(position)
+        stored.write(bytes(64))
+    arguments = Namespace(ckpt_step=None, load=str(run))
+
+    def health() -> IterationHealth:
+        found = probe_checkpoint(arguments, "load", str(run), shares_index=False).health
+        assert found is not None
+        return found
+
+    monkeypatch.setenv(FALLBACK.name, "1")
+    assert health().problems == ()
+    monkeypatch.setenv(VERIFY_ALL.name, "full")
+    assert "checksum" in health().problems[0]
+    assert health().newest_complete == 2
+    monkeypatch.setenv(FALLBACK.name, "0")  # then each rank reads its share
+    assert health().problems == ()
+
+
+@pytest.mark.parametrize(("persistent", "other", "is_taken"), [("4", "6", True), ("6", "6", True), ("8", "6", False)])
+def test_one_rule_says_which_checkpoint_is_the_newest(
+    persistent: str, other: str, is_taken: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job with `--non-persistent-ckpt-type global` and the commands, which name the checkpoint that it takes."""
+    run = fixture_named("p42").copy_to(tmp_path / "run").run
+    (run / "iter_0000004").rename(run / f"iter_000000{persistent}")
+    newer = run / NON_PERSISTENT / f"iter_000000{other}"
+    newer.mkdir(parents=True)
+    (run / TRACKER_FILE).write_text(persistent)
+    (newer.parent / TRACKER_FILE).write_text(other)
+    assert takes_another_kind(str(run), Namespace(non_persistent_ckpt_type="global")) == is_taken
+    assert not takes_another_kind(str(run), Namespace(non_persistent_ckpt_type=None))
+    main(["inspect", str(run)])
+    assert (str(newer) in capsys.readouterr().err) == is_taken
+    main(["inspect", str(run / f"iter_000000{persistent}")])
+    assert str(newer) not in capsys.readouterr().err
 
 
 def test_a_file_is_distinguished_from_nothing(tmp_path: Path) -> None:

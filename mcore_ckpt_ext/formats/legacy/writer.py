@@ -97,6 +97,11 @@ class LegacyTarget:
             yield "the optimizer is written whole, what was distributed, too: without --use-distributed-optimizer"
         else:
             yield "the optimizer is written as it was: without --use-distributed-optimizer"
+        if self.layout.virtual_pipeline > 1:
+            yield (
+                f"each pipeline rank has {self.layout.virtual_pipeline} model chunks, as in the job that will read it; "
+                "for a job without: --virtual-pipeline-model-parallel-size 1"
+            )
         if rows := self._arguments.padded_vocab_size:
             yield (
                 f"the embedding has {rows} rows: a job that pads differently needs "

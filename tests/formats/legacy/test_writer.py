@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext import Legacy, convert
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from tests.harness.checkpoints import fixture_named
 
@@ -20,3 +22,10 @@ def test_the_last_stage_has_the_extra_state_of_an_output_layer(tmp_path: Path) -
         for stage in range(2)
     ]
     assert [f"output_layer.{EXTRA_STATE}" in stage["model"] for stage in stages] == [False, True]
+
+
+@pytest.mark.parametrize(("virtual", "is_named"), [(None, True), (1, False)])
+def test_model_chunks_that_the_source_had_are_named(virtual: int | None, is_named: bool, tmp_path: Path) -> None:
+    target = Legacy(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=virtual)
+    notes = convert(fixture_named("p03").run, tmp_path / "legacy", target, dry_run=True).notes
+    assert any("each pipeline rank has 2 model chunks" in note for note in notes) == is_named

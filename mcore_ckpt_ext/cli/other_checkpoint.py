@@ -1,0 +1,28 @@
+"""Names the checkpoint that a job would take in place of the one that a command looks at."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from mcore_ckpt_ext.cli.output import message
+from mcore_ckpt_ext.storage.checkpoint_dirs import newer_non_persistent
+from mcore_ckpt_ext.storage.paths import is_remote
+
+
+def mention_non_persistent(path: str) -> None:
+    """Say on stderr that a run folder has a non-persistent checkpoint as new as its newest persistent one.
+
+    Which of them a job takes depends on its `--non-persistent-ckpt-type`, so that a command looks at the persistent one
+    unless it is given the folder of the other.
+    """
+    if is_remote(path):
+        return
+    with suppress(OSError, ValueError):  # the command reports what is wrong with the path
+        tracker = newer_non_persistent(Path(path))
+        folder = None if tracker is None else tracker.folder
+        if folder is not None and folder.is_dir():
+            message(
+                f"this is the newest persistent checkpoint; with --non-persistent-ckpt-type global, a job resumes from "
+                f"{folder}: to look at that, pass its path"
+            )
