@@ -5,6 +5,8 @@ This module imports nothing, so that help and usage errors need no torch.
 
 from __future__ import annotations
 
+SCHEMAS = {"inspect": 6, "convert": 1, "verify": 3, "diff": 4, "plan": 2, "doctor": 1, "selftest": 1}
+"""Version of the `--json` output of each command; raised with every change."""
 DEFAULT_WORKERS = 4
 """Number of threads that read, compare or write."""
 DEFAULT_MEMORY = 1 << 30

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
@@ -18,6 +17,7 @@ from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import format_bytes, join_some
 from mcore_ckpt_ext.model_space.tensors import KINDS
+from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.comparison_result import Comparison, KindComparison, TensorDifference
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--family", metavar="NAME", help="model family of a Hugging Face folder, if it is not recognized"
     )
-    parser.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained page with pictures")
+    parser.add_argument("--html", metavar="FILE", type=as_path, help="also write a self-contained page with pictures")
     parser.add_argument("--all", action="store_true", help="list every difference")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")

@@ -26,6 +26,7 @@ from mcore_ckpt_ext.errors import UsageError, escape
 from mcore_ckpt_ext.job.releases import TORCH_IS_SUPPORTED, TORCH_LOADS_PLUGINS
 from mcore_ckpt_ext.megatron.patch_points import PATCH_POINTS
 from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
+from mcore_ckpt_ext.storage.paths import local_path
 from mcore_ckpt_ext.versions import Version, installed_version, parse_version
 
 State = Literal["ok", "note", "FAILED"]
@@ -73,7 +74,9 @@ class Report:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("--save", metavar="FOLDER", type=Path, help="also check whether files can be written there")
+    parser.add_argument(
+        "--save", metavar="FOLDER", type=local_path, help="also check whether files can be written there"
+    )
     parser.add_argument("--all", action="store_true", help="list every environment variable and every patch point")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 

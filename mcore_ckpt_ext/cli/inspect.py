@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
@@ -14,6 +13,7 @@ from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, t
 from mcore_ckpt_ext.cli.page import check_place, inspection_page
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.errors import format_bytes
+from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.inspection import Inspection, StoredFile
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
     parser.add_argument("--all", action="store_true", help="list every file, and the tensors in it")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained page")
+    parser.add_argument("--html", metavar="FILE", type=as_path, help="also write a self-contained page")
     add_weights(parser)
     add_facts(parser)
 
@@ -59,7 +59,6 @@ def _layout(found: Inspection) -> str:
 
 def _is_of_one_layout(folder: str) -> bool:
     from mcore_ckpt_ext.formats.registry import format_of
-    from mcore_ckpt_ext.storage.paths import as_path
 
     found = format_of(as_path(folder))
     return found is not None and found.reader_class.is_of_one_layout

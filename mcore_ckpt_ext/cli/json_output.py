@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.output import as_json_object, json_text
+from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import DETAILS
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 FLAG = "--json"
 _RESULT = "the result"
 ENVELOPE = ("schema", "command", "ok", "exit_code", "error")
-ERROR_SCHEMA = 1
 
 
 def print_result(command: str, result: DataclassInstance, exit_code: int) -> None:
@@ -70,13 +70,13 @@ def write_result(path: Path, command: str, result: DataclassInstance, exit_code:
 
 def _object(command: str, result: DataclassInstance, exit_code: int) -> dict[str, Any]:
     fields = asdict(result)
-    return {**_envelope(fields.pop("schema", 1), command, exit_code, None), **fields}
+    return {**_envelope(fields.pop("schema", SCHEMAS[command]), command, exit_code, None), **fields}
 
 
 def print_error(command: str, exit_code: int, kind: str, message: str, details: Mapping[str, str]) -> None:
     """Print the error that ended a command; `kind` is the name of its public class."""
     error = {"kind": kind, "message": message, **{name: details.get(name) for name in DETAILS}}
-    as_json_object(_envelope(ERROR_SCHEMA, command, exit_code, error))
+    as_json_object(_envelope(SCHEMAS.get(command, 1), command, exit_code, error))
 
 
 def wants_json(words: Sequence[str]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
@@ -15,6 +14,7 @@ from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
 from mcore_ckpt_ext.errors import UsageError, format_bytes, shorten
 from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
+from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.layout_choice.memory import Memory
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--all", action="store_true", help="list every layout, not only the ten best")
     add_rehearsal(parser)
-    parser.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained page")
+    parser.add_argument("--html", metavar="FILE", type=as_path, help="also write a self-contained page")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_facts(parser)
 

@@ -6,6 +6,7 @@ replaced atomically.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
+from mcore_ckpt_ext.storage.paths import is_remote
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.check_results import VerificationResult
@@ -69,7 +71,13 @@ def write_metrics(path: Path, text: str) -> None:
 
 
 def metrics(
-    path: str, exit_code: int, seconds: float, result: VerificationResult | None = None, disk: Disk | None = None
+    path: str,
+    exit_code: int,
+    seconds: float,
+    result: VerificationResult | None = None,
+    disk: Disk | None = None,
+    *,
+    quick: bool = False,
 ) -> str:
     """Return the text of the metrics.
 
@@ -79,15 +87,26 @@ def metrics(
         seconds: duration of the command.
         result: result of the verification; None if the checkpoint could not be verified.
         disk: size and time of the checkpoint's files; None as for `result`.
+        quick: only metadata was checked; the label `depth` of each metric tells quick and full verifications apart.
     """
     found = [*_of_run(exit_code, seconds), *(_of_result(result) if result else ()), *(_of_disk(disk) if disk else ())]
-    return "".join(text for metric in found for text in _lines(path, metric))
+    labels = f'path="{_escaped(_absolute(path))}",depth="{"quick" if quick else "full"}"'
+    return "".join(text for metric in found for text in _lines(labels, metric))
+
+
+def _absolute(path: str) -> str:
+    """Return a path that does not depend on the current folder, so that two runs never share a series."""
+    return path if "://" in path else os.path.abspath(path)  # noqa: PTH100  - also for a path that is no valid one
 
 
 def disk_of(folder: Path) -> Disk:
     """Return the size of a folder in bytes, and the time of its newest file."""
-    status = [path.stat() for path in folder.rglob("*") if path.is_file()]
-    return Disk(sum(one.st_size for one in status), max((one.st_mtime for one in status), default=0.0) or None)
+    files = (
+        folder.files_below().values()
+        if is_remote(folder)
+        else [path.stat() for path in folder.rglob("*") if path.is_file()]
+    )
+    return Disk(sum(file.st_size for file in files), max((file.st_mtime for file in files), default=0.0) or None)
 
 
 def _of_run(exit_code: int, seconds: float) -> Iterator[_Metric]:
@@ -120,12 +139,12 @@ def _one(value: float) -> dict[str, float]:
     return {"": float(value)}
 
 
-def _lines(path: str, metric: _Metric) -> Iterator[str]:
+def _lines(labels: str, metric: _Metric) -> Iterator[str]:
     name = f"mcore_ckpt_{metric.name}"
     yield f"# HELP {name} {metric.meaning}\n# TYPE {name} gauge\n"
     for of_label, value in metric.values.items():
         label = f',{metric.label}="{of_label}"' if metric.label else ""
-        yield f'{name}{{path="{_escaped(path)}"{label}}} {value!r}\n'
+        yield f"{name}{{{labels}{label}}} {value!r}\n"
 
 
 def _escaped(text: str) -> str:

@@ -102,7 +102,7 @@ def _show(found: Rehearsal) -> None:
             ("optimizer", f"{found.elements:,} elements of {found.parameters:,} parameters on {found.gpus:,} ranks, "
                           f"each found once; placed by {' and '.join(found.order_sources)}"),
             ("weights", f"{found.weights:,} elements, each found once"),
-            ("proof", _proof(found)),
+            ("masters", _proof(found)),
             ("to be read", f"{format_bytes(found.bytes_read)} by all ranks"),
         ]
     )  # fmt: skip

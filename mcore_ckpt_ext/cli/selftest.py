@@ -15,6 +15,7 @@ from mcore_ckpt_ext.cli.ranks import place_among_ranks, variables_of_srun
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.selftest.report import Outcome, Report, Row, passed
+from mcore_ckpt_ext.storage.paths import local_path
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.selftest.jobs import Machine, Order
@@ -33,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc", type=parse_count, metavar="N", help="number of ranks on this node (default: one for each GPU)"
     )
-    parser.add_argument("--folder", metavar="FOLDER", type=Path, help="file system to test (default: temporary files)")
+    parser.add_argument(
+        "--folder", metavar="FOLDER", type=local_path, help="file system to test (default: temporary files)"
+    )
     parser.add_argument(
         "--json", metavar="FILE", nargs="?", const=_STDOUT, help="write the result as JSON (default: print it)"
     )
@@ -93,7 +96,7 @@ def _check_paths(arguments: argparse.Namespace) -> None:
         UsageError: one does not exist, or the result would overwrite another file.
     """
     if arguments.json not in (None, _STDOUT):
-        check_result_file(Path(arguments.json), "selftest")
+        check_result_file(local_path(arguments.json), "selftest")
     if arguments.folder is not None and not arguments.folder.is_dir():
         raise UsageError(
             "--folder names no folder", where=str(arguments.folder), hint="create it, or choose another folder"

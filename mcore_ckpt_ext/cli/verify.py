@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
@@ -16,9 +16,10 @@ from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.operations.findings import Finding, Verification
+    from mcore_ckpt_ext.operations.findings import Check, Finding, Verification
     from mcore_ckpt_ext.operations.workers import Team
 
 
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensors-only", action="store_true", help="compare tensors with it, not files, as after a conversion"
     )
     parser.add_argument(
-        "--prometheus", metavar="FILE", type=Path, help="also write the result as metrics for node_exporter"
+        "--prometheus", metavar="FILE", type=as_path, help="also write the result as metrics for node_exporter"
     )
     add_join(parser)
     add_weights(parser, "an optimizer-only checkpoint")
@@ -91,18 +92,18 @@ def _measured(arguments: argparse.Namespace, team: Team) -> Verification:
     """
     from mcore_ckpt_ext.cli import prometheus
     from mcore_ckpt_ext.operations.check_results import verification_result
-    from mcore_ckpt_ext.storage.paths import as_path
 
     prometheus.check_metrics_file(arguments.prometheus)
     begin = time.monotonic()
     try:
         found = _verify(arguments, team)
     except CheckpointError:
-        text = prometheus.metrics(arguments.path, _UNREADABLE, time.monotonic() - begin)
+        text = prometheus.metrics(arguments.path, _UNREADABLE, time.monotonic() - begin, quick=arguments.quick)
         prometheus.write_metrics(arguments.prometheus, text)
         raise
     seconds, disk = time.monotonic() - begin, prometheus.disk_of(as_path(found.path))
-    text = prometheus.metrics(arguments.path, _exit_code(found), seconds, verification_result(found), disk)
+    result = verification_result(found)
+    text = prometheus.metrics(arguments.path, _exit_code(found), seconds, result, disk, quick=found.quick)
     prometheus.write_metrics(arguments.prometheus, text)
     return found
 
@@ -114,7 +115,7 @@ def _exit_code(found: Verification) -> int:
 def _show(found: Verification, *, show_all: bool) -> None:
     line(found.path)
     failed = {finding.check for finding in found.findings if finding.severity == "error"}
-    table((check.name, _state(check.name in failed, check.done), check.extent) for check in found.checks)
+    table(_row(name, name in failed, found.checks) for name in dict.fromkeys(check.name for check in found.checks))
     if found.findings:
         heading("findings")
         for findings in alike(found.findings, _kind_of_finding):
@@ -137,6 +138,14 @@ def _show(found: Verification, *, show_all: bool) -> None:
 def _kind_of_finding(finding: Finding) -> tuple[str, str, str]:
     """Return the key by which findings are grouped that differ only in place and numbers."""
     return finding.severity, finding.check, without_numbers(finding.what).partition(";")[0]
+
+
+def _row(name: str, failed: bool, checks: Iterable[Check]) -> tuple[str, Painted, str]:
+    """Return the line of a check, which may have been done for a part only."""
+    of_name = [check for check in checks if check.name == name]
+    is_done = any(check.done for check in of_name)
+    extents = (f"{'' if check.done or not is_done else 'not done: '}{check.extent}" for check in of_name)
+    return name, _state(failed, is_done), "; ".join(extents)
 
 
 def _state(failed: bool, done: bool) -> Painted:

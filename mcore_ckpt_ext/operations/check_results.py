@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.operations.findings import COVERED, IDS, OF_CONTENT, OPTIONAL, Severity, Verification
 
 Status = Literal["passed", "failed", "skipped", "not applicable"]
-SCHEMA = 3
+SCHEMA = SCHEMAS["verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ def _checks(found: Verification) -> Iterator[CheckResult]:
     ended = COVERED not in {check.name for check in found.checks}
     for name, identifier in IDS.items():
         of_check = [check for check in found.checks if check.name == name]
-        done = [check for check in of_check if check.done]
-        extent = tuple(check.extent for check in (done or of_check))
+        done = any(check.done for check in of_check)
+        extent = tuple(check.extent for check in of_check)
         if name in failed:
             yield CheckResult(identifier, "failed", extent)
         elif done:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.operations.difference_map import DifferenceMap
 from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
 from mcore_ckpt_ext.operations.resumed_settings import Setting
 
-SCHEMA = 4
+SCHEMA = SCHEMAS["diff"]
 
 
 @dataclass(frozen=True, slots=True)

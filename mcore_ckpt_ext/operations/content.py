@@ -14,7 +14,7 @@ from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.operations.findings import COPIES, PROOF, VALUES, Check, Finding, Results, error, warning
+from mcore_ckpt_ext.operations.findings import COPIES, MASTERS, VALUES, Check, Finding, Results, error, warning
 from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached
 from mcore_ckpt_ext.operations.recording import TensorHash
 from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
@@ -32,11 +32,13 @@ from mcore_ckpt_ext.transfer import Transfer, read_slice
 class ParameterReport:
     """The findings and counts for one name; counts in elements, `bytes_read` of first copies.
 
+    `compared`: masters that were compared; `wrong`: those that differ;
     `joined`: masters that are joined from their weights and remainders.
     """
 
     findings: list[Finding] = field(default_factory=list)
-    proven: int = 0
+    compared: int = 0
+    wrong: int = 0
     joined: int = 0
     copied: int = 0
     elements: int = 0
@@ -104,7 +106,7 @@ class ContentCheck:
         shapes = {tensor.shape for tensor in held.values()}
         if len(shapes) > 1:
             shapes_of = {kind: tensor.shape for kind, tensor in held.items()}
-            report.findings.append(error(PROOF, name, f"its kinds differ in shape: {shapes_of}"))
+            report.findings.append(error(MASTERS, name, f"its kinds differ in shape: {shapes_of}"))
             return report
         if held:
             self._check_elements(name, held, report)
@@ -139,8 +141,9 @@ class ContentCheck:
                 if (mismatch := proof.first_mismatch(values[FP32_PARAM], values[WEIGHT])) is not None:
                     tally = tallies[FP32_PARAM]
                     tally.wrong += mismatch.count
+                    report.wrong += mismatch.count
                     tally.first = tally.first or (wanted.start + mismatch.position, mismatch.master, mismatch.weight)
-                report.proven += wanted.numel
+                report.compared += wanted.numel
         report.digests += [hashed.digest for hashed in hashes.values()]
         for kind, tally in tallies.items():
             report.findings += _judge(kind, name, region.sizes, tally)
@@ -170,7 +173,7 @@ class ContentCheck:
                 f"Megatron 0.15 to 0.19 wrote it shifted; elements that are not its own: {counts}; of each "
                 f"{prod(next(iter(shapes.values()))):,}, {lost:,} are lost, and this package recovers the others"
             )
-            yield error(PROOF, name, what)
+            yield error(MASTERS, name, what)
 
     def _wrong_in_slot(self, optimizer: OptimizerState, kind: str, wanted: Slice) -> int:
         """Return the number of elements in a slot that are not its parameter's; lost elements count, too."""
@@ -220,7 +223,7 @@ def check_parameters(
         try:
             report = content.check(name)
         except ContentError as problem:
-            report = ParameterReport([error(PROOF, name, str(problem))])
+            report = ParameterReport([error(MASTERS, name, str(problem))])
         advance(report.bytes_read)
         return report
 
@@ -231,16 +234,19 @@ def check_parameters(
     names = dict.fromkeys([*checkpoint.names(WEIGHT), *(checkpoint.optimizer.names() if state else ())])
     reports = workers.map(check, list(names), size)
     results.findings.extend(finding for report in reports for finding in report.findings)
-    proven, joined = (sum(getattr(report, field) for report in reports) for field in ("proven", "joined"))
-    if proven or not joined:
+    compared, wrong, joined = (
+        sum(getattr(report, field) for report in reports) for field in ("compared", "wrong", "joined")
+    )
+    if compared or not joined:
         how = "" if checkpoint.proof is BY_ROUNDING else f", {checkpoint.proof.words}"
-        results.checks.append(Check(PROOF, f"{proven:,} masters equal to their weights{how}", done=proven > 0))
+        equal = f"{compared - wrong:,} of {compared:,}" if wrong else f"{compared:,}"
+        results.checks.append(Check(MASTERS, f"{equal} masters equal to their weights{how}", done=compared > 0))
     if joined:
         known = " and ".join(checkpoint.optimizer.order_sources())
         what = f"{joined:,} masters joined from weights and remainders, placed by {known}"
         if checkpoint.weights_derived_from_masters:
             what = f"{joined:,} masters, stored in place of the weights, which are their roundings"
-        results.checks.append(Check(PROOF, what))
+        results.checks.append(Check(MASTERS, what))
     if copied := sum(report.copied for report in reports):
         results.checks.append(Check(COPIES, f"{copied:,} elements of tied or replicated copies"))
     results.checks.append(Check(VALUES, f"{sum(report.elements for report in reports):,} elements"))
@@ -268,7 +274,7 @@ def _judge(kind: str, name: str, shape: tuple[int, ...], tally: Tally) -> Iterat
         what = (
             f"{tally.wrong:,} masters do not round to their weights; the first is {master!r} for the weight {weight!r}"
         )
-        yield error(PROOF, where, f"{what}, at {index_of(position, shape)}")
+        yield error(MASTERS, where, f"{what}, at {index_of(position, shape)}")
     yield from judge(where, tally)
 
 

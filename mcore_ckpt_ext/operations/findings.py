@@ -9,11 +9,11 @@ Severity = Literal["error", "warning"]
 
 COMPLETE = "complete"
 COVERED = "every element once"
-MANIFEST = "integrity.json"
+MANIFEST = "integrity manifest"
 FILE_DIGESTS = "file digests"
 CHECKSUMS = "checksums"
-PROOF = "proof"
-DIGESTS = "digests"
+MASTERS = "masters"
+DIGESTS = "optimizer digests"
 COPIES = "copies"
 VALUES = "values"
 KNOWN = "every key known"
@@ -22,13 +22,14 @@ SCALES = "scales"
 RECORDED_FILES = "recorded files"
 RECORDED_TENSORS = "recorded tensors"
 IDS = {
-    COMPLETE: "complete", FILE_DIGESTS: "file-digests", COVERED: "every-element-once", KNOWN: "every-key-known",
-    MANIFEST: "integrity-manifest", CHECKSUMS: "checksums", DIGESTS: "optimizer-digests", PROOF: "masters",
-    COPIES: "copies", VALUES: "values", DTYPES: "dtypes", SCALES: "scales", RECORDED_FILES: "recorded-files",
-    RECORDED_TENSORS: "recorded-tensors",
+    name: name.replace(" ", "-")
+    for name in (
+        COMPLETE, FILE_DIGESTS, COVERED, KNOWN, MANIFEST, CHECKSUMS, DIGESTS, MASTERS, COPIES, VALUES, DTYPES, SCALES,
+        RECORDED_FILES, RECORDED_TENSORS,
+    )
 }  # fmt: skip
-"""The id of each check by its name in text; ids are public and are never reused."""
-OF_CONTENT = {MANIFEST, CHECKSUMS, DIGESTS, PROOF, COPIES, VALUES}
+"""The id of each check by its name in text, in the order of reports; ids are public and are never reused."""
+OF_CONTENT = {MANIFEST, CHECKSUMS, DIGESTS, MASTERS, COPIES, VALUES}
 """Checks that read the content of files, which `--quick` leaves out."""
 OPTIONAL = {FILE_DIGESTS, DTYPES, SCALES, RECORDED_FILES, RECORDED_TENSORS}
 """Checks that do not apply to every checkpoint, so that their absence says nothing about an earlier failure."""

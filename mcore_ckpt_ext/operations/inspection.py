@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import reraise_as_unreadable
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.messages import vocabulary_contradiction
@@ -28,7 +29,7 @@ from mcore_ckpt_ext.optimizers.table import opens_by_metadata, shows_names
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.storage.paths import file_sizes
 
-SCHEMA = 6
+SCHEMA = SCHEMAS["inspect"]
 _LABELS = {
     "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "expert": "EP", "expert_tensor": "ETP",
     "context": "CP", "data": "DP",

@@ -30,6 +30,7 @@ from mcore_ckpt_ext.storage.file_digests import compare_digests
 from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
+_MANIFEST_FILE = "integrity.json"
 _ALGORITHM = "sha256"
 _HASH_BLOCK = 1 << 22
 _UNDETECTED = "a flipped bit of a moment is not detected"
@@ -186,9 +187,9 @@ def check_manifest(folder: Path, workers: Workers, advance: Advance) -> list[Fin
     Source: `save_integrity_manifest` and `_verify_integrity_manifest_impl`,
     megatron/core/dist_checkpointing/validation.py, core_v0.18.0 to 0.19.2.
     """
-    path = folder / MANIFEST
+    path = folder / _MANIFEST_FILE
     try:
-        manifest = parsed(read_file(folder, MANIFEST))
+        manifest = parsed(read_file(folder, _MANIFEST_FILE))
         algorithm, files = manifest.get("algorithm", _ALGORITHM), dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         return [error(MANIFEST, str(path), f"it cannot be read: {type(problem).__name__}: {problem}")]
@@ -218,9 +219,9 @@ def check_manifest(folder: Path, workers: Workers, advance: Advance) -> list[Fin
 
 def manifest_bytes(folder: Path) -> int:
     """Estimate how many bytes `check_manifest` reads."""
-    if not (folder / MANIFEST).exists():
+    if not (folder / _MANIFEST_FILE).exists():
         return 0
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != _MANIFEST_FILE)
 
 
 def digest_of_file(folder: Path, name: str, advance: Advance = lambda count: None) -> str:

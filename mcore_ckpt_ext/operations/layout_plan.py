@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
 from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -32,7 +33,7 @@ from mcore_ckpt_ext.optimizers.model_space_formats import is_layer_wise
 from mcore_ckpt_ext.optimizers.table import stock_can_load
 from mcore_ckpt_ext.versions import Version
 
-SCHEMA = 2
+SCHEMA = SCHEMAS["plan"]
 _NO_MEMORY = "unknown: pass --gpu-memory"
 
 

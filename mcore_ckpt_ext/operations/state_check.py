@@ -11,7 +11,7 @@ from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.operations.coverage import check_arrays, check_groups, check_state
-from mcore_ckpt_ext.operations.findings import COMPLETE, COVERED, DIGESTS, PROOF, Check, Results, error, warning
+from mcore_ckpt_ext.operations.findings import COMPLETE, COVERED, DIGESTS, MASTERS, Check, Results, error, warning
 from mcore_ckpt_ext.operations.group_settings import check_group_of_each, check_settings
 from mcore_ckpt_ext.optimizers.digests import differing
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
@@ -56,7 +56,7 @@ class StateCheck:
                 what = "it has no supported optimizer state: only its weights were checked"
                 findings.append(warning(COVERED, self._folder, what))
             return False
-        with self._refusals(PROOF):
+        with self._refusals(MASTERS):
             check_step(checkpoint)
             groups = checkpoint.param_groups()
             once(map(portable_group, groups))
@@ -77,14 +77,14 @@ class StateCheck:
         findings.extend([*check_arrays(optimizer), *check_groups(optimizer)])
         arrays = [array for of_group in optimizer.arrays.values() for array in of_group.values()]
         if self._failed & {piece.extent.file for array in arrays for piece in array.pieces}:
-            checks.append(Check(PROOF, _FILES_GONE, done=False))
+            checks.append(Check(MASTERS, _FILES_GONE, done=False))
             return False
         sidecar = str(self._checkpoint.folder / SIDECAR_FILE)
         before, looked_at = len(findings), len(checks)
         for group in optimizer.groups.values():
-            with self._refusals(PROOF, str(group)):
+            with self._refusals(MASTERS, str(group)):
                 if reason := optimizer.packing_of(group).sidecar_problem:
-                    findings.append(warning(PROOF, sidecar, f"ignored for {group}: {reason}"))
+                    findings.append(warning(MASTERS, sidecar, f"ignored for {group}: {reason}"))
         wrong = any(finding.severity == "error" for finding in findings[before:])
         recovered = not wrong and all(check.done for check in checks[looked_at:])
         if recovered and optimizer.digests:

@@ -38,7 +38,7 @@ from mcore_ckpt_ext.operations.findings import (
     COMPLETE,
     COVERED,
     KNOWN,
-    PROOF,
+    MASTERS,
     Check,
     Results,
     Verification,
@@ -99,16 +99,16 @@ def verify(
         >>> found = verify("run")
         >>> found.sound, found.findings
         (True, ())
-        >>> [check.extent for check in found.checks if check.name == "proof"]
+        >>> [check.extent for check in found.checks if check.name == "masters"]
         ['53,536 masters equal to their weights']
     """
     if quick and (record is not None or against is not None):
         raise UsageError("a manifest is of all bytes, which --quick does not read", hint="leave out --quick")
     if tensors_only and against is None:
         raise UsageError("--tensors-only needs a manifest to compare with", hint="--against FILE")
-    manifest = None if against is None else read_manifest(Path(against))
+    manifest = None if against is None else read_manifest(as_path(against))
     if record is not None:
-        check_destination(Path(record))
+        check_destination(as_path(record))
     located = find_checkpoint(as_path(path))
     folder = located.folder or as_path(path)
     opens = partial(open_checkpoint, folder, facts=facts, weights=weights)
@@ -126,13 +126,13 @@ def verify(
         if manifest is not None and tensors_only:
             compare_tensors(manifest, run.content, run.digests, shared, run.results)
         elif manifest is not None and against is not None:
-            paths, whole = (Path(against), folder), weights is None
+            paths, whole = (as_path(against), folder), weights is None
             compare(manifest, *paths, run.content, run.digests, shared, run.results, files_suffice=whole)
     checks, findings = tuple(run.results.checks), tuple(run.results.findings)
     found = Verification(str(run.folder), quick, checks, findings, iteration=_iteration(run.content))
     if record is None or run.content is None or not found.sound:
         return found
-    write_manifest(Path(record), folder, run.content, run.digests, shared)
+    write_manifest(as_path(record), folder, run.content, run.digests, shared)
     return replace(found, recorded=str(record))
 
 
@@ -178,7 +178,7 @@ class _Run:
         except (UnreadableCheckpointError, UnsafePickleError) as problem:
             self._error(COMPLETE, problem)
         except ProofError as problem:
-            self._error(PROOF, problem)
+            self._error(MASTERS, problem)
         else:
             self.content = checkpoint
             failed = self._check_metadata(checkpoint)
@@ -228,7 +228,7 @@ class _Run:
         self._check_weights(checkpoint)
         if _has_optimizer_alone(checkpoint):
             what = f"it has an optimizer without weights, so its masters cannot be verified: {NAME_THEM}"
-            findings.append(error(PROOF, str(self.folder), what))
+            findings.append(error(MASTERS, str(self.folder), what))
         return failed
 
     def _check_bytes(self, checkpoint: CheckpointView, failed: set[str]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCHEMA = 1
+from mcore_ckpt_ext.defaults import SCHEMAS
+
+SCHEMA = SCHEMAS["plan"]
 
 
 @dataclass(frozen=True)

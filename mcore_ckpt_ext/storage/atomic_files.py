@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import DestinationError, UsageError
+from mcore_ckpt_ext.errors import DestinationError, StorageError, UsageError
+from mcore_ckpt_ext.storage.paths import is_remote
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
@@ -46,6 +47,8 @@ def check_report(path: Path, is_ours: Callable[[Path], bool], *, what: str, conf
     """
     if path.is_dir() or (path.exists() and not is_ours(path)):
         raise UsageError(conflict, where=str(path), hint=f"choose a new file, or {earlier}")
+    if is_remote(path):  # stores have no folders, and say when writing whether they accept a file
+        return
     if not path.absolute().parent.is_dir():
         raise UsageError(f"the folder of {what} does not exist", where=str(path.absolute().parent),
                          hint="create it, or choose another file")  # fmt: skip
@@ -58,7 +61,12 @@ def write_report(path: Path, text: str, *, what: str) -> None:
         DestinationError: the report cannot be written.
     """
     try:
-        replace({path: text})
+        if is_remote(path):
+            path.write_text(text)
+        else:
+            replace({path: text})
+    except StorageError as error:
+        raise DestinationError(f"{what} cannot be written", **error.details) from error
     except OSError as error:
         raise DestinationError(
             f"{what} cannot be written",

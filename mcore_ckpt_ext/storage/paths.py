@@ -46,6 +46,18 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     return Path(rest) if scheme in _LOCAL else cast("Path", StorePath.of(text))
 
 
+def local_path(path: str) -> Path:
+    """Return a path of this machine.
+
+    Raises:
+        UsageError: it is one of a remote store.
+    """
+    found = as_path(path) if "://" in path else Path(path)
+    if is_remote(found):
+        raise UsageError("this option takes a path of this machine", found=path, hint="name a local file or folder")
+    return found
+
+
 def is_remote(path: object) -> TypeGuard[StorePath]:
     """Return whether a path object refers to a remote store."""
     return isinstance(path, StorePath)

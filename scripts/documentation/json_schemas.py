@@ -6,7 +6,9 @@ python -m scripts.documentation.json_schemas        after a command's result has
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.cli.doctor import Report as DoctorReport
-from mcore_ckpt_ext.cli.json_output import ERROR_SCHEMA
+from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import DETAILS
 from mcore_ckpt_ext.operations.check_results import VerificationResult
 from mcore_ckpt_ext.operations.comparison_result import Comparison
@@ -44,23 +46,29 @@ def schema_of(command: str) -> dict[str, Any]:
     """Return the schema of a command's `--json` output, from the classes of its results."""
     results = [_result(command, kind) for kind in RESULTS[command]]
     details = {name: _type(str | None) for name in DETAILS}
-    error = _closed({"kind": {"type": "string"}, "message": {"type": "string"}, **details})
-    failure = _closed({**_envelope(command, [2, 130]), "schema": {"const": ERROR_SCHEMA}, "error": error})
+    kind = {"type": "string", "description": "the name of the error's class"}
+    error = _closed({"kind": kind, "message": {"type": "string", "description": "what is wrong"}, **details})
+    error["description"] = "why the command came to no result"
+    failure = _closed({**_envelope(command, [2, 130]), "error": error})
     return {"$schema": _DIALECT, "title": f"mcore-ckpt {command} --json", "anyOf": [*results, failure]}
 
 
 def _result(command: str, kind: type) -> dict[str, Any]:
     result = _object(kind)
-    result["properties"] = {**_envelope(command, [0, 1]), **result["properties"]}
-    result["properties"]["error"] = {"type": "null"}
+    envelope = _envelope(command, [0, 1])
+    result["properties"] = {**envelope, **result["properties"], "schema": envelope["schema"]}
+    result["properties"]["error"] = {"type": "null", "description": "null, since the command came to a result"}
     result["required"] = list(result["properties"])
     return result
 
 
 def _envelope(command: str, codes: list[int]) -> dict[str, Any]:
     return {
-        "schema": {"type": "integer"}, "command": {"const": command}, "ok": {"type": "boolean"},
-        "exit_code": {"enum": codes}, "error": {},
+        "schema": {"const": SCHEMAS[command], "description": "version of this format"},
+        "command": {"const": command, "description": "the command that printed it"},
+        "ok": {"type": "boolean", "description": "true exactly where the exit code is 0"},
+        "exit_code": {"enum": codes, "description": "the exit code of the command"},
+        "error": {},
     }  # fmt: skip
 
 
@@ -71,8 +79,16 @@ def _closed(properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _object(kind: type) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return _closed({field.name: _type(hints[field.name]) for field in dataclasses.fields(kind)})
+    """Return the schema of a dataclass, with the descriptions in its docstring."""
+    hints, text = typing.get_type_hints(kind), inspect.getdoc(kind) or ""
+    found = _closed({field.name: _type(hints[field.name]) for field in dataclasses.fields(kind)})
+    for name, of_field in found["properties"].items():
+        match = re.search(rf"^ +{name}: (.*(?:\n {{8,}}.*)*)", text, re.MULTILINE) or re.search(
+            rf"`{name}`: ([^;.]+)", text
+        )
+        if match is not None:
+            of_field["description"] = " ".join(match[1].split())
+    return {"description": " ".join(text.partition("\n\n")[0].split()), **found}
 
 
 def _type(kind: Any) -> dict[str, Any]:

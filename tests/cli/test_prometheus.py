@@ -14,7 +14,7 @@ from mcore_ckpt_ext.cli.prometheus import Disk, metrics
 from tests.harness.checkpoints import Fixture, fixture_named
 
 # An exposition's line of a sample: https://prometheus.io/docs/instrumenting/exposition_formats/
-SAMPLE = re.compile(r'^([a-z_]+)\{path="((?:[^"\\\n]|\\.)*)"(?:,(\w+)="(\w+)")?\} (\S+)$')
+SAMPLE = re.compile(r'^([a-z_]+)\{path="((?:[^"\\\n]|\\.)*)",depth="(?:quick|full)"(?:,(\w+)="(\w+)")?\} (\S+)$')
 
 
 def samples(path: Path, of: Path) -> dict[str, float]:
@@ -82,10 +82,17 @@ def test_nothing_else_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_store_without_times() -> None:
     text = metrics("memory://run", 0, 1.0, None, Disk(5, None))
-    assert 'mcore_ckpt_checkpoint_bytes{path="memory://run"} 5.0' in text
+    assert 'mcore_ckpt_checkpoint_bytes{path="memory://run",depth="full"} 5.0' in text
     assert "age" not in text
 
 
 def test_labels_are_escaped() -> None:
-    lines = metrics('a"b\\c\nd', 0, 1.0).splitlines()
-    assert lines[2] == r'mcore_ckpt_verify_exit_code{path="a\"b\\c\nd"} 0.0'
+    lines = metrics('/a"b\\c\nd', 0, 1.0).splitlines()
+    assert lines[2] == r'mcore_ckpt_verify_exit_code{path="/a\"b\\c\nd",depth="full"} 0.0'
+
+
+def test_series_of_quick_and_full_verifications_and_of_two_folders_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {metrics("run", 0, 1.0, quick=quick).splitlines()[2] for quick in (False, True)}
+    monkeypatch.chdir("/")
+    found |= {metrics("run", 0, 1.0, quick=quick).splitlines()[2] for quick in (False, True)}
+    assert len(found) == 4

@@ -10,8 +10,8 @@ _TYPES: dict[str, Any] = {
     "null": type(None),
 }  # fmt: skip
 _WORDS = {
-    "$schema", "title", "type", "properties", "required", "additionalProperties", "anyOf", "enum", "const", "items",
-    "prefixItems", "minItems", "maxItems",
+    "$schema", "title", "description", "type", "properties", "required", "additionalProperties", "anyOf", "enum",
+    "const", "items", "prefixItems", "minItems", "maxItems",
 }  # fmt: skip
 
 

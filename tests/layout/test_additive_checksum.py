@@ -119,11 +119,11 @@ class TestOfACheckpoint:
     def test_verify_compares_all_that_was_recorded(self, recorded: Fixture) -> None:
         found = verify(recorded.run)
         assert found.sound
-        assert [check.extent for check in found.checks if check.name == "digests"] != []
+        assert [check.extent for check in found.checks if check.name == "optimizer digests"] != []
 
         edit(recorded, lambda parameters: parameters[NAME].update(exp_avg=written(7)))
         (finding,) = verify(recorded.run).findings
-        assert (finding.check, finding.severity) == ("digests", "error")
+        assert (finding.check, finding.severity) == ("optimizer digests", "error")
         assert f"exp_avg of {NAME} at " in finding.what
         assert "digest " in finding.what and ", 0000000000000007" in finding.what
 

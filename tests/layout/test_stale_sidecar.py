@@ -70,7 +70,7 @@ def test_a_published_sidecar_is_bound_to_its_index(remainders: Fixture) -> None:
     assert checkpoint.sidecar_problem is None
     found = verify(remainders.run)
     assert found.sound
-    assert "digests" in [check.name for check in found.checks]
+    assert "optimizer digests" in [check.name for check in found.checks]
 
 
 def test_the_index_may_be_handed_over_without_its_plans(remainders: Fixture) -> None:
@@ -91,7 +91,7 @@ def test_a_stale_sidecar_is_reported_and_ignored(way: str, remainders: Fixture, 
     warnings = [finding for finding in found.findings if finding.where.endswith(FILE_NAME)]
     assert warnings
     assert all(finding.severity == "warning" and why in finding.what for finding in warnings)
-    assert "digests" not in [check.name for check in found.checks]
+    assert "optimizer digests" not in [check.name for check in found.checks]
     checkpoint = open_checkpoint(remainders.run)
     assert differing(remainders.truth, everything_in(checkpoint)) == []
     assert any(f"{FILE_NAME} is ignored: " in notice and why in notice for notice in checkpoint.notices())

@@ -32,7 +32,7 @@ from mcore_ckpt_ext.operations.findings import (
     COPIES,
     COVERED,
     MANIFEST,
-    PROOF,
+    MASTERS,
     VALUES,
     Verification,
 )
@@ -72,7 +72,7 @@ def test_intact_checkpoints_are_sound(checkpoint_fixture: Fixture) -> None:
     assert result.sound
     assert findings(result) == []
     parameters = sum(t.numel() for key, t in checkpoint_fixture.truth.items() if key.startswith(FP32_PARAM))
-    (proof,) = (check for check in result.checks if check.name == PROOF)
+    (proof,) = (check for check in result.checks if check.name == MASTERS)
     assert proof.extent.startswith(f"{parameters:,} masters")
     assert COMPLETE in {check.name for check in result.checks}
     assert verify(checkpoint_fixture.run, quick=True).sound
@@ -82,7 +82,7 @@ def test_shifted_masters_are_named_tensor_by_tensor(corrupted_fixture: Fixture) 
     result = verify(corrupted_fixture.run)
     assert not result.sound
     assert {finding.where for finding in result.findings} == wrong_masters(corrupted_fixture)
-    assert all("wrote it shifted" in finding.what and finding.check == PROOF for finding in result.findings)
+    assert all("wrote it shifted" in finding.what and finding.check == MASTERS for finding in result.findings)
 
 
 def test_the_count_of_lost_elements_is_that_of_an_independent_simulation() -> None:
@@ -98,7 +98,7 @@ def test_without_a_repair_the_proof_itself_names_them(
     """As if the writer's buffers could not be told: what stands in the slots does not round to the weights."""
     monkeypatch.setattr("mcore_ckpt_ext.optimizers.model_space_formats.repaired", lambda written, *_: written)
     result = verify(corrupted_fixture.run)
-    named = {f.where.removeprefix("fp32_param ") for f in result.findings if f.check == PROOF}
+    named = {f.where.removeprefix("fp32_param ") for f in result.findings if f.check == MASTERS}
     assert named == wrong_masters(corrupted_fixture)
 
 
@@ -124,7 +124,7 @@ def test_a_flipped_byte_is_named(damaged: Fixture, kind: str) -> None:
     key = "decoder.layers.mlp.linear_fc1.weight" if kind == WEIGHT else "dp_group_idx_1.gbuf_idx_0"
     assert key in checksum
     assert path.name in checksum
-    proof = findings(result, PROOF)
+    proof = findings(result, MASTERS)
     if kind in (WEIGHT, FP32_PARAM):
         assert len(proof) == 1
         assert proof[0].startswith(f"error fp32_param {MATRIX}: 1 masters do not round to their weights")
@@ -149,7 +149,7 @@ def test_a_damaged_sample_leaves_no_layout_and_the_rank_is_named(damaged: Fixtur
     flip(*payload_position(open_checkpoint(damaged.run), WEIGHT, MATRIX, 0))
     result = verify(damaged.run)
     assert findings(result, CHECKSUMS)
-    (proof,) = (finding for finding in findings(result, PROOF) if "no packing" in finding)
+    (proof,) = (finding for finding in findings(result, MASTERS) if "no packing" in finding)
     assert "pipeline rank 1" in proof
     assert MATRIX in proof
 
@@ -158,7 +158,7 @@ def test_every_rank_whose_layout_is_gone_is_named(damaged: Fixture) -> None:
     checkpoint = open_checkpoint(damaged.run)
     for name in (MATRIX, MATRIX.replace("layers.1", "layers.3")):
         flip(*payload_position(checkpoint, WEIGHT, name, 0))
-    told = findings(verify(damaged.run), PROOF)
+    told = findings(verify(damaged.run), MASTERS)
     assert ["pipeline rank 1" in told[0], "pipeline rank 3" in told[1]] == [True, True]
 
 
@@ -258,7 +258,7 @@ def test_iterations_without_a_tracker(damaged: Fixture) -> None:
     assert not result.sound
     assert "no save has finished" in findings(result, COMPLETE)[0]
     assert result.path.endswith("iter_0000004")
-    assert any(check.name == PROOF and check.done for check in result.checks), "the newest is looked at all the same"
+    assert any(check.name == MASTERS and check.done for check in result.checks), "the newest is looked at all the same"
 
 
 def test_an_unfinished_asynchronous_save_next_to_a_finished_one(damaged: Fixture) -> None:
@@ -555,7 +555,7 @@ def test_an_optimizer_that_the_common_state_does_not_name(tmp_path: Path) -> Non
     torch.save(common, target.iteration / "common.pt")
     result = verify(target.run)
     assert ["no parameter groups" in finding for finding in findings(result)] == [True]
-    assert any(check.name == PROOF and check.done for check in result.checks)
+    assert any(check.name == MASTERS and check.done for check in result.checks)
 
 
 def test_a_checkpoint_without_optimizer(tmp_path: Path) -> None:
@@ -564,7 +564,7 @@ def test_a_checkpoint_without_optimizer(tmp_path: Path) -> None:
     result = verify(tmp_path / "o")
     assert result.sound
     assert "it has no supported optimizer state" in findings(result, COVERED)[0]
-    assert not any(check.name == PROOF and check.done for check in result.checks)
+    assert not any(check.name == MASTERS and check.done for check in result.checks)
 
 
 def test_a_canonical_folder_is_verified(tmp_path: Path) -> None:
@@ -574,7 +574,7 @@ def test_a_canonical_folder_is_verified(tmp_path: Path) -> None:
     name = checkpoint.names(WEIGHT)[0]
     flip(*payload_position(checkpoint, WEIGHT, name, 3))
     result = verify(tmp_path / "c")
-    assert f"fp32_param {name}" in findings(result, PROOF)[0]
+    assert f"fp32_param {name}" in findings(result, MASTERS)[0]
 
 
 def test_progress_counts_up_to_the_end(damaged: Fixture) -> None:

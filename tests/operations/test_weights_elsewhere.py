@@ -47,7 +47,7 @@ def test_a_hugging_face_folder(name: str, layout: str, tmp_path: Path) -> None:
     verified = verify(folder, weights=weights)
     assert verified.sound
     (masters,) = (
-        int(check.extent.partition(" ")[0].replace(",", "")) for check in verified.checks if check.name == "proof"
+        int(check.extent.partition(" ")[0].replace(",", "")) for check in verified.checks if check.name == "masters"
     )
     assert masters == sum(
         tensor.numel() for key, tensor in fixture_named(name).truth.items() if key.startswith("fp32_param.")

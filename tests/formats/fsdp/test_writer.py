@@ -67,7 +67,7 @@ def test_inspection_of_fsdp_dtensor() -> None:
     assert "weight" not in found.bytes_by_kind
     checked = verify(fixture_named("p50").run)
     assert checked.sound
-    (proof,) = (check.extent for check in checked.checks if check.name == "proof")
+    (proof,) = (check.extent for check in checked.checks if check.name == "masters")
     assert proof == "56,000 masters, stored in place of the weights, which are their roundings"
 
 
