@@ -102,7 +102,7 @@ def _ended(command: str, error: BaseException, out: Path) -> int:
             raise error
 
         module.run = run  # type: ignore[attr-defined]
-        sys.stdout = out.open("w")  # noqa: SIM115  - the child ends at once
+        sys.stdout = out.open("w")
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  - the child ends at once
         more = {"plan": ["--gpus", "8"], "diff": ["b"], "convert": ["b", "--to", "canonical"]}
         paths = [] if command in ("doctor", "selftest") else ["a", *more.get(command, [])]
