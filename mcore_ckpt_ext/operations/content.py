@@ -101,7 +101,7 @@ class ContentCheck:
             kind: tensor for kind, tensor in tensors.items() if tensor is not None and self._is_readable(kind, name)
         }
         if self._optimizer is not None and name in self._shifted:
-            report.findings += self._check_shifted(self._optimizer, name, held)
+            report.findings += self._check_shifted(self._optimizer, name, held, report)
             held = {kind: tensor for kind, tensor in held.items() if kind == WEIGHT}
         shapes = {tensor.shape for tensor in held.values()}
         if len(shapes) > 1:
@@ -159,13 +159,18 @@ class ContentCheck:
                 judged = warning if is_left_by_offload(self._checkpoint, kind, name) else error
                 report.findings.append(judged(COPIES, f"{kind} {name}", what))
 
-    def _check_shifted(self, optimizer: OptimizerState, name: str, held: dict[str, LogicalTensor]) -> Iterator[Finding]:
+    def _check_shifted(
+        self, optimizer: OptimizerState, name: str, held: dict[str, LogicalTensor], report: ParameterReport
+    ) -> Iterator[Finding]:
         """Compare the slot of a parameter, as Megatron wrote it, with the true places of its elements."""
         shapes = {kind: tensor.shape for kind, tensor in held.items() if kind != WEIGHT}
         wrong = {
             kind: sum(self._wrong_in_slot(optimizer, kind, wanted) for wanted in blocks((Region.whole(name, shape),)))
             for kind, shape in shapes.items()
         }
+        if FP32_PARAM in shapes:
+            report.compared += prod(shapes[FP32_PARAM])
+            report.wrong += wrong[FP32_PARAM]
         if any(wrong.values()):
             lost = sum(last - first for kind in wrong for first, last in optimizer.lost(kind, name)) // len(wrong)
             counts = ", ".join(f"{count:,} of {kind}" for kind, count in wrong.items())

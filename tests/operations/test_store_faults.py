@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.storage.paths import as_path
@@ -107,3 +109,28 @@ def test_a_store_that_fails_while_reading(
         expected = {"403": "credentials", "reset": "network", "500": "try again later", "503": "try again later"}
         assert expected[fault] in error["hint"], (fault, error)
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5])
+def test_a_conversion_to_a_store_that_often_fails_is_continued(
+    share: float, server: FaultyStore, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, seed = fixture_named("p02"), 0
+    words = ["convert", str(source.run), f"{bucket}/out", "--to", "canonical"]
+    codes = list[int]()
+    while not codes or codes[-1]:
+        # Faults become rarer, so that the number of attempts has a bound.
+        server.fail_often(share / (1 + len(codes) / 4), seed + len(codes))
+        found = printed(capsys, [*words, *(["--resume"] if codes else [])])
+        codes.append(found["exit_code"])
+        if found["exit_code"]:
+            assert found["error"]["kind"] in ("DestinationError", "StorageError"), found
+            assert found["error"]["where"].startswith(bucket)
+            assert found["error"]["hint"]
+        assert len(codes) < 40
+    server.fail()
+    assert set(codes) <= {0, 2}
+    checkpoint = mcore_ckpt_ext.open_checkpoint(f"{bucket}/out")
+    for key, expected in source.truth.items():
+        kind, _, name = key.partition(".")
+        assert torch.equal(checkpoint.tensor(kind, name).read(), expected), key
