@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,19 @@ class Report:
         """Wrap a function so that its errors are reported here; another process can unpickle the result."""
         return partial(_observed, work, str(self._path))
 
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Record within this scope what writers of this process, and of processes that it forks, log as errors.
+
+        In a synchronous save they log the cause, and raise an assertion that names only its class (`check_local_output`
+        in `write_preloaded_data_multithread`, filesystem_async.py, core_v0.17.0 to 0.19.2).
+        """
+        with _recording(str(self._path)):
+            try:
+                yield
+            finally:
+                self.read()
+
     def read(self) -> str:
         """Return the output of the writer, which ends with its traceback; empty if there is none."""
         with contextlib.suppress(OSError):
@@ -55,15 +68,23 @@ class Report:
 
 def _observed(work: Callable[..., Any], path: str, *positional: Any, **keywords: Any) -> Any:
     end_with_parent()
+    with _recording(path):
+        try:
+            return work(*positional, **keywords)
+        except BaseException:
+            _append(path, traceback.format_exc())
+            raise
+
+
+@contextlib.contextmanager
+def _recording(path: str) -> Iterator[None]:
+    """Append to a file what the writers' loggers log as errors within this scope."""
     handler = _ToFile(path)
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     for logger in loggers:
         logger.addHandler(handler)
     try:
-        return work(*positional, **keywords)
-    except BaseException:
-        _append(path, traceback.format_exc())
-        raise
+        yield
     finally:
         for logger in loggers:
             logger.removeHandler(handler)

@@ -104,7 +104,8 @@ class Coordinator:
         self._conclude(exchange=False)
         redirected = self._ranks.is_first and (save.asynchronous or not must_track or save.was_tracked)
         try:
-            with self._activated(save):
+            listening = contextlib.nullcontext() if save.asynchronous else save.report.listening()
+            with self._activated(save), listening:
                 if not save.asynchronous:
                     save.become(State.WRITING)
                 result = stock(redirected)
@@ -173,7 +174,10 @@ class Coordinator:
         problem = "; ".join(troubles[:3]) or problem
         if save is not None and save.asynchronous:
             save.index_problem = problem
-        elif (reason := self._ranks.agree(Point.INDEX, problem)) is not None:
+            return results[0] if results else None
+        if save is not None and problem is not None:
+            problem = save.report.added_to(problem)
+        if (reason := self._ranks.agree(Point.INDEX, problem)) is not None:
             what = "the index could not be written" if save is None else f"iteration {save.iteration} was not saved"
             raise SaveFailedError(f"{what}:\n  {reason}")
         return results[0] if results else None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,10 @@ from hypothesis import strategies as some
 
 from mcore_ckpt_ext.errors import SaveFailedError
 from mcore_ckpt_ext.megatron.live.sidecar_writer import PendingSidecar
-from mcore_ckpt_ext.megatron.saving.save import TRANSITIONS, Save, State
+from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
+from mcore_ckpt_ext.megatron.saving.committer import Publisher
+from mcore_ckpt_ext.megatron.saving.coordinator import Coordinator
+from mcore_ckpt_ext.megatron.saving.save import TRANSITIONS, Point, Save, State
 from tests.megatron.saving.simulated import (
     FAULTS,
     HARMLESS,
@@ -246,3 +252,38 @@ def test_whatever_happens_a_save_is_whole_or_not_there(orders: list[Order], goes
             assert_kept(job)
         if not any(order.faults for order in orders):
             assert job.states() == [State.COMMITTED] * len(orders)
+
+
+class OneRank:
+    """The only rank of a job."""
+
+    is_first = True
+
+    def agree(self, point: Point, problem: str | None) -> str | None:
+        return None if problem is None else f"rank 0: {problem}"
+
+    def barrier(self) -> None:
+        """Nobody waits."""
+
+
+def test_a_synchronous_save_says_why_its_writer_failed(tmp_path: Path) -> None:
+    """Megatron's writer logs the error, and raises an assertion that has only its class."""
+
+    def begin(work: Callable[[], str | None]) -> Future[str | None]:
+        raise AssertionError("nothing is committed")
+
+    publisher = Publisher(Disk(), begin, lambda: 0.0, lambda line: None, lambda line: None)
+    coordinator = Coordinator(OneRank(), publisher, lambda line: None, lambda: False)
+
+    def fail(save: Save | None, troubles: list[str]) -> None:
+        logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async").error(
+            "Local worker 0 encountered an error: [Errno 28] No space left on device"
+        )
+        raise AssertionError(OSError)
+
+    save = save_of(tmp_path)
+    save.asynchronous = False
+    with pytest.raises(SaveFailedError, match="No space left on device"):
+        coordinator.run(save, lambda redirected: coordinator.index(fail))
+    assert save.state is State.FAILED
+    assert save.report.read() == ""
