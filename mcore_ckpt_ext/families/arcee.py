@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SIZES, TRAINING, all_biases_or_none, tied
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Constant, Mapped
@@ -17,11 +17,11 @@ class Arcee(Family):
     architecture = "ArceeForCausalLM"
     rules = (
         parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT,
-        *parts.MLP_WITHOUT_GATE, parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
+        *parts.MLP_WITHOUT_GATE, *parts.BIASES_WITHOUT_GATE, parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
     )  # fmt: skip
     settings = (
         *SIZES, query_groups(), head_size(always=True), rope(), tied(by_default=False), *TRAINING, RMS_NORM,
-        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5), Constant("mlp_bias", False, {}),
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
         Constant("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}),
-        Constant("attention_bias", False, NO_BIASES),
+        all_biases_or_none("attention_bias", "mlp_bias"),
     )  # fmt: skip

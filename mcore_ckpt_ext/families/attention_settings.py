@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
@@ -154,17 +154,42 @@ def sliding_window(absent: int | None) -> Setting:
     )
 
 
-def full_attention(*more: str) -> Setting:
-    """Return the setting without sliding windows, which checks `layer_types` and the switches `more`."""
-    switches = ("use_sliding_window", *more)
+def full_attention(*more: str, reaches: Callable[[Config], bool] = lambda config: True) -> Setting:
+    """Return the setting without sliding windows, which checks `layer_types` and the switches `more`.
+
+    Args:
+        more: keys that must be false.
+        reaches: returns whether a window that is switched on reaches a layer of the class.
+    """
+    switch = "use_sliding_window"
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        for key in switches:
+        for key in (switch, *more) if reaches(config) else more:
             if config.get(key):
                 raise unrepresentable(key, config[key], "False")
         kinds = config.get("layer_types") or []
-        if windowed := [kind for kind in kinds if kind != "full_attention"]:
-            raise unrepresentable("layer_types", windowed[0], "full_attention in every layer")
+        if others := [kind for kind in kinds if kind != "full_attention"]:
+            raise unrepresentable("layer_types", others[0], "full_attention in every layer")
         return {}
 
-    return Custom((*switches, "layer_types"), lambda arguments: {"use_sliding_window": False}, to_arguments)
+    return Custom((switch, *more, "layer_types"), lambda arguments: {switch: False}, to_arguments)
+
+
+def has_window(absent: int | None) -> Callable[[Config], bool]:
+    """Return a function that tells whether a window has a size; `absent` is the class's default.
+
+    Without a size, there is no window (models/qwen3_moe/configuration_qwen3_moe.py and
+    models/smollm3/configuration_smollm3.py, `__post_init__`, transformers 4.53 to 5.23).
+    """
+    return lambda config: config.get("sliding_window", absent) is not None
+
+
+def window_begins(config: Config) -> bool:
+    """Return whether the window of Qwen2 and Qwen3 begins in a layer of the model.
+
+    It begins behind the first `max_window_layers` layers; `layer_types` takes precedence
+    (models/qwen2/configuration_qwen2.py and models/qwen3/configuration_qwen3.py, transformers 4.53 to 5.23).
+    """
+    first = config.get("max_window_layers", 28)
+    is_behind = type(first) is int and first >= config["num_hidden_layers"]
+    return has_window(4096)(config) and config.get("layer_types") is None and not is_behind

@@ -55,6 +55,39 @@ def experts_in_every_layer(count: int) -> Setting:
 
 
 NO_BIASES = {"add_bias_linear": False, "add_qkv_bias": False}
+
+
+def all_biases_or_none(*keys: str) -> Setting:
+    """Return the setting of biases that all matrices of attention and MLP have, or none.
+
+    With `add_bias_linear`, Megatron has a bias in each of them (transformer/attention.py and mlp.py, core_v0.12 to
+    0.19.2).
+
+    Args:
+        keys: keys of `config.json`, each for the biases of some matrices; False if missing.
+    """
+    arguments_of_queries = ("add_bias_linear", "add_qkv_bias")
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        switches = {key: config.get(key) or False for key in keys}
+        if set(switches.values()) not in ({True}, {False}):
+            listed = ", ".join(f"{key} {value}" for key, value in switches.items())
+            raise unrepresentable(" and ".join(keys), listed, "True for each, or False for each")
+        return dict.fromkeys(arguments_of_queries, switches[keys[0]])
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        queries_alone = arguments.add_qkv_bias and not arguments.add_bias_linear
+        return ["biases of queries, keys and values alone"] if queries_alone else []
+
+    return Custom(
+        keys,
+        lambda arguments: dict.fromkeys(keys, arguments.add_bias_linear),
+        to_arguments,
+        why_not,
+        expressed=arguments_of_queries,
+    )
+
+
 RMS_NORM = Requires({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False})
 SIZES: tuple[Setting, ...] = (
     Size("num_hidden_layers", "num_layers", counted=True),

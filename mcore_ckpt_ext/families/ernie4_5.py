@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import INITIAL, NO_BIASES, RMS_NORM, SILU, SIZES, tied
+from mcore_ckpt_ext.families.common_settings import (
+    INITIAL,
+    RMS_NORM,
+    SILU,
+    SIZES,
+    all_biases_or_none,
+    tied,
+)
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Constant, Mapped
+from mcore_ckpt_ext.families.settings import Mapped
 
 
 class Ernie45(Family):
@@ -15,10 +22,10 @@ class Ernie45(Family):
 
     model_type = "ernie4_5"
     architecture = "Ernie4_5ForCausalLM"
-    rules = parts.DECODER
+    rules = (*parts.DECODER, *parts.BIASES)
     without_effect = ("compression_ratio", "freq_allocation", "use_rmsnorm", "micro_batch_size", "use_recompute")
     settings = (
         *SIZES, query_groups(2), head_size(always=True, default=128), rope(500000.0, interleaved=True),
         tied(by_default=True), *INITIAL, SILU, RMS_NORM, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-5),
-        Constant("use_bias", False, NO_BIASES),
+        all_biases_or_none("use_bias"),
     )  # fmt: skip

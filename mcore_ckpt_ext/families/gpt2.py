@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt_ext.families.attention_settings import IMPLIED_HEAD_SIZE, NO_QUERY_GROUPS
-from mcore_ckpt_ext.families.common_settings import gelu
+from mcore_ckpt_ext.families.common_settings import gelu, tied
 from mcore_ckpt_ext.families.config_checks import Config
-from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.family import Family, Rule, untied
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, Rows, joined, transposed
 from mcore_ckpt_ext.families.settings import Constant, Custom, Implies, Mapped, Requires, Setting, Size
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
@@ -51,6 +51,7 @@ def rules(qkv: Rows, matrix: Callable[[Rows], Rows] = lambda rows: rows) -> tupl
         *of_layer("bias", lambda rows: rows),
         Rule("transformer.ln_f.weight", "decoder.final_layernorm.weight"),
         Rule("transformer.ln_f.bias", "decoder.final_layernorm.bias"),
+        Rule("lm_head.weight", "output_layer.weight", where=untied),
     )
 
 
@@ -64,8 +65,7 @@ def settings(activation: str) -> tuple[Setting, ...]:
         Mapped("attn_pdrop", "attention_dropout", 0.1), Mapped("resid_pdrop", "hidden_dropout", 0.1),
         Custom(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments.hidden_dropout}, lambda config: {}),
         Custom(("n_inner",), _inner, _inner_size), IMPLIED_HEAD_SIZE, gelu("activation_function", activation),
-        Constant("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
-        Constant("scale_attn_weights", True, {}), Constant("add_cross_attention", False, {}),
+        tied(by_default=True), Constant("scale_attn_weights", True, {}), Constant("add_cross_attention", False, {}),
         Implies({"add_qkv_bias": True}),
         Requires({
             "normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute",
@@ -74,7 +74,7 @@ def settings(activation: str) -> tuple[Setting, ...]:
 
 
 class GPT2(Family):
-    """Layer norms, learned positions, biases everywhere, tied embeddings; transposed matrices (Conv1D)."""
+    """Layer norms, learned positions, biases everywhere, embeddings mostly tied; transposed matrices (Conv1D)."""
 
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"

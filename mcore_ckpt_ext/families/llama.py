@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
+from mcore_ckpt_ext.families.common_settings import all_biases_or_none, llama_like
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Constant
 
 
 class Llama(Family):
-    """RMS norms, RoPE (scaled or not), grouped queries, SwiGLU, no biases; tied or untied embeddings."""
+    """RMS norms, RoPE (scaled or not), grouped queries, SwiGLU, biases everywhere or nowhere; tied or untied."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
-    rules = parts.DECODER
+    rules = (*parts.DECODER, *parts.BIASES)
     settings = (
         *llama_like(head_dim=True),
-        Constant("attention_bias", False, NO_BIASES),
-        Constant("mlp_bias", False, {}),
-    )  # fmt: skip
+        all_biases_or_none("attention_bias", "mlp_bias"),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
-from mcore_ckpt_ext.families.common_settings import NO_BIASES, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, all_biases_or_none, tied
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires
@@ -21,13 +21,12 @@ class Nemotron(Family):
     architecture = "NemotronForCausalLM"
     rules = (
         parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT,
-        *parts.MLP_WITHOUT_GATE, *parts.layer_norms(), parts.OUTPUT[1],
+        *parts.MLP_WITHOUT_GATE, *parts.BIASES_WITHOUT_GATE, *parts.layer_norms(), parts.OUTPUT[1],
     )  # fmt: skip
     settings = (
         *SIZES, query_groups(), head_size(always=True), rope(partial=0.5), tied(by_default=False), *TRAINING,
         Mapped("initializer_range", "init_method_std", 0.0134), Mapped("norm_eps", "layernorm_epsilon", 1e-5),
         Constant("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}),
-        Constant("attention_bias", False, NO_BIASES),
-        Constant("mlp_bias", False, {}),
+        all_biases_or_none("attention_bias", "mlp_bias"),
         Requires({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": True}),
     )  # fmt: skip

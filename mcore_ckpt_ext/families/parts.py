@@ -75,6 +75,25 @@ DECODER = (
 """Rules of a decoder like Llama's, without experts."""
 
 
+def _biases(mlp: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Return the rules of the biases of attention and of an MLP, given the rules of its weights."""
+    weights = (ATTENTION_OUTPUT, *mlp)
+    biases = (
+        replace(
+            rule,
+            hugging_face=f"{rule.hugging_face.removesuffix('weight')}bias",
+            megatron=f"{rule.megatron.removesuffix('weight')}bias",
+            where=set_in("add_bias_linear"),
+        )
+        for rule in weights
+    )
+    return (*attention("bias", set_in("add_bias_linear")), *biases)
+
+
+BIASES, BIASES_WITHOUT_GATE = _biases(MLP), _biases(MLP_WITHOUT_GATE)
+"""Rules of the biases of all matrices of a decoder without experts, for models that have them."""
+
+
 def mtp_layers(rules: Sequence[Rule], final_norm: str = "shared_head.norm") -> tuple[Rule, ...]:
     """Return the rules of an MTP layer: two norms and a projection, a decoder layer, and a final norm.
 

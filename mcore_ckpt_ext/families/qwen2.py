@@ -10,7 +10,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import full_attention
+from mcore_ckpt_ext.families.attention_settings import full_attention, window_begins
 from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.config_checks import Config
 from mcore_ckpt_ext.families.family import Family, Rule
@@ -29,7 +29,7 @@ class Qwen2(Family):
     rules = (*parts.DECODER, *parts.attention("bias"))
     settings = (
         *llama_like(groups=32),
-        full_attention("use_mrope"),
+        full_attention("use_mrope", reaches=window_begins),
         Requires({"add_bias_linear": False, "add_qkv_bias": True}),
     )
 

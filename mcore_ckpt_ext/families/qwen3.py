@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import full_attention
+from mcore_ckpt_ext.families.attention_settings import full_attention, window_begins
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Constant, Requires
@@ -18,7 +18,7 @@ class Qwen3(Family):
     rules = (*parts.DECODER, *parts.QUERY_KEY_NORMS)
     settings = (
         *llama_like(head_dim=True, head_dim_default=128, groups=32),
-        full_attention(),
+        full_attention(reaches=window_begins),
         Requires({"qk_layernorm": True}),
         Constant("attention_bias", False, NO_BIASES),
     )

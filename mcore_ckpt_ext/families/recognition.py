@@ -247,7 +247,16 @@ def fit(family: Family, arguments: ModelArguments, names: Collection[str] | None
         return Fit(family, arguments, [str(error)], by_names=False)
 
 
+def _with_converted_mtp(family: Family, arguments: ModelArguments, names: Collection[str]) -> ModelArguments:
+    """Return the arguments without MTP layers if the checkpoint has none that the family converts."""
+    mtp = {name for name in names if name.startswith("mtp.")}
+    converted = mtp.difference(matching(mtp, family.megatron_left_out))
+    return arguments if converted else arguments.replace(mtp_num_layers=None)
+
+
 def _fit(family: Family, arguments: ModelArguments, names: Collection[str] | None) -> Fit:
+    if names is not None:
+        arguments = _with_converted_mtp(family, arguments, names)
     if mismatches := family.mismatches(arguments):
         return Fit(family, arguments, mismatches, by_names=False)
     if names is None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.attention_settings import full_attention, query_groups
-from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, SILU, SIZES, TRAINING, tied
+from mcore_ckpt_ext.families.attention_settings import full_attention, has_window, query_groups
+from mcore_ckpt_ext.families.common_settings import (
+    RMS_NORM,
+    SILU,
+    SIZES,
+    TRAINING,
+    all_biases_or_none,
+    tied,
+)
 from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Constant, Custom, Mapped
+from mcore_ckpt_ext.families.settings import Custom, Mapped
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
 
@@ -36,12 +43,13 @@ class SmolLM3(Family):
 
     model_type = "smollm3"
     architecture = "SmolLM3ForCausalLM"
-    rules = parts.DECODER
+    rules = (*parts.DECODER, *parts.BIASES)
     without_effect = ("sliding_window", "max_window_layers", "no_rope_layer_interval")
     settings = (
-        *SIZES, query_groups(4), rope(2000000.0), tied(by_default=True), *TRAINING, SILU, RMS_NORM, full_attention(),
-        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6), Constant("mlp_bias", False, {}),
-        Constant("attention_bias", False, NO_BIASES),
+        *SIZES, query_groups(4), rope(2000000.0), tied(by_default=True), *TRAINING, SILU, RMS_NORM,
+        full_attention(reaches=has_window(None)),
+        Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        all_biases_or_none("attention_bias", "mlp_bias"),
         Custom(("no_rope_layers",), _rotated, _skipping, expressed=("no_rope_freq",), why_not=lambda arguments: (
             [] if arguments.no_rope_freq else ["positions in every layer"]
         )),

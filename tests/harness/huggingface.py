@@ -52,7 +52,12 @@ def _configured(class_name: str, **keys: Any) -> Callable[[], PretrainedConfig]:
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": _configured("GPT2Config", vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS),
+    "gpt2_untied": _configured(
+        "GPT2Config", vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS,
+        tie_word_embeddings=False,
+    ),
     "llama": _configured("LlamaConfig", **_SIZES),
+    "llama_biased": _configured("LlamaConfig", **_SIZES, attention_bias=True, mlp_bias=True),
     "llama3_tied": _configured(
         "LlamaConfig", **_SIZES, rope_parameters=_LLAMA_3_ROPE, tie_word_embeddings=True, head_dim=16
     ),

@@ -29,7 +29,9 @@ class Shown:
 
 SHOWN: dict[str, Shown] = {
     "gpt2": Shown("gpt2", _DENSE),
+    "gpt2_untied": Shown("gpt2", ("TP2",)),
     "llama": Shown("llama", _DENSE, engine=("TP2",)),
+    "llama_biased": Shown("llama", ("TP2",)),
     "llama3_tied": Shown("llama", _DENSE),
     "llama_linear": Shown("llama", ("TP1",)),
     "qwen2_yarn": Shown("qwen2", _DENSE),
