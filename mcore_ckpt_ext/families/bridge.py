@@ -13,7 +13,8 @@ from typing import Any
 
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.job.arguments.conditions import WITH_DELTA_NET, WITH_SPARSE
-from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS
+from mcore_ckpt_ext.job.arguments.row import Argument, BridgeField
+from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS, ROWS
 from mcore_ckpt_ext.job.model_arguments import ModelArguments, is_gated
 
 # The function that builds layers with variants of attention (qwen/qwen35_bridge.py, glm_moe_dsa/glm5_bridge.py,
@@ -63,9 +64,9 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
 def model_fields(arguments: ModelArguments) -> dict[str, Any]:
     """Return the fields that all model classes have, for a layout of one rank."""
     model = {
-        name: arguments.value(argument)
+        name: arguments.get(argument)
         for name, argument, field in BRIDGE_FIELDS
-        if field.is_written and (field.only_with is None or field.only_with.holds(arguments.get))
+        if _is_written(field, ROWS[argument], arguments)
     }
     if any(variant.holds(arguments.get) for variant in (WITH_DELTA_NET, WITH_SPARSE)):
         model["transformer_layer_spec"] = _named(_LAYERS_OF_VARIANTS)
@@ -79,6 +80,12 @@ def model_fields(arguments: ModelArguments) -> dict[str, Any]:
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }
+
+
+def _is_written(field: BridgeField, row: Argument[Any, Any], arguments: ModelArguments) -> bool:
+    if not field.is_written or not (field.only_with is None or field.only_with.holds(arguments.get)):
+        return False
+    return not field.only_if_changed or arguments.get(row.name) not in (None, row.neutral)
 
 
 def _activation(arguments: ModelArguments) -> str:

@@ -59,6 +59,7 @@ class Gemma2(Family):
     architecture = "Gemma2ForCausalLM"
     bridge_only_reason = "Megatron Core has no norms after a block, no logit soft-capping and no scaled embeddings"
     bridge_provider = "gemma.gemma2_provider.Gemma2ModelProvider"
+    bridge_lacks = ("softmax_scale",)  # its attention reads `query_pre_attn_scalar`
     rules = RULES
     without_effect = ("hidden_act", "sliding_window_size")  # `hidden_activation` and `sliding_window` are used instead
     settings = (

@@ -40,6 +40,7 @@ from mcore_ckpt_ext.job.arguments.kinds import (
 )
 from mcore_ckpt_ext.job.arguments.row import (
     CHANGES,
+    IF_CHANGED,
     NOTHING,
     ON,
     SAME,
@@ -112,7 +113,7 @@ class ModelTable:
     layernorm_zero_centered_gamma = Argument(
         SWITCH.default(False), CHANGES, switch(spelled="--apply-layernorm-1p"), SAME, since="0.16"
     )
-    apply_residual_connection_post_layernorm = Argument(SWITCH.default(False))
+    apply_residual_connection_post_layernorm = Argument(SWITCH.default(False), CHANGES, None, IF_CHANGED)
     add_bias_linear = Argument(SWITCH.default(True), CHANGES, off("--disable-bias-linear"), SAME)
     init_method_std = Argument(NOT_NEGATIVE.default(0.02), NOTHING, VALUE, SAME)
     attention_dropout = Argument(NUMBER.default(0.1), NOTHING, VALUE, SAME)
@@ -121,14 +122,14 @@ class ModelTable:
     # Attention.
     add_qkv_bias = Argument(SWITCH.default(False), CHANGES, ON, SAME)
     qk_layernorm = Argument(SWITCH.default(False), CHANGES, ON, SAME)
-    qk_l2_norm = Argument(SWITCH.default(False), since="0.13")
+    qk_l2_norm = Argument(SWITCH.default(False), CHANGES, None, IF_CHANGED, since="0.13")
     attention_output_gate = Argument(SWITCH.default(False), CHANGES, ON, bridge(WITH_DELTA_NET), since="0.16")
     attention_softcap = Argument(NUMBER.optional, is_parsed=False)
     window_size = Argument(PAIR.optional, CHANGES, VALUE, SAME, since="0.15")
     window_attn_skip_freq = Argument(FREQUENCY.optional, changes(WITH_WINDOW), VALUE, SAME, since="0.15")
     no_rope_freq = Argument(FREQUENCY.optional, CHANGES, VALUE, SAME, since="0.13")
     softmax_type = Argument(TEXT.default("vanilla"), CHANGES, VALUE, SAME, since="0.15")
-    softmax_scale = Argument(NUMBER.optional, is_parsed=False)
+    softmax_scale = Argument(NUMBER.optional, CHANGES, None, IF_CHANGED, is_parsed=False)
 
     # The MLP.
     swiglu = Argument(SWITCH.default(False), CHANGES, ON)

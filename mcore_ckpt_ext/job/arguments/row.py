@@ -168,12 +168,14 @@ class BridgeField:
         name: name of the field; if empty, that of the argument.
         only_with: the field corresponds to the argument only under this condition; None for always.
         is_written: the field is written for a new model.
+        only_if_changed: the field is only written if the argument is not neutral; older releases may not have it.
     """
 
     section: str = "model"
     name: str = ""
     only_with: Condition | None = None
     is_written: bool = True
+    only_if_changed: bool = False
 
 
 def bridge(*only_with: Condition, name: str = "") -> tuple[BridgeField, ...]:
@@ -188,6 +190,7 @@ def reads(*places: str) -> tuple[BridgeField, ...]:
 
 
 SAME = bridge()
+IF_CHANGED = (BridgeField(only_if_changed=True),)
 
 
 class PartialArguments:

@@ -8,7 +8,7 @@ megatron-bridge 0.2.1 to 0.6.0 and the development head of 22 August 2026. When 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS
@@ -35,6 +35,9 @@ _SECTIONS = {
     for section in dict.fromkeys(field.section for *_, field in BRIDGE_FIELDS if field.section != "model")
 }
 # Fields with the negated value of an argument.
+# Fields of Gemma's providers that are read under other names.
+_GEMMA2_FIELDS = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+_GEMMA3_FIELDS = ("interleaved_attn_pattern",)
 _TURNED = {"save_optim": "no_save_optim", "save_rng": "no_save_rng"}
 
 
@@ -55,9 +58,9 @@ def job_arguments(content: Any, source: str) -> JobArguments:
     inner = model.get("transformer")  # a model's configuration may contain that of its transformer
     found = model_arguments({**(inner if isinstance(inner, Mapping) else {}), **model})
     if _GEMMA3.fullmatch(named(model) or ""):
-        found |= _of_gemma3(found)
+        found = _without(found, _GEMMA3_FIELDS) | _of_gemma3(found)
     if _GEMMA2.fullmatch(named(model) or ""):
-        found |= _of_gemma2(found)
+        found = _without(found, _GEMMA2_FIELDS) | _of_gemma2(found)
     if _GEMMA.fullmatch(named(model) or ""):
         found |= {"scaled_embeddings": True, **_gelu_of(found)}
     if found.get("hybrid_layer_pattern") is None and isinstance(found.get("hybrid_override_pattern"), str):
@@ -76,6 +79,10 @@ def job_arguments(content: Any, source: str) -> JobArguments:
         found["seq_length"] = model["seq_length"]
         found.setdefault("max_position_embeddings", model["seq_length"])
     return JobArguments.of(found, source=source, is_complete=False)
+
+
+def _without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,10 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {
         _RENAMED.get(name, name): value
         for name, value in config.items()
-        if name not in _OTHERWISE and name != "activation_func" and not name.startswith("_") and is_plain(value)
+        if name not in (*_OTHERWISE, *_YARN)
+        and name != "activation_func"
+        and not name.startswith("_")
+        and is_plain(value)
     }
     found |= {ours: config[name] for name, ours in _YARN.items() if isinstance(config.get(name), (int, float))}
     if (dtype := named(config.get("params_dtype"))) is not None:
