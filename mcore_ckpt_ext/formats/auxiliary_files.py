@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, join_some, shorten
+from mcore_ckpt_ext.families.config_keys import TOKENS
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.view import CheckpointView
 
 CONFIG = "config.json"
+_DIGITS = 9  # more than the number of any token has
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FOLDER = "tokenizer"
 """Megatron keeps it in this subfolder of an iteration (`save_tokenizer_assets`, checkpointing.py, commit 6c344290)."""
@@ -118,29 +120,68 @@ def json_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def tokens_of(files: Mapping[str, bytes]) -> int | None:
-    """Return the vocabulary size according to a model's or tokenizer's own files.
+def configured_tokens(files: Mapping[str, bytes]) -> int | None:
+    """Return the vocabulary size in `config.json`: the rows of the embedding, often more than the tokenizer has tokens.
 
-    `config.json` gives the number of rows of the embedding, which may exceed the number of tokens of the tokenizer.
+    Vision-language models have it in `text_config`, ChatGLM as `padded_vocab_size`.
 
     Returns:
-        None if no file gives it.
+        None if no key gives it.
     """
-    if type(size := json_of(files, CONFIG).get("vocab_size")) is int:
-        return size
+    config = json_of(files, CONFIG)
+    inside = config.get("text_config")
+    for part in (inside if isinstance(inside, dict) else {}, config):
+        sizes = (part.get(key) for key in ("padded_vocab_size", "vocab_size"))
+        if (size := next((size for size in sizes if type(size) is int), None)) is not None:
+            return size
+    return None
+
+
+def tokenizer_tokens(files: Mapping[str, bytes]) -> int | None:
+    """Return the number of tokens of a tokenizer, by its own files; None if no file gives it."""
+    numbers = _token_numbers(files)
+    return 1 + max(numbers.values()) if numbers else None
+
+
+def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
+    """Return the numbers of the tokens that a tokenizer names as special, by their keys in `config.json`.
+
+    transformers' trainer sets these keys to the tokenizer's numbers as well (`align_special_tokens`,
+    trainer_utils.py, 4.57 to 5.23).
+    """
+    numbers = _token_numbers(files)
+    named = {**json_of(files, "special_tokens_map.json"), **json_of(files, "tokenizer_config.json")}
+    found: dict[str, int] = {}
+    for key in TOKENS:
+        token = named.get(key.removesuffix("_id"))
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text in numbers:
+            found[key] = numbers[text]
+    return found
+
+
+def _token_numbers(files: Mapping[str, bytes]) -> dict[str, int]:
+    """Return the number of each token by its text, by all files of a tokenizer; those of added tokens prevail."""
     tokenizer = json_of(files, "tokenizer.json")
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, (dict, list)):
-        numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-        return _after_the_last([*numbers, *(token.get("id") for token in tokens)])
-    words = json_of(files, "vocab.json")
-    return _after_the_last(words.values()) if words else None
+    if isinstance(vocabulary, list):  # unigram: pairs of text and score
+        texts = [item[0] if isinstance(item, list) and item else item for item in vocabulary]
+        vocabulary = {str(text): number for number, text in enumerate(texts)}
+    decoder = json_of(files, "tokenizer_config.json").get("added_tokens_decoder")
+    listed = [(token.get("content"), token.get("id")) for token in _objects(added)]
+    decoded = decoder.items() if isinstance(decoder, dict) else ()
+    for number, token in decoded:
+        if isinstance(token, dict) and number.isascii() and number.isdigit():
+            listed.append((token.get("content"), int(number[:_DIGITS])))
+    if not isinstance(vocabulary, dict):
+        vocabulary = json_of(files, "vocab.json")
+    pairs = [*vocabulary.items(), *json_of(files, "added_tokens.json").items(), *listed]
+    return {str(text): number for text, number in pairs if type(number) is int and number >= 0}
 
 
-def _after_the_last(numbers: Collection[object]) -> int:
-    return 1 + max((number for number in numbers if type(number) is int), default=-1)
+def _objects(items: object) -> list[dict[str, Any]]:
+    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
 
 
 def _joined(below: str, name: str) -> str:

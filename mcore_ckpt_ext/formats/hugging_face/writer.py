@@ -23,9 +23,11 @@ from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.auxiliary_files import (
     GENERATION_CONFIG,
     companion_notes,
+    configured_tokens,
     json_of,
+    special_tokens,
     tokenizer_files,
-    tokens_of,
+    tokenizer_tokens,
 )
 from mcore_ckpt_ext.formats.hugging_face.files import (
     WrittenTensor,
@@ -170,6 +172,10 @@ class HuggingFaceTarget:
                 continue
             sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
         config, lacking, is_published = self._config()
+        named = special_tokens(self.auxiliary_files)
+        rows = int(self.fit.arguments.required("vocab_size"))
+        config |= {key: named[key] for key in lacking if named.get(key, rows) < rows}
+        lacking = [key for key in lacking if key not in config]
         # A missing key means a default of the transformers class, which fits the released model's vocabulary only.
         config |= dict.fromkeys(lacking)
         dtype = max(sizes, key=lambda dtype: sizes[dtype])
@@ -222,7 +228,9 @@ class HuggingFaceTarget:
 
     def _vocabulary(self) -> int:
         source = self._checkpoint
-        known = self._options.vocab_size or source.vocabulary or tokens_of(self.auxiliary_files) or source.tokens
+        known = self._options.vocab_size or source.vocabulary or configured_tokens(self.auxiliary_files)
+        # A tokenizer often has fewer tokens than the embedding has rows, and never more.
+        known = known or max(source.tokens or 0, tokenizer_tokens(self.auxiliary_files) or 0) or None
         if known is None:
             raise UnsupportedCheckpointError(
                 "the size of the vocabulary without Megatron's padding is unknown",
@@ -268,7 +276,11 @@ class HuggingFaceTarget:
             yield f"config.json keeps {counted[0]} as published; the folder holds no such layers"
         if missing:
             lacking = " and ".join(missing)
-            yield f"config.json has no {lacking}: name a folder that has (--tokenizer PATH), or edit config.json"
+            has_tokenizer = tokenizer_tokens(self.auxiliary_files) is not None
+            advice = (
+                "the tokenizer names none, so add it" if has_tokenizer else "name a folder that has (--tokenizer PATH)"
+            )
+            yield f"config.json has no {lacking}: {advice}, or edit config.json"
 
     def _written(self, tensor: HuggingFaceTensor) -> Iterator[WrittenTensor]:
         """Yield the tensors to write for a tensor: itself, or its codes and their scales."""
