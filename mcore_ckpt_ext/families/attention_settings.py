@@ -10,6 +10,8 @@ from mcore_ckpt_ext.families.config_checks import Config, checked_size, unrepres
 from mcore_ckpt_ext.families.settings import Custom, Excludes, Setting
 from mcore_ckpt_ext.job.model_arguments import ModelArguments
 
+_LARGEST_WINDOW = 1 << 40
+
 
 def query_groups(default: int | None = None) -> Setting:
     """Return the setting of query groups.
@@ -67,7 +69,7 @@ def window(size: int | None) -> dict[str, Any]:
 
     Megatron only counts the tokens before it (`get_sliding_window_causal_mask`, megatron/core/transformer/utils.py).
     """
-    return {"window_size": None if size is None else (checked_size("sliding_window", size) - 1, 0)}
+    return {"window_size": None if size is None else (checked_size("sliding_window", size, _LARGEST_WINDOW) - 1, 0)}
 
 
 def window_of(arguments: ModelArguments) -> int | None:

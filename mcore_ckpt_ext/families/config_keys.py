@@ -153,7 +153,7 @@ def _why_strict(config: Mapping[str, Any], is_known: bool, model_type: str) -> s
     if config.get("auto_map"):
         return "auto_map names code of the folder's own, which may read them"
     if not is_known:
-        return f"transformers {newest} has no class for {model_type}"
+        return f"no class for {model_type} is among those of transformers {newest} that are known here"
     own = _numbers(config.get("transformers_version"))
     if own > _numbers(newest):
         return f"config.json is of transformers {config['transformers_version']}, and classes up to {newest} are known"

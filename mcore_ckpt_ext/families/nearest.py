@@ -1,4 +1,8 @@
-"""The error for a model of an unknown family, with its unsupported traits and the nearest families."""
+"""The error for a model of an unknown family, with its unsupported traits and the nearest families.
+
+Families are compared by names alone, so the error suggests none of them: Helium has Llama's keys and tensors, and
+rotates interleaved pairs (transformers/models/helium/modeling_helium.py, 5.23).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ class Nearest:
         unmapped = [
             f"{join_some(names)} ({kind})" for names, kind in ((self.keys, "keys"), (self.tensors, "tensors")) if names
         ]
-        return f"{self.family.name}, except {' and '.join(unmapped)}" if unmapped else f"{self.family.name}, in full"
+        return f"{self.family.name}, except {' and '.join(unmapped)}" if unmapped else f"{self.family.name}, by names"
 
 
 def unknown_family(
@@ -64,18 +68,10 @@ def unknown_family(
     return UnsupportedCheckpointError(
         "unknown model family",
         found=f"model_type {config.get('model_type')}; nearest: {'; '.join(map(str, nearest))}{unsupported}",
-        expected="one of mcore-ckpt convert --list-families", where=where, hint=_hint(nearest[0], bool(traits)),
+        expected="one of mcore-ckpt convert --list-families", where=where,
+        hint="equal names do not mean equal arithmetic; map the model by a family of its own "
+        "(docs/how-to/own-format.md): --family path.py:Name",
     )  # fmt: skip
-
-
-def _hint(nearest: Nearest, cannot_be_built: bool) -> str:
-    """Return the flags to continue with: the nearest family, unless it lacks some tensors."""
-    write = "--family path.py:Name (docs/how-to/own-format.md)"
-    if cannot_be_built or nearest.tensors:
-        return f"map it to layers of your own with a family: {write}"
-    accept = "".join(f" --accept-key {key}" for key in nearest.keys)
-    same = f"--family {nearest.family.name}{accept}"
-    return f"if it computes the same as {nearest.family.name}: {same}; if not, write its family: {write}"
 
 
 def nearest_families(config: Mapping[str, Any], names: Collection[str], families: Iterable[Family]) -> list[Nearest]:

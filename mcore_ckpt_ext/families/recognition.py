@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ FAMILIES: tuple[Family, ...] = (
     Exaone(), Orion(), BailingMoeV2(), BailingMoE(), Mamba2(), SarvamMoE(), LlamaNemotron(),
 )  # fmt: skip
 _SHOWN = 4
+_LISTED = "one of mcore-ckpt convert --list-families"
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,12 @@ def family_named(name: str) -> Family:
     for registered in registered_here():
         if name.lower() in (registered.class_name.lower(), registered.model_type):
             return registered.load()
+    similar = get_close_matches(name.lower(), {known.lower(): known for known in _names()}, n=1)
+    meant = next((known for known in _names() if [known.lower()] == similar), None)
     raise UnsupportedCheckpointError(
-        "unknown model family", found=name, expected=", ".join(_names()),
-        hint="or pass your own class (docs/how-to/own-format.md): --family path.py:Name",
+        "unknown model family", found=name, expected=_LISTED,
+        hint=(f"did you mean --family {meant}? Or" if meant else "or")
+        + " pass your own class (docs/how-to/own-format.md): --family path.py:Name",
     )  # fmt: skip
 
 
@@ -231,7 +236,7 @@ def family_of_megatron(
             f"{found.family.name} does not match: "
             f"{', '.join(found.summary)}" for found in fits[: 1 if fits[0].by_names else 3]
         ),
-        expected=f"one of {', '.join(_names())}", where=where,
+        expected=_LISTED, where=where,
         hint="write its family (docs/how-to/own-format.md): --family path.py:Name; or choose --to canonical, which "
         "stores every tensor under its name",
     )  # fmt: skip

@@ -29,6 +29,12 @@ _PREFIX = 40
 # Files by which run folders, distributed checkpoints, Hugging Face folders and canonical folders are recognized.
 _MARKS = (TRACKER_FILE, METADATA_FILE, "metadata.json", "config.json", "common.json")
 _MOST_BYTES = 1 << 12
+# Names of DeepSpeed's files (`_get_ckpt_name`, `_get_optimizer_ckpt_name`,
+# `_copy_recovery_script`, deepspeed/runtime/engine.py).
+_OF_DEEPSPEED = re.compile(
+    r"zero_to_fp32\.py|mp_rank_\d{2}_model_states\.pt|(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d{2}_\w+_states\.pt"
+    r"|layer_\d{2,}-model_\d{2,}-model_states\.pt"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +182,8 @@ def no_checkpoint(path: Path) -> UnreadableCheckpointError:
     """Return the error for a folder without a checkpoint; it names the content and a folder to use."""
     names = sorted(entry.name for entry in path.iterdir())
     iterations = list(iteration_folders(path).values())
+    if any(_OF_DEEPSPEED.fullmatch(name) for name in names):
+        return _of_deepspeed(path)
     below = iterations[:1] or [path / name for name in names if _looks_like_checkpoint(path / name)]
     return UnreadableCheckpointError(
         "there is no checkpoint in this folder",
@@ -184,6 +192,15 @@ def no_checkpoint(path: Path) -> UnreadableCheckpointError:
         where=str(path),
         hint=f"use {below[0]}" if len(below) == 1 else "check the path",
     )
+
+
+def _of_deepspeed(path: Path) -> UnreadableCheckpointError:
+    return UnreadableCheckpointError(
+        "DeepSpeed wrote this folder, and its checkpoints are not read", where=str(path),
+        expected="a checkpoint of Megatron or ColossalAI, or a Hugging Face folder",
+        hint="zero_to_fp32.py, which DeepSpeed puts into the folder, writes the weights (--safe_serialization); with "
+        "the model's config.json beside them they are a Hugging Face folder",
+    )  # fmt: skip
 
 
 def _looks_like_checkpoint(folder: Path) -> bool:

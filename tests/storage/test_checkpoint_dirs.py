@@ -143,3 +143,13 @@ def test_a_file_is_distinguished_from_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UnreadableCheckpointError, match="that is a file, not a folder"):
         check_folder_exists(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", [
+    "zero_to_fp32.py", "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt", "layer_01-model_00-model_states.pt",
+])  # fmt: skip
+def test_a_folder_of_deepspeed_is_recognized_by_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UnreadableCheckpointError, match="DeepSpeed wrote this folder.*zero_to_fp32.py"):
+        open_checkpoint(tmp_path)

@@ -82,6 +82,17 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
     return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "", whole, neutral)
 
 
+def chosen_family_notes(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """Return a note if the user has chosen a family for a `model_type` that it does not name."""
+    kind = str(config.get("model_type"))
+    if kind == family.model_type:
+        return []
+    return [
+        f"read as {family.name} by choice: names and shapes of {kind} were compared, not what it computes with them "
+        "(order of rotary embeddings, norms, activations, scales); compare its logits"
+    ]
+
+
 def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folder: Path) -> CheckpointError | None:
     """Check that a job may have trained the weights of a folder.
 

@@ -11,12 +11,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import (
-    CheckpointError,
-    UnreadableCheckpointError,
-    join_some,
-    with_indefinite_article,
-)
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, join_some, with_indefinite_article
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
@@ -26,10 +21,17 @@ from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.families.rope import dynamic_notices
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS
-from mcore_ckpt_ext.formats.hugging_face.duplicates import same_bytes
+from mcore_ckpt_ext.formats.hugging_face.duplicates import left_out_notes, same_bytes
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, is_huggingface, read_tensors, written_by_us
 from mcore_ckpt_ext.formats.hugging_face.listing import list_model
-from mcore_ckpt_ext.formats.hugging_face.model import LOCAL, TRANSFORMER_ENGINE, common_state, described_model, mismatch
+from mcore_ckpt_ext.formats.hugging_face.model import (
+    LOCAL,
+    TRANSFORMER_ENGINE,
+    chosen_family_notes,
+    common_state,
+    described_model,
+    mismatch,
+)
 from mcore_ckpt_ext.formats.hugging_face.quantised import dequantised
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
@@ -274,10 +276,9 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
-        found = [*self.family.notices(self.model), *dynamic_notices(self.config, self.model)]
-        found += self._neutral.notices(self.family.mapped_keys)
-        if self.family.origin:
-            found.insert(0, f"model family: {self.family.described}")
+        found = [f"model family: {self.family.described}"] if self.family.origin else []
+        found += [*self.family.notices(self.model), *dynamic_notices(self.config, self.model)]
+        found += [*self._neutral.notices(self.family.mapped_keys), *chosen_family_notes(self.family, self.config)]
         if self.whole:
             whole = "; --for bridge also converts the vision tower" if self.whole in VISION_TOWERS else ""
             found.append(
@@ -286,8 +287,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
         if self._of_activations:
             scales = join_some(self._of_activations, _SHOWN)
             found.append(f"left out, scales of activations, which only quantized inference uses: {scales}")
-        if others := sorted({*self.left_out} - {*self._of_activations}):
-            found.append(f"left out, no equivalent in Megatron: {join_some(others, _SHOWN)}")
+        others = sorted({*self.left_out} - {*self._of_activations})
+        found += left_out_notes(others, not self.model.untie_embeddings_and_output_weights)
         listed = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
         if listed and self._holds_no_mtp:
             found.append(f"config.json lists multi-token prediction (MTP) layers missing from the folder ({listed[0]})")

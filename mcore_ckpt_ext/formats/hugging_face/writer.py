@@ -174,7 +174,9 @@ class HuggingFaceTarget:
         config, lacking, is_published = self._config()
         named = special_tokens(self.auxiliary_files)
         rows = int(self.fit.arguments.required("vocab_size"))
-        config |= {key: named[key] for key in lacking if named.get(key, rows) < rows}
+        # A published configuration stays as it is, unless the user has passed a tokenizer.
+        unset = [key for key in TOKENS if key not in config] if is_published and self._tokenizer else lacking
+        config |= {key: named[key] for key in unset if named.get(key, rows) < rows}
         lacking = [key for key in lacking if key not in config]
         # A missing key means a default of the transformers class, which fits the released model's vocabulary only.
         config |= dict.fromkeys(lacking)
