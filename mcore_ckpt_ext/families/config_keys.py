@@ -148,6 +148,12 @@ def neutral_keys(
     )
 
 
+def class_default(model_type: str, key: str) -> Any:
+    """Return the default of a key in the newest known class of a model type; None if there is none."""
+    declared = [classes[model_type]["declares"].get(key) for classes in _table().values() if model_type in classes]
+    return declared[-1] if declared else None
+
+
 def _why_strict(config: Mapping[str, Any], is_known: bool, model_type: str) -> str:
     newest = [*_table()][-1]
     if config.get("auto_map"):

@@ -16,6 +16,7 @@ from mcore_ckpt_ext.families.config_keys import (
     OF_THE_FILE,
     WITHOUT_EFFECT,
     NeutralKeys,
+    class_default,
     neutral_keys,
 )
 from mcore_ckpt_ext.families.forward_pass import SIZES, unexpressed
@@ -48,6 +49,7 @@ __all__ = [
 ]  # fmt: skip
 
 _SHOWN, _MOST_SHOWN = 40, 6
+_POSITIONS = "max_position_embeddings"
 
 
 class Family:
@@ -130,7 +132,8 @@ class Family:
         Raises:
             UnsupportedCheckpointError: a key is missing, or has a value that Megatron cannot express.
         """
-        config = {**self.defaults, **config}
+        default = class_default(str(config.get("model_type")), _POSITIONS)
+        config = {**({} if default is None else {_POSITIONS: default}), **self.defaults, **config}
         found: dict[str, Any] = {}
         try:
             for setting in self.settings:

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import shorten
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
+from mcore_ckpt_ext.families.config_checks import Config, contradictory, unrepresentable
 from mcore_ckpt_ext.families.deepseek import (
     LATENT_ATTENTION,
     expert_sizes,
@@ -64,7 +64,8 @@ _LAYERS = listed_dense_first(3)
 
 
 def _check_layer_types(config: Config) -> None:
-    if others := {*(config.get("layer_types") or ())} - {_INDEXED}:
+    """Check `layer_types`; transformers renames older names (`configuration_utils.py`, 5.23)."""
+    if others := {*(config.get("layer_types") or ())} - {_INDEXED, "deepseek_sparse_attention"}:
         raise unrepresentable("layer_types", sorted(others)[0], f"{_INDEXED} in every layer")
 
 
@@ -175,6 +176,13 @@ class DeepSeekV32(WithMtp):
         return super().shape(name, arguments) if found is None else found
 
 
+def _check_experts(config: Config) -> None:
+    """Check `num_experts`, which replaces `n_routed_experts` (`GlmMoeDsaConfig.__post_init__`, transformers 5.23)."""
+    count = config.get("num_experts")
+    if count is not None and count != config.get("n_routed_experts", 256):
+        raise contradictory("num_experts", count, f"n_routed_experts {config.get('n_routed_experts', 256)}")
+
+
 class GlmMoEDsa(DeepSeekV32):
     """DeepSeek-V3.2 with other defaults; its indexer uses interleaved RoPE, and layers may share it."""
 
@@ -184,5 +192,5 @@ class GlmMoEDsa(DeepSeekV32):
     settings = (
         *latent_settings(queries=2048, keys=192, values=256, epsilon=1e-5), *expert_sizes(256, 8, 2048), _LAYERS,
         *sigmoid_routing(1, 1, 2.5), mtp_layers(), *_indexer(32, interleaved=True),
-        _shared_indexers(), Constant("indexer_rope_interleave", True, {}), Constant("partial_rotary_factor", 1.0, {}),
+        CheckedKeys("num_experts", check=_check_experts), _shared_indexers(), Constant("indexer_rope_interleave", True, {}), Constant("partial_rotary_factor", 1.0, {}),
     )  # fmt: skip

@@ -108,6 +108,34 @@ def test_a_window_that_reaches_a_layer_is_refused(
         mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", torch_dist(name))
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_missing_positions_are_those_of_the_class(name: str) -> None:
+    config = {key: value for key, value in CONFIGS[name]().to_dict().items() if key != "max_position_embeddings"}
+    if "max_position_embeddings" not in CONFIGS[name]().to_dict():
+        return
+    family = next(family for family in FAMILIES if family.model_type == config["model_type"])
+    by_class = AutoConfig.for_model(**config).max_position_embeddings
+    assert family.mapped_arguments(config).max_position_embeddings == by_class
+
+
+def test_other_names_of_experts_and_layers_of_glm_5() -> None:
+    """transformers renames the kind of layer, and takes `num_experts` for `n_routed_experts`."""
+    config = CONFIGS["glm_moe_dsa"]().to_dict()
+    family = next(family for family in FAMILIES if family.model_type == "glm_moe_dsa")
+    older = {"layer_types": ["deepseek_sparse_attention"] * config["num_hidden_layers"]}
+    renamed = {**config, **older, "num_experts": config["n_routed_experts"]}
+    assert AutoConfig.for_model(**renamed).to_dict() == AutoConfig.for_model(**config).to_dict()
+    assert family.arguments(renamed).values == family.arguments(config).values
+    with pytest.raises(UnsupportedCheckpointError, match="contradicts itself: num_experts"):
+        family.arguments({**config, "num_experts": 2 * config["n_routed_experts"]})
+
+
+def test_a_window_may_be_longer_than_65536_tokens() -> None:
+    family = next(family for family in FAMILIES if family.model_type == "mistral")
+    config = {**CONFIGS["mistral"]().to_dict(), "sliding_window": 262_144}
+    assert family.mapped_arguments(config).window_size == (262_143, 0)
+
+
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 
