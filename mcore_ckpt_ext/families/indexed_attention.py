@@ -192,5 +192,6 @@ class GlmMoEDsa(DeepSeekV32):
     settings = (
         *latent_settings(queries=2048, keys=192, values=256, epsilon=1e-5), *expert_sizes(256, 8, 2048), _LAYERS,
         *sigmoid_routing(1, 1, 2.5), mtp_layers(), *_indexer(32, interleaved=True),
-        CheckedKeys("num_experts", check=_check_experts), _shared_indexers(), Constant("indexer_rope_interleave", True, {}), Constant("partial_rotary_factor", 1.0, {}),
+        CheckedKeys("num_experts", check=_check_experts), _shared_indexers(),
+        Constant("indexer_rope_interleave", True, {}), Constant("partial_rotary_factor", 1.0, {}),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.families.bridge import model_fields
+from mcore_ckpt_ext.families.forward_pass import unknown
 from mcore_ckpt_ext.job.arguments.row import NOTHING, SHAPES, Alias
 from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS, ROWS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -121,3 +122,23 @@ def test_neutral_values_are_left_to_the_class() -> None:
     )
     assert not {"moe_latent_size", "use_mup", "softmax_scale"} & written.keys()
     assert {name for name, row in ROWS.items() if row.effect is SHAPES} & written.keys()
+
+
+@pytest.mark.parametrize("fields", [
+    {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 32.0, "yarn_mscale": 1.0},
+    {
+        "_target_": "megatron.bridge.models.gemma.gemma2_provider.Gemma2ModelProvider", "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 224,
+    },
+    {
+        "_target_": "megatron.bridge.models.gemma.gemma3_provider.Gemma3ModelProvider", "rotary_base": [10000, 1000000],
+        "interleaved_attn_pattern": [5, 1], "window_size": 512,
+    },
+], ids=lambda fields: next(reversed(fields)))  # fmt: skip
+def test_fields_that_are_read_are_no_unknown_arguments(fields: dict[str, Any]) -> None:
+    """They are read under other names; the same fields of another provider are still reported."""
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "rotary_base": 10000}
+    assert unknown(complete(job_arguments({"model": {**sizes, **fields}}, "test"))) == []
+    of_another = {**sizes, "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider"}
+    (line,) = unknown(complete(job_arguments({"model": {**of_another, "attn_logit_softcapping": 50.0}}, "test")))
+    assert line.endswith("attn_logit_softcapping 50.0")
