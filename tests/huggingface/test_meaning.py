@@ -214,7 +214,7 @@ def test_a_key_that_is_not_known_is_refused(tmp_path: Path, models: dict[str, Pa
         family.arguments(configuration("llama", rope_parameters={**YARN, "wavelength": 1}))
     for key in ("use_sliding_window", "use_mrope"):
         with pytest.raises(UnsupportedCheckpointError, match=key):
-            changed = {key: True, "layer_types": None, "max_window_layers": 1}
+            changed = {key: True, "sliding_window": 4, "layer_types": None, "max_window_layers": 1}
             family_of("qwen2").arguments(configuration("qwen2", **changed))
     with pytest.raises(UnsupportedCheckpointError, match="layer_types"):
         kinds = ["sliding_attention", "full_attention"]

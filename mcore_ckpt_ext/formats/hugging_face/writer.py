@@ -176,7 +176,8 @@ class HuggingFaceTarget:
         rows = int(self.fit.arguments.required("vocab_size"))
         # A published configuration stays as it is, unless the user has passed a tokenizer.
         unset = [key for key in TOKENS if key not in config] if is_published and self._tokenizer else lacking
-        config |= {key: named[key] for key in unset if named.get(key, rows) < rows}
+        taken = {key: named[key] for key in unset if named.get(key, rows) < rows}
+        config |= taken
         lacking = [key for key in lacking if key not in config]
         # A missing key means a default of the transformers class, which fits the released model's vocabulary only.
         config |= dict.fromkeys(lacking)
@@ -187,15 +188,17 @@ class HuggingFaceTarget:
         if self._options.quantize:
             config["quantization_config"] = {**_FP8, "modules_to_not_convert": not_quantised(tensors)}
         return Output(
-            [*files, *self._small_files(config)],
+            [*files, *self._small_files(config, taken)],
             records,
             tuple(self._notes(config, [key for key in lacking if key in TOKENS[:2]])),
         )
 
-    def _small_files(self, config: Mapping[str, Any]) -> list[OutputFile]:
+    def _small_files(self, config: Mapping[str, Any], taken: Mapping[str, int]) -> list[OutputFile]:
+        """Return the small files; `taken`: special tokens of the tokenizer, for keys that `config` did not have."""
         tokens = {key: config[key] for key in TOKENS if config.get(key) is not None}
         generation = json_of(self.auxiliary_files, GENERATION_CONFIG) or {"_from_model_config": True, **tokens}
         if GENERATION_CONFIG not in self._tokenizer:  # otherwise the tokenizer's own is copied
+            generation = {**taken, **generation}
             declared = json_of(self._tokenizer, CONFIG)
             generation |= {key: declared[key] for key in TOKENS if declared.get(key) is not None}
         files = [
