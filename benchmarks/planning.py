@@ -44,6 +44,7 @@ from mcore_ckpt_ext.megatron.probe import probe_checkpoint
 from mcore_ckpt_ext.megatron.shared_index import index_shared
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import Plan, TargetSlice, make_plan
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 
 GOAL_SECONDS, GOAL_BYTES = 5.0, 2 << 30
 LLAMA = {
@@ -109,7 +110,9 @@ def hand_over(run: Path, way: Connection) -> None:
     """Do the first rank's work before the others': read the index, check that all files exist, and send it."""
     begun = time.monotonic()
     arguments = argparse.Namespace(load=str(run), ckpt_step=None)
-    data = agreed_here("looking", lambda: pickle.dumps(probe_checkpoint(arguments, "load", shares_index=True).index))
+    data = agreed_here(
+        "looking", lambda: pickle.dumps(probe_checkpoint(arguments, "load", str(run), shares_index=True).index)
+    )
     way.send((time.monotonic() - begun, resident("VmHWM")))
     way.send_bytes(data)
 
@@ -141,7 +144,7 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak, which was that of the imports
 
     def opened() -> Checkpoint:
-        checkpoint = open_checkpoint(folder)
+        checkpoint = open_checkpoint(folder, index=stored)
         names = {name for view in views for name in view.names}
         if name_map_for(checkpoint, names) is str:
             check_names(checkpoint, names)
@@ -156,7 +159,8 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     begun, busy = time.monotonic(), time.process_time()
     handed = pickle.loads(data)  # pickled by the process above
     assert handed is not None  # noqa: S101 - otherwise another way was measured
-    with index_shared(handed):
+    stored = FolderIndex(iteration, handed)
+    with index_shared(stored):
         agreed_here("looking at the checkpoint", lambda: dist_checkpointing.load_common_state_dict(str(iteration)))
         seen = time.process_time() - busy
         checkpoint = agreed_here("opening the checkpoint", opened)

@@ -9,31 +9,32 @@ leaves the optimizer unchanged.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from mcore_ckpt_ext.collectives import agreed, agreed_here, gather, rank_and_size
-from mcore_ckpt_ext.formats.common_state import scheduler_in
+from mcore_ckpt_ext.collectives import rank_and_size
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
-from mcore_ckpt_ext.megatron.live.compatibility import check_lost, name_map_for, verify_checksums
+from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.megatron.live.job import LiveJob, RankSummary
+from mcore_ckpt_ext.megatron.live.job_ranks import perform
 from mcore_ckpt_ext.megatron.live.master_check import Prover
-from mcore_ckpt_ext.megatron.live.model import Chunks, NameFunction, quantization_check
+from mcore_ckpt_ext.megatron.live.model import Chunks, quantization_check
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
-from mcore_ckpt_ext.megatron.live.planning import check_job, open_with_orders, plan_rank
+from mcore_ckpt_ext.megatron.live.planning import FILLING, PREPARING, VERIFYING, plan_rank
 from mcore_ckpt_ext.megatron.live.reading import Reading
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.optimizers.digests import check_digests
+from mcore_ckpt_ext.megatron.live.resume import Resume, ResumeOptions
+from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.optimizers.tied_copies import differing_masters, in_words
+from mcore_ckpt_ext.planning.read_dedup import Spans
 
 
 @dataclass(frozen=True)
@@ -75,96 +76,60 @@ class Summary:
 
 
 def prepare(
-    folder: Path,
+    session: LoadSession,
     chunks: Chunks,
     optimizer: Any,
     arguments: JobArguments,
-    *,
-    verify_all: bool = False,
-    accept_lost: bool = False,
-    read_once: bool = False,
-    own_bounds: bool = False,
+    options: ResumeOptions,
 ) -> Prepared:
     """Open the checkpoint, recover the packing that this rank needs, plan, check each record. Collective.
 
     Args:
-        folder: the iteration folder.
+        session: the load of the checkpoint.
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
         arguments: Megatron's arguments of the run.
-        verify_all: compare the checksums of all records, shared between the ranks.
-        accept_lost: take elements that the checkpoint lost from the weights (masters) or as zero (moments).
-        read_once: one rank reads data that several ranks need and sends them to the others.
-        own_bounds: see `carried_groups`.
+        options: what the user asks for.
 
     Raises:
         ResumeRefusedError: on every rank, if some rank cannot resume.
     """
-    started = time.monotonic()
-    jobs: list[LiveJob] = []
-
-    def read() -> RankSummary:
-        jobs.append(LiveJob(chunks, optimizer))
-        return jobs[0].view
-
-    views = agreed("reading the live model", read)
-
-    def under_its_names() -> tuple[CheckpointView, LiveJob, NameFunction]:
-        checkpoint, (job,) = open_with_orders(folder, views), jobs
-        spell = name_map_for(checkpoint, {name for view in views for name in view.names}, arguments)
-        if spell is str:
-            return checkpoint, job, spell
-        return open_with_orders(folder, views, spell), LiveJob(chunks, optimizer, spell), spell
-
-    checkpoint, job, spell = agreed_here("opening the checkpoint", under_its_names)
-    if not checkpoint.names(WEIGHT):
-        live = {name: weight for weight_specs in gather(job.weight_specs()) for name, weight in weight_specs.items()}
-        checkpoint = checkpoint.with_weights_of_a_job(live)
-
-    def plan() -> Prepared:
-        check_job(checkpoint, views, spell, arguments)
-        if verify_all:
-            verify_checksums(checkpoint, *rank_and_size())
-        if not accept_lost:
-            check_lost(checkpoint)
-        for buffers in checkpoint.optimizer.buffers:
-            check_digests(buffers, str(checkpoint.folder), rank_and_size())
-        offloaded, share = bool(checkpoint.arguments.optimizer_cpu_offload), rank_and_size()
-        groups = [adapter.param_groups for adapter in job.adapters]
-        planned = plan_rank(checkpoint, job.shards, groups, arguments, accept_lost=accept_lost, own_bounds=own_bounds)
-        return Prepared(
-            job,
-            checkpoint,
-            planned.reading,
-            groups=planned.groups,
-            scaler=checkpoint.grad_scaler(),
-            target=ParallelLayout.from_arguments(arguments),
-            parameters=len({name for view in views for name in view.trained}),
-            started=started,
-            vocabulary=changed_padding(checkpoint.vocabulary_rows, arguments.padded_vocab_size),
-            differing=differing_masters(checkpoint.optimizer, checkpoint.transfer, share) if offloaded else 0,
-        )
-
-    prepared = agreed_here("planning the resume", plan)
-    if read_once:
-        prepared.reading.share(agreed("planning what is read once", prepared.reading.wanted_bytes))
-    return prepared
+    return prepare_resume(Resume(session, arguments, options), chunks, optimizer)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A planned resume; nothing has been changed yet."""
+def prepare_resume(resume: Resume, chunks: Chunks, optimizer: Any) -> Prepared:
+    """Perform the phases of a resume that precede the load of the weights. Collective.
+
+    Raises:
+        ResumeRefusedError: on every rank, if some rank cannot resume.
+    """
+    ranks = LiveRank(chunks, optimizer)
+    perform(PREPARING, resume, ranks)
+    return Prepared(resume, ranks)
+
+
+class LiveRank:
+    """This rank's part of a resume: its model and optimizer, and what it reads for them.
+
+    Attributes:
+        job: the model and optimizer under the checkpoint's names.
+        reading: the read plan; set by `plan`.
+        masters: the masters, by shard; set by `verify_masters`, and taken by `fill`.
+        differing: number of masters of tied embeddings that differ between pipeline stages.
+        changed: number of weights, over all ranks, that changed in `fill`.
+    """
 
     job: LiveJob
-    checkpoint: CheckpointView
     reading: Reading[LiveShard]
-    groups: list[list[dict[str, Any]]]
-    scaler: dict[str, Any] | None
-    target: ParallelLayout
-    parameters: int
-    started: float
-    differing: int = 0
-    vocabulary: str = ""
+    summary: Summary
+
+    def __init__(self, chunks: Chunks, optimizer: Any) -> None:
+        """Args: the unwrapped model chunks, the live optimizer."""
+        self._chunks, self._optimizer = chunks, optimizer
+        self._started = time.monotonic()
+        self._groups: list[list[dict[str, Any]]] = []
+        self._masters: dict[LiveShard, torch.Tensor] = {}
+        self.differing = 0
 
     @property
     def bytes_read(self) -> int:
@@ -176,64 +141,192 @@ class Prepared:
         """Number of elements of this rank's memory that the checkpoint does not have."""
         return sum(fill.stop - fill.start for plan in self.reading.plans for fill in plan.fills)
 
+    def read_model(self, resume: Resume) -> RankSummary:
+        """Read the live model and optimizer, and return the summary for the other ranks."""
+        self.job = LiveJob(self._chunks, self._optimizer, resume.spell)
+        return self.job.view
+
+    def rename(self, resume: Resume) -> None:
+        """Read the live model again if the checkpoint has other names."""
+        if resume.spell is not str:
+            self.read_model(resume)
+
+    def weight_specs(self) -> dict[str, WeightSpec]:
+        """Describe the live weights, for an optimizer that is stored without them."""
+        return self.job.weight_specs()
+
+    def plan(self, resume: Resume) -> None:
+        """Plan the reads of this rank's optimizer."""
+        checkpoint = resume.checkpoint
+        groups = [adapter.param_groups for adapter in self.job.adapters]
+        planned = plan_rank(resume, self.job.shards, groups)
+        self.reading, self._groups = planned.reading, planned.groups
+        if checkpoint.arguments.optimizer_cpu_offload:
+            self.differing = differing_masters(checkpoint.optimizer, checkpoint.transfer, rank_and_size())
+
+    def wanted_bytes(self) -> dict[str, Spans]:
+        """Return the byte ranges of each kind that this rank needs."""
+        return self.reading.wanted_bytes()
+
+    def share(self, wanted: Sequence[Mapping[str, Spans]]) -> None:
+        """Let one rank read what several ranks need; `wanted` has the byte ranges of every rank."""
+        self.reading.share(wanted)
+
+    def verify_masters(self, resume: Resume) -> None:
+        """Read this rank's masters and compare them with the live weights, which are already loaded.
+
+        The masters are read into the memory that holds the first moments afterwards: no byte is read twice, and no
+        rank holds more than its own shards.
+
+        Raises:
+            CheckpointError: they cannot be read, or a master does not round to its weight.
+        """
+        with self.reading.taking_part([FP32_PARAM]):
+            masters = {shard: shard.adapter.room(shard) for shard in self.job.shards}
+            prover = Prover(masters, resume.checkpoint)
+            for shard, parts in self.reading.read(FP32_PARAM, masters, prover.on_read).items():
+                for part in parts:
+                    # Padding rows of the vocabulary and accepted lost elements take the values of the weights.
+                    masters[shard][part] = shard.weight[part].float()
+            prover.finish()
+            self._masters = masters
+
+    def fill(self, resume: Resume) -> _Filled:
+        """Write masters, moments, parameter groups and gradient scaler to the live optimizer."""
+        with self.reading.taking_part(self.reading.kinds):
+            changed = self._write(resume)
+            return _Filled(
+                changed=changed,
+                elements=sum(shard.slice.numel for shard in self.job.shards),
+                bytes_read=self.bytes_read,
+                order_sources=resume.checkpoint.optimizer.order_sources(),
+                differing=self.differing,
+                new=sum(shard.slice.numel for shard in self.job.new),
+            )
+
+    def _write(self, resume: Resume) -> int:
+        """Write this rank's part, and return the number of weights that changed."""
+        changed = 0
+        for shard, master in self._masters.items():
+            self._masters[shard] = shard.adapter.set_master(shard, master)
+            changed += _follow(resume.checkpoint, shard, master)
+        for kind in self.reading.kinds:
+            rooms = {shard: self._masters.pop(shard, None) for shard in self.reading.shards(kind)}
+            values = {shard: shard.adapter.room(shard) if room is None else room for shard, room in rooms.items()}
+            self.reading.read(kind, values)
+            for shard, tensor in values.items():
+                shard.adapter.keep(shard, kind, tensor)
+        self._masters.clear()
+        for shard in self.job.new:
+            shard.adapter.set_master(shard, shard.weight.to(torch.float32, copy=True))
+            for kind in shard.kinds:
+                shard.adapter.keep(shard, kind, shard.adapter.room(shard).zero_())
+        scaler = resume.checkpoint.grad_scaler()
+        for adapter, groups in zip(self.job.adapters, self._groups, strict=True):
+            adapter.finish(groups, scaler)
+        return changed
+
+    def finish(self, resume: Resume, filled: Sequence[_Filled]) -> None:
+        """Share weights that changed, and summarize what all ranks have done."""
+        changed = sum(of_rank.changed for of_rank in filled)
+        if changed:
+            for adapter in self.job.adapters:
+                adapter.share_weights()
+        checkpoint = resume.checkpoint
+        checkpoint.reader.close()
+        self.summary = Summary(
+            source=checkpoint.layout,
+            target=ParallelLayout.from_arguments(resume.running),
+            iteration=checkpoint.iteration,
+            optimizer_format=str(checkpoint.optimizer_format),
+            order_sources=tuple(sorted({label for of_rank in filled for label in of_rank.order_sources})),
+            parameters=len({name for summary in resume.summaries for name in summary.trained}),
+            elements=sum(of_rank.elements for of_rank in filled),
+            bytes_read=sum(of_rank.bytes_read for of_rank in filled),
+            seconds=time.monotonic() - self._started,
+            changed=changed,
+            certainty=self.certainty(checkpoint),
+            differing=sum(of_rank.differing for of_rank in filled),
+            sidecar_problem=checkpoint.sidecar_problem,
+            new=sum(of_rank.new for of_rank in filled),
+            vocabulary=resume.changed_padding(),
+        )
+
+    def certainty(self, checkpoint: CheckpointView) -> str:
+        """Explain in words why the masters are known to belong to the weights."""
+        if checkpoint.weights_derived_from_masters:
+            return "stored as masters, from which the weights are derived"
+        if any(checkpoint.masters_are_derived(shard.name) for shard in self.job.shards):
+            return "joined from their weights and remainders"
+        proof = self.proof(checkpoint)
+        return f"verified {'equal to their weights' if proof is BY_ROUNDING else proof.words}"
+
+    def proof(self, checkpoint: CheckpointView) -> Proof:
+        """Return the comparison of masters and weights that the checkpoint and live fp8 or fp4 weights permit."""
+        live = (quantization_check(shard.live.parameter) for shard in self.job.shards)
+        return reduce(weaker_of, live, checkpoint.proof)
+
+
+def _follow(checkpoint: CheckpointView, shard: LiveShard, master: torch.Tensor) -> int:
+    """Write the weights that this optimizer derives from new masters.
+
+    Optimizers round differently if a master lies halfway between two weights.
+
+    Returns:
+        The number of weights that changed.
+    """
+    if shard.adapter.proof(shard) is not None and not checkpoint.masters_are_derived(shard.name):
+        return 0
+    if quantization_check(shard.live.parameter) is not None:
+        return 0  # the next step writes them
+    rounded = shard.adapter.rounded(shard, master)
+    changed = int((rounded != shard.weight).sum())
+    if changed:
+        shard.weight.copy_(rounded)
+    return changed
+
+
+class _Filled(NamedTuple):
+    """One rank's share of the numbers in a `Summary`."""
+
+    changed: int
+    elements: int
+    bytes_read: int
+    order_sources: list[str]
+    differing: int
+    new: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A planned resume; nothing has been changed yet."""
+
+    resume: Resume
+    ranks: LiveRank
+
+    @property
+    def checkpoint(self) -> CheckpointView:
+        """The checkpoint that is resumed."""
+        return self.resume.checkpoint
+
     @property
     def lost_elements(self) -> int:
         """Number of elements that the checkpoint lost and the user accepted, summed over the kinds of state."""
         return sum(self.checkpoint.optimizer.lost_elements().values())
 
     @property
-    def random_state_grid(self) -> tuple[int, ...] | None:
-        """The grid of the ranks that stored their random state; None if the checkpoint has no random state."""
-        return self.checkpoint.random_state_grid()
-
-    @property
     def schedule(self) -> dict[str, Any] | None:
         """The stored state of the learning rate scheduler; None if the checkpoint has none."""
-        found = scheduler_in(self.checkpoint.common)
-        return found if isinstance(found, dict) else None
-
-    @property
-    def certainty(self) -> str:
-        """Explain in words why the masters are known to belong to the weights."""
-        checkpoint = self.checkpoint
-        if checkpoint.weights_derived_from_masters:
-            return "stored as masters, from which the weights are derived"
-        if any(checkpoint.masters_are_derived(shard.name) for shard in self.job.shards):
-            return "joined from their weights and remainders"
-        proof = self.proof
-        return f"verified {'equal to their weights' if proof is BY_ROUNDING else proof.words}"
-
-    @property
-    def proof(self) -> Proof:
-        """The comparison of masters and weights that the checkpoint and live fp8 or fp4 weights permit."""
-        live = (quantization_check(shard.live.parameter) for shard in self.job.shards)
-        return reduce(weaker_of, live, self.checkpoint.proof)
+        return self.resume.schedule
 
     def prove(self) -> Proven:
         """Read this rank's masters and compare them with the live weights. Collective.
 
-        The framework has already loaded the weights. The masters are read into the memory that holds the first moments
-        afterwards: no byte is read twice, and no rank holds more than its own shards.
-
         Raises:
             ResumeRefusedError: on every rank, if some rank's masters do not round to its weights.
         """
-
-        def work() -> Proven:
-            with self.reading.taking_part([FP32_PARAM]):
-                return read()
-
-        def read() -> Proven:
-            masters = {shard: shard.adapter.room(shard) for shard in self.job.shards}
-            prover = Prover(masters, self.checkpoint)
-            for shard, parts in self.reading.read(FP32_PARAM, masters, prover.on_read).items():
-                for part in parts:
-                    # Padding rows of the vocabulary and accepted lost elements take the values of the weights.
-                    masters[shard][part] = shard.weight[part].float()
-            prover.finish()
-            return Proven(self, masters)
-
-        return agreed_here("proving the masters against the weights", work)
+        perform([VERIFYING], self.resume, self.ranks)
+        return Proven(self)
 
 
 @dataclass(frozen=True)
@@ -241,7 +334,6 @@ class Proven:
     """A resume whose masters are verified against the live weights; the optimizer is still unchanged."""
 
     prepared: Prepared
-    masters: dict[LiveShard, torch.Tensor]
 
     def fill(self) -> Summary:
         """Write masters, moments, parameter groups and gradient scaler to the live optimizer; collective.
@@ -249,99 +341,5 @@ class Proven:
         Raises:
             ResumeRefusedError: on every rank, if reading failed on some rank; training must not continue.
         """
-        prepared, reading = self.prepared, self.prepared.reading
-
-        def work() -> tuple[int, _Done]:
-            with reading.taking_part(reading.kinds):
-                return write(), self._done()
-
-        def write() -> int:
-            changed = 0
-            for shard, master in self.masters.items():
-                self.masters[shard] = shard.adapter.set_master(shard, master)
-                changed += self._follow(shard, master)
-            for kind in reading.kinds:
-                rooms = {s: self.masters.pop(s, None) for s in reading.shards(kind)}
-                values = {shard: shard.adapter.room(shard) if room is None else room for shard, room in rooms.items()}
-                reading.read(kind, values)
-                for shard, tensor in values.items():
-                    shard.adapter.keep(shard, kind, tensor)
-            for shard in prepared.job.new:
-                shard.adapter.set_master(shard, shard.weight.to(torch.float32, copy=True))
-                for kind in shard.kinds:
-                    shard.adapter.keep(shard, kind, shard.adapter.room(shard).zero_())
-            for adapter, groups in zip(prepared.job.adapters, prepared.groups, strict=True):
-                adapter.finish(groups, prepared.scaler)
-            return changed
-
-        results = agreed("writing the optimizer", work, "it is partly written: do not train on, start again")
-        changed = sum(number for number, _ in results)
-        if changed:
-            for adapter in prepared.job.adapters:
-                adapter.share_weights()
-        prepared.checkpoint.reader.close()
-        return self._summary(changed, [done for _, done in results])
-
-    def _follow(self, shard: LiveShard, master: torch.Tensor) -> int:
-        """Write the weights that this optimizer derives from new masters.
-
-        Optimizers round differently if a master lies halfway between two weights.
-
-        Returns:
-            The number of weights that changed.
-        """
-        if shard.adapter.proof(shard) is not None and not self.prepared.checkpoint.masters_are_derived(shard.name):
-            return 0
-        if quantization_check(shard.live.parameter) is not None:
-            return 0  # the next step writes them
-        rounded = shard.adapter.rounded(shard, master)
-        changed = int((rounded != shard.weight).sum())
-        if changed:
-            shard.weight.copy_(rounded)
-        return changed
-
-    def _done(self) -> _Done:
-        prepared = self.prepared
-        return _Done(
-            elements=sum(shard.slice.numel for shard in prepared.job.shards),
-            bytes_read=prepared.bytes_read,
-            order_sources=prepared.checkpoint.optimizer.order_sources(),
-            differing=prepared.differing,
-            new=sum(shard.slice.numel for shard in prepared.job.new),
-        )
-
-    def _summary(self, changed: int, done: Sequence[_Done]) -> Summary:
-        prepared, checkpoint = self.prepared, self.prepared.checkpoint
-        return Summary(
-            source=checkpoint.layout,
-            target=prepared.target,
-            iteration=checkpoint.iteration,
-            optimizer_format=str(checkpoint.optimizer_format),
-            order_sources=tuple(sorted({label for one in done for label in one.order_sources})),
-            parameters=prepared.parameters,
-            elements=sum(one.elements for one in done),
-            bytes_read=sum(one.bytes_read for one in done),
-            seconds=time.monotonic() - prepared.started,
-            changed=changed,
-            certainty=prepared.certainty,
-            differing=sum(one.differing for one in done),
-            sidecar_problem=checkpoint.sidecar_problem,
-            new=sum(one.new for one in done),
-            vocabulary=prepared.vocabulary,
-        )
-
-
-def changed_padding(stored: int | None, rows: int | None) -> str:
-    """Return how the rows of the vocabulary change on a resume, for the log; empty if they do not."""
-    changes = stored is not None and rows is not None and stored != rows
-    return f"; the vocabulary is padded to {rows} rows, {stored} in the checkpoint" if changes else ""
-
-
-class _Done(NamedTuple):
-    """One rank's share of the numbers in a `Summary`."""
-
-    elements: int
-    bytes_read: int
-    order_sources: list[str]
-    differing: int
-    new: int
+        perform([FILLING], self.prepared.resume, self.prepared.ranks)
+        return self.prepared.ranks.summary

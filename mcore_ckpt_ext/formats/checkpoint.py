@@ -20,7 +20,7 @@ from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import LayerSpec
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, no_checkpoint
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, shared_index_of
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, FolderIndex
 from mcore_ckpt_ext.storage.file_digests import check_digests
 from mcore_ckpt_ext.storage.paths import as_path
 
@@ -41,6 +41,7 @@ def open_checkpoint(
     transformer_impl: str = LayerSpec.TRANSFORMER_ENGINE.value,
     facts: Facts = NOTHING,
     weights: str | os.PathLike[str] | None = None,
+    index: FolderIndex | None = None,
 ) -> CheckpointView:
     """Open a checkpoint; only metadata is read.
 
@@ -54,6 +55,7 @@ def open_checkpoint(
         weights: the folder of the weights, any path as above, if the checkpoint contains only an optimizer;
             samples are compared to check that they belong together. If the checkpoint contains only adapters,
             the folder of their model.
+        index: the index of the iteration folder, if something has asked for it before; it is then not read again.
 
     Raises:
         UsageError: `facts` are passed for a checkpoint that describes its job, or contradict its index; or
@@ -72,26 +74,27 @@ def open_checkpoint(
         >>> handle.shape, handle.dtype, handle.read().ndim
         ((128, 32), torch.float32, 2)
     """
-    options = OpenOptions(order_sources, family, transformer_impl, facts)
     with reraise_as_unreadable(path):
         folder = iteration_folder(as_path(path))
-        found = format_of(folder)
+        stored = index if index is not None and index.is_of(folder) else FolderIndex(folder)
+        options = OpenOptions(order_sources, family, transformer_impl, facts, index=stored)
+        found = format_of(folder, stored)
         if weights is not None and found is not None and found.is_adapter_folder:
             return found.open(folder, replace(options, model=open_checkpoint(weights, family=family))).view
         if weights is not None:
             source = open_checkpoint(weights, family=family, transformer_impl=transformer_impl)
             try:
-                return _with_weights(folder, source, order_sources, facts)
+                return _with_weights(stored, source, order_sources, facts)
             except ProofError:
                 # The optimizer may use the parameter names of the other layer spec.
                 other = source.format_reader.other_layer_spec
                 if other is None:
                     raise
                 source = open_checkpoint(weights, family=family, transformer_impl=other)
-                return _with_weights(folder, source, order_sources, facts)
-        # If another rank has read the index for this one, it has compared the digests.
-        if shared_index_of(folder) is None:
+                return _with_weights(stored, source, order_sources, facts)
+        if not stored.is_checked:
             check_digests(folder)
+            stored.is_checked = True
         if found is None:
             raise _unknown(folder)
         if facts != NOTHING and not found.takes_facts:
@@ -100,9 +103,9 @@ def open_checkpoint(
 
 
 def _with_weights(
-    folder: Path, source: CheckpointView, order_sources: Sequence[ParameterOrder], facts: Facts
+    stored: FolderIndex, source: CheckpointView, order_sources: Sequence[ParameterOrder], facts: Facts
 ) -> CheckpointView:
-    checkpoint = open_checkpoint(folder, order_sources=order_sources, facts=facts)
+    checkpoint = open_checkpoint(stored.folder, order_sources=order_sources, facts=facts, index=stored)
     if has_adapters_alone(checkpoint):
         return for_model(checkpoint, source)
     return checkpoint.with_weights_of(source)

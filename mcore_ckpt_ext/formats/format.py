@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.open_options import OpenOptions
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
+    from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Format:
         found: type[FormatReader] = _imported(self.reader)
         return found
 
-    def recognizes(self, folder: Path) -> bool:
-        """Return whether a folder has this format's marker files; damage is reported on opening it."""
-        return self.reader_class.recognizes(folder)
+    def recognizes(self, stored: FolderIndex) -> bool:
+        """Return whether the folder of an index is in this format; damage is reported on opening it."""
+        return self.reader_class.recognizes(stored.folder) or self.reader_class.recognizes_index(stored)
 
     def open(self, folder: Path, options: OpenOptions) -> FormatReader:
         """Open a folder; only metadata is read.

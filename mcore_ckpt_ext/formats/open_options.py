@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
     from mcore_ckpt_ext.formats.view import CheckpointView
     from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+    from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class OpenOptions:
         transformer_impl: the layer spec under whose names a Hugging Face folder is read.
         facts: properties of the job that wrote a checkpoint without Megatron's arguments.
         model: the model of the adapters, if the folder contains only adapters.
+        index: the folder's index; None if nothing has asked for it yet.
     """
 
     order_sources: Sequence[ParameterOrder] = ()
@@ -31,3 +33,4 @@ class OpenOptions:
     transformer_impl: str = "transformer_engine"
     facts: Facts = NOTHING
     model: CheckpointView | None = None
+    index: FolderIndex | None = None

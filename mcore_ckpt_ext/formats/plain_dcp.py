@@ -7,13 +7,11 @@ also lacks `metadata.json`, but the keys of its objects are numbered (`/shard_0_
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mcore_ckpt_ext.errors import ContentError
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_FILE
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, read_index
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex
 
 TORCH_DCP = "torch_dcp"
 _SHARD = "/shard_"
@@ -21,15 +19,16 @@ _ARGUMENTS = "args"
 _BEHIND_WRAPPERS = ("model.module.", "model0.module.", "optimizer.state.module.")
 
 
-def plain_backend(folder: Path) -> str | None:
-    """Return which of these formats an iteration folder has; None for neither.
+def plain_backend(stored: FolderIndex) -> str | None:
+    """Return which of these formats the folder of an index has; None for neither.
 
     Module names begin with `module.` under Megatron-FSDP's wrappers, but not under those of `--use-torch-fsdp2`.
     """
+    folder = stored.folder
     if any((folder / name).exists() for name in (CONFIG_FILE, COMMON_FILE)) or not (folder / METADATA_FILE).exists():
         return None
     try:
-        index = read_index(folder)
+        index = stored.content
     except ContentError:
         return None
     if _ARGUMENTS not in index.objects or any(_SHARD in key for key in index.objects):

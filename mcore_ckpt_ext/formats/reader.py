@@ -35,6 +35,7 @@ from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, iteration_number
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.transfer import Transfer
 
@@ -46,6 +47,7 @@ class FormatReader(FormatTraits, ABC):
 
     Attributes:
         format: the name of the format.
+        folder_index: the index of the folder, which is read once.
         weights_derived_from_masters: whether only masters are stored, so that weights are rounded masters.
     """
 
@@ -66,12 +68,18 @@ class FormatReader(FormatTraits, ABC):
         self.folder = folder
         self.reader = folder_reader(folder)
         self.transfer = Transfer(self.reader)
+        self.folder_index = FolderIndex(folder)
         self._extra_parameter_orders = tuple(order_sources)
 
     @classmethod
     @abstractmethod
     def recognizes(cls, folder: Path) -> bool:
         """Return whether a folder has the format's marker files; damage is reported on opening it."""
+
+    @classmethod
+    def recognizes_index(cls, stored: FolderIndex) -> bool:
+        """Return whether a folder without marker files of its own has the format, by its index."""
+        return False
 
     @classmethod
     def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
@@ -344,4 +352,4 @@ class FormatReader(FormatTraits, ABC):
             stored = stored_arguments(self.common)
             own = megatron_arguments(stored, self.folder, None)
             arguments = own if stored and own.is_complete else None
-        return find_sidecar(self.folder, arguments, iteration)
+        return find_sidecar(self.folder_index, arguments, iteration)

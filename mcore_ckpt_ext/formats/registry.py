@@ -17,6 +17,7 @@ from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
 from mcore_ckpt_ext.formats.legacy.options import Legacy
 from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.torch_dist.options import TorchDist
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.index_entries import METADATA_FILE
 from mcore_ckpt_ext.storage.paths import as_path
 
@@ -89,10 +90,16 @@ def format_written(target: Target) -> Format:
 
 def is_adapter_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is a folder that contains adapters without their model."""
-    folder = as_path(path)
-    return any(one.is_adapter_folder and one.recognizes(folder) for one in FORMATS)
+    stored = FolderIndex(as_path(path))
+    return any(one.is_adapter_folder and one.recognizes(stored) for one in FORMATS)
 
 
-def format_of(folder: Path) -> Format | None:
-    """Return the format of a folder by its marker files; None if it is unsupported or unfinished."""
-    return next((one for one in FORMATS if one.recognizes(folder)), None)
+def format_of(folder: Path, index: FolderIndex | None = None) -> Format | None:
+    """Return the format of a folder; None if it is unsupported or unfinished.
+
+    Args:
+        folder: the folder.
+        index: its index, if something has asked for it before.
+    """
+    stored = index or FolderIndex(folder)
+    return next((one for one in FORMATS if one.recognizes(stored)), None)

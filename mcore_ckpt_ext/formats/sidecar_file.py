@@ -8,7 +8,6 @@ is ignored.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from mcore_ckpt_ext.errors import ContentError, shorten
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -16,7 +15,7 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, MOST_BYTES, Sidecar
 from mcore_ckpt_ext.storage.budget import OverBudgetError
 from mcore_ckpt_ext.storage.checked_files import read_file
-from mcore_ckpt_ext.storage.dcp_index import digest_of_index
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 
 REWRITTEN = "a job without this package has overwritten the iteration"
 
@@ -34,30 +33,32 @@ class FoundSidecar:
     problem: str | None = None
 
 
-def find_sidecar(folder: Path, arguments: JobArguments | None = None, iteration: object = None) -> FoundSidecar:
+def find_sidecar(stored: FolderIndex, arguments: JobArguments | None = None, iteration: object = None) -> FoundSidecar:
     """Read the sidecar of an iteration folder, and check that it is not stale.
 
     Args:
-        folder: the iteration folder.
+        stored: the index of the iteration folder.
         arguments: the arguments in the checkpoint, if they contain the whole layout.
         iteration: the iteration that the checkpoint records.
     """
     # Without a sidecar there is one source fewer for the order; the packing is checked in any case.
     try:
-        sidecar = Sidecar.from_json(read_file(folder, FILE_NAME, MOST_BYTES).decode())
+        sidecar = Sidecar.from_json(read_file(stored.folder, FILE_NAME, MOST_BYTES).decode())
     except FileNotFoundError:
         return FoundSidecar()
     except OSError as error:
         return FoundSidecar(problem=error.strerror or str(error))
     except (ValueError, OverBudgetError) as error:
         return FoundSidecar(problem=shorten(str(error)))
-    stale = _staleness(sidecar, folder, arguments, iteration)
+    stale = _staleness(sidecar, stored, arguments, iteration)
     return FoundSidecar(problem=f"it is stale, {stale}: {REWRITTEN}") if stale else FoundSidecar(sidecar)
 
 
-def _staleness(sidecar: Sidecar, folder: Path, arguments: JobArguments | None, iteration: object) -> str | None:
+def _staleness(
+    sidecar: Sidecar, stored_index: FolderIndex, arguments: JobArguments | None, iteration: object
+) -> str | None:
     """Return how a sidecar differs from its checkpoint; None if it belongs to it."""
-    if sidecar.index and sidecar.index != digest_of_index(folder):
+    if sidecar.index and sidecar.index != stored_index.digest:
         return "of a save that wrote another index"
     if sidecar.iteration and type(iteration) is int and iteration != sidecar.iteration:
         return f"of iteration {sidecar.iteration} and not {iteration}"

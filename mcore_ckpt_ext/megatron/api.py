@@ -8,10 +8,11 @@ from pathlib import Path
 
 from mcore_ckpt_ext import __version__
 from mcore_ckpt_ext.collectives import agreed, agreed_here, is_first_rank
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
 from mcore_ckpt_ext.megatron.live.arguments import live_arguments, unwrapped
+from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
 from mcore_ckpt_ext.megatron.live.sidecar_writer import PackingRecorder
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.patching.log import announce
@@ -47,11 +48,8 @@ def load_optimizer(path: str | os.PathLike[str], model: object, optimizer: objec
     """
     chunks = unwrapped(model)
     running = agreed_here("reading the live model", lambda: live_arguments(chunks, optimizer))
-    folder = Path(os.fspath(path))
-    prepared = prepare(
-        folder, chunks, optimizer, running,
-        verify_all=VERIFY_ALL.value, accept_lost=ACCEPT_LOST.value, read_once=READ_ONCE.value,
-    )  # fmt: skip
+    options = ResumeOptions(VERIFY_ALL.value, ACCEPT_LOST.value, READ_ONCE.value)
+    prepared = prepare(LoadSession(Path(os.fspath(path))), chunks, optimizer, running, options)
     announce(str(prepared.prove().fill()))
     return None if prepared.schedule is None else dict(prepared.schedule)
 
@@ -78,7 +76,7 @@ def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object)
         mcore_ckpt_ext refused while looking at the checkpoint; no sidecar is written
     """
     folder, chunks = Path(os.fspath(path)), unwrapped(model)
-    iteration = agreed("looking at the checkpoint", lambda: open_checkpoint(folder).iteration, _NONE)[0]
+    iteration = agreed("looking at the checkpoint", lambda: LoadSession(folder).checkpoint.iteration, _NONE)[0]
     settings = live_arguments(chunks, optimizer).raw
     text = recorder().text(lambda: chunks, optimizer, settings, iteration)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import gather, listed_of_all
@@ -19,6 +18,8 @@ from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.megatron.live.master_check import STRETCH, LiveMismatch, live_mismatches
 from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import any_keeps_remainders
+from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
@@ -97,7 +98,7 @@ def prove_loaded(chunks: Chunks, optimizer: Any, loaded: bool, weaker: Proof | N
     return False
 
 
-def repair_shifted(folder: Path, chunks: Chunks, optimizer: Any, arguments: Any) -> None:
+def repair_shifted(session: LoadSession, chunks: Chunks, optimizer: Any, arguments: Any) -> None:
     """Repair masters that Megatron stored under wrong names, if its own load reveals it. Collective.
 
     The bug is described in `optimizers/workarounds/fully_reshardable_padding.py`.
@@ -108,7 +109,7 @@ def repair_shifted(folder: Path, chunks: Chunks, optimizer: Any, arguments: Any)
     if not names:
         return
     running = JobArguments.of(vars(arguments))
-    prepared = prepare(folder, chunks, optimizer, running, accept_lost=ACCEPT_LOST.value)
+    prepared = prepare(session, chunks, optimizer, running, ResumeOptions(accept_lost=ACCEPT_LOST.value))
     proven = prepared.prove()
     lost = f", {prepared.lost_elements} lost elements took their weights, with zero moments"
     repaired = f"{len(names)} parameters of this checkpoint were written shifted by Megatron and are repaired"

@@ -20,7 +20,7 @@ from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed, gather, is_first_rank, rank_and_size
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, format_ranks
-from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.formats.views import is_before_first_step
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
@@ -34,6 +34,7 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import (
     is_precision_aware,
     keeps_remainders,
 )
+from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
 from mcore_ckpt_ext.megatron.load_decision import explain, with_order_compared
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.load_request import (
@@ -45,6 +46,7 @@ from mcore_ckpt_ext.megatron.load_request import (
     with_plans,
     without,
 )
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.megatron.random_states import lacks_requested_states, with_live_random_states
 from mcore_ckpt_ext.megatron.running_version import megatron_version
@@ -91,20 +93,21 @@ def wrap_load(original: Function) -> Function:
     @functools.wraps(original)
     def load(*positional: Any, **keywords: Any) -> Any:
         call = signature.bind(*positional, **keywords)
-        tree, folder = call.arguments["sharded_state_dict"], Path(str(call.arguments["checkpoint_dir"]))
+        tree = call.arguments["sharded_state_dict"]
+        session = LoadSession(Path(str(call.arguments["checkpoint_dir"])))
         requests = dict(requests_in(tree))
         part_of_ranks = call.arguments.get("process_group") is not None
-        _check_is_readable(folder)
+        _check_is_readable(session.folder)
         # With this check Megatron compares the requests of all ranks, so that all ranks make this call.
         is_collective = bool(requests) or call.arguments.get("validate_access_integrity", True)
         if not is_collective or part_of_ranks or PROCESS.one(ReentrancyGuard).is_busy:
             return load_stored(*positional, **keywords)
-        if lacks_requested_states(folder, tree):
+        if lacks_requested_states(session, tree):
             announce("random states stay as they are: the checkpoint lacks some that this job requests")
             call.arguments["sharded_state_dict"] = with_live_random_states(tree)
-        if not _all_ask(folder, list(requests.values())):
+        if not _all_ask(session, list(requests.values())):
             return load_stored(*call.args, **call.kwargs)
-        planned = [(path, _planned(folder, request)) for path, request in requests.items()]
+        planned = [(path, _planned(session, request)) for path, request in requests.items()]
         plans = {path: plan for path, plan in planned if plan is not None}
         if not plans:
             return load_stored(*call.args, **call.kwargs)
@@ -147,7 +150,7 @@ def _check_is_readable(folder: Path) -> None:
         )  # fmt: skip
 
 
-def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
+def _all_ask(session: LoadSession, requests: Sequence[LoadRequest]) -> bool:
     """Return True if every rank requests an optimizer; else Megatron has to load. Collective.
 
     Programs skip a rank's optimizer that trains no parameter: a stub, whose `sharded_state_dict` cannot be called
@@ -163,11 +166,12 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
 
     def inspect_here() -> None:
         served = [request for request in requests if serves(request.optimizer)] if speaks else []
-        if served and any(not _decided(folder, one.optimizer, _fits(folder, one)).is_stock for one in served):
+        if served and any(not _decided(session, one.optimizer, _fits(session, one)).is_stock for one in served):
             ranks = format_ranks(rank for rank, has_one in enumerate(has_request) if not has_one)
             raise UnsupportedCheckpointError(
                 "Megatron cannot load this optimizer, and some ranks have no optimizer",
-                found=f"no optimizer on rank {ranks}, as happens if a rank trains no parameter", where=str(folder),
+                found=f"no optimizer on rank {ranks}, as happens if a rank trains no parameter",
+                where=str(session.folder),
                 hint="call mcore_ckpt_ext.load_optimizer(path, model, optimizer) on every rank, once the weights are "
                 "loaded, in place of loading the optimizer's state",
             )  # fmt: skip
@@ -176,7 +180,7 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
     return False
 
 
-def _planned(folder: Path, request: LoadRequest) -> LoadPlan | None:
+def _planned(session: LoadSession, request: LoadRequest) -> LoadPlan | None:
     """Plan the resume of an optimizer that Megatron cannot load. Collective.
 
     Returns:
@@ -186,54 +190,52 @@ def _planned(folder: Path, request: LoadRequest) -> LoadPlan | None:
         ResumeRefusedError: on every rank, if this package cannot fill the optimizer either.
     """
     optimizer = request.optimizer
-    fits = all(agreed("looking at the checkpoint", lambda: _fits(folder, request)))
+    fits = all(agreed("looking at the checkpoint", lambda: _fits(session, request)))
 
     def inspect_here() -> tuple[LoadDecision, bool] | None:
         """Return rank 0's decision, and True if a load by Megatron has to be checked afterwards."""
         if not is_first_rank() or not serves(optimizer):
             return None
-        return _decided(folder, optimizer, fits), not open_checkpoint(folder).names(WEIGHT)
+        return _decided(session, optimizer, fits), not session.checkpoint.names(WEIGHT)
 
     found = agreed("looking at the checkpoint", inspect_here)[0]
     if found is None:
         return None
     decision, is_unchecked = found
-    decision = with_order_compared(decision, folder, lambda: chunks_of(optimizer), optimizer)
-    explain(decision, folder)
+    decision = with_order_compared(decision, session, lambda: chunks_of(optimizer), optimizer)
+    explain(decision, session.folder)
     if decision.is_stock:
         if is_unchecked:
-            PROCESS.one(UncheckedLoads).add(optimizer, folder)
+            PROCESS.one(UncheckedLoads).add(optimizer, session.folder)
         return None
     chunks = chunks_of(optimizer)
     running = live_arguments(chunks, optimizer)
     plan = LoadPlan()
-    plan.prepared = prepare(
-        folder, chunks, optimizer, running,
-        verify_all=VERIFY_ALL.value, accept_lost=ACCEPT_LOST.value, read_once=READ_ONCE.value,
-    )  # fmt: skip
+    options = ResumeOptions(VERIFY_ALL.value, ACCEPT_LOST.value, READ_ONCE.value)
+    plan.prepared = prepare(session, chunks, optimizer, running, options)
     return plan
 
 
-def _fits(folder: Path, request: LoadRequest) -> bool:
+def _fits(session: LoadSession, request: LoadRequest) -> bool:
     """Return True if the folder is readable and has every array that this rank requests, of equal size."""
     if not serves(request.optimizer):
         return True
     with suppress(CheckpointError):
-        index = open_checkpoint(folder).format_reader.index
+        index = session.checkpoint.format_reader.index
         return index is not None and is_stored_alike(request, index)
     return False
 
 
-def _decided(folder: Path, optimizer: Any, fits: bool) -> LoadDecision:
+def _decided(session: LoadSession, optimizer: Any, fits: bool) -> LoadDecision:
     """Decide who loads an optimizer that this package can fill.
 
     Args:
-        folder: the checkpoint's folder.
+        session: the load.
         optimizer: the live optimizer.
         fits: True if every rank finds the arrays that it requests, of equal sizes. If the stored layout is unknown,
             nothing else can be checked beforehand; a load by Megatron is then checked afterwards (`UncheckedLoads`).
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = session.checkpoint
     if checkpoint.optimizer_format is None:
         return LoadDecision(Loop.CORE)
     running, chain = live_arguments(chunks_of(optimizer), optimizer), Chain.of(optimizer)
@@ -250,7 +252,7 @@ def _decided(folder: Path, optimizer: Any, fits: bool) -> LoadDecision:
         written=checkpoint.arguments,
         running=running,
         switched=lambda: _switched(checkpoint, chain),
-        stored_groups=stored_groups(folder),
+        stored_groups=stored_groups(session),
         is_shifted=lambda: _is_shifted(checkpoint),
         is_before_first_step=lambda: is_before_first_step(checkpoint),
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import attempt, is_first_rank
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import common_optimizers, scheduler_in, sharding_type
 from mcore_ckpt_ext.formats.description import ARGUMENTS
 from mcore_ckpt_ext.formats.legacy.ranks import LAYER_WISE_FILES
@@ -20,6 +20,7 @@ from mcore_ckpt_ext.layout.weight_shards import check_gates
 from mcore_ckpt_ext.megatron.live.compatibility import becomes_hybrid, check_optimizer_was_saved, check_tokens
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain, kind_named, switched
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.param_group_compat import has_as_many_groups
 from mcore_ckpt_ext.megatron.policy import OF_ARGUMENTS, LoadDecision, decide
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import changes_of
@@ -29,77 +30,68 @@ from mcore_ckpt_ext.optimizers.table import FORMATS
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 
 
-def facts_of_presented(
-    folder: Path, chain: Chain, arguments: Any, version: tuple[int, int], *, has_new_tokens: bool
-) -> LoadFacts:
-    """Return the facts of a load for which `sources.legacy_state_dict` presents the weights to Megatron.
+@dataclass(frozen=True)
+class RunningJob:
+    """A job that loads, live or simulated, as far as the decision depends on it.
 
-    Args:
-        folder: the iteration folder.
-        chain: the live optimizers.
+    Attributes:
+        chain: its optimizers.
+        children: the number of optimizers in the chain; 1 if it is no chain.
         arguments: Megatron's arguments.
         version: the version of megatron-core.
-        has_new_tokens: True if the job has tokens without a row in the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint has no optimizer state, or cannot be read.
+        has_new_tokens: True if it has tokens without a row in the checkpoint.
     """
-    written = open_checkpoint(folder).arguments
-    check_optimizer_was_saved(written, str(folder))
-    return LoadFacts(
-        Loop.LEGACY,
-        version,
-        blockers=changes_of(folder, arguments, version),
-        chain=chain,
-        written=written,
-        running=JobArguments.of(vars(arguments)),
-        switched=lambda: _switched(folder, written, chain, arguments),
-        stored_groups=stored_groups(folder),
-        has_own_files=lambda: _has_own_files(folder, chain, arguments),
-        has_new_tokens=has_new_tokens,
-    )
+
+    chain: Chain
+    children: int
+    arguments: Any
+    version: tuple[int, int]
+    has_new_tokens: bool
 
 
-def facts_of_common(
-    folder: Path, common: Mapping[str, Any], chain: Chain, children: int, arguments: Any, version: tuple[int, int], *,
-    has_new_tokens: bool,
-) -> LoadFacts:  # fmt: skip
-    """Return the facts of a load by Megatron's own loop from a checkpoint with a common state.
+def facts_of(session: LoadSession, job: RunningJob, common: Mapping[str, Any] | None) -> LoadFacts:
+    """Return the facts of a load by Megatron's own loop.
 
     Args:
-        folder: the iteration folder.
-        common: the common state.
-        chain: the live optimizers.
-        children: the number of optimizers in the live chain; 1 if it is no chain.
-        arguments: Megatron's arguments.
-        version: the version of megatron-core.
-        has_new_tokens: True if the job has tokens without a row in the checkpoint.
+        session: the load.
+        job: the job.
+        common: the common state; None if `sources.legacy_state_dict` presents the checkpoint to Megatron.
 
     Raises:
         CheckpointError: the job cannot resume the checkpoint, whatever its optimizer is.
     """
-    running = JobArguments.of(vars(arguments))
+    running, folder, chain = JobArguments.of(vars(job.arguments)), session.folder, job.chain
     # Other loops save no arguments.
-    written = JobArguments.of(vars(common[ARGUMENTS])) if ARGUMENTS in common else open_checkpoint(folder).arguments
+    is_foreign = common is None or ARGUMENTS not in common
+    written = session.checkpoint.arguments if is_foreign else JobArguments.of(vars(common[ARGUMENTS]))  # type: ignore[index]
     check_optimizer_was_saved(written, str(folder))
-    check_tokens(written.tokens, running, folder)
-    check_gates(written, running, str(folder))
-    # Without arguments stock Megatron assumes that the checkpoint has layout TP1 x PP1.
-    is_foreign = ARGUMENTS not in common
-    return LoadFacts(
-        Loop.MEGATRON,
-        version,
-        optimizer_format=_format_of(folder, common, written, chain),
-        is_moved=is_foreign or becomes_hybrid(written, running) or bool(placement_changes(written, running)),
+    facts = LoadFacts(
+        Loop.LEGACY,
+        job.version,
         chain=chain,
         written=written,
         running=running,
-        optimizer_counts=(len(common_optimizers(common)), children),
-        switched=lambda: _switched(folder, written, chain, arguments),
-        stored_groups=stored_groups(folder),
+        switched=lambda: _switched(session, written, chain, job.arguments),
+        stored_groups=stored_groups(session),
+        has_new_tokens=job.has_new_tokens,
+    )
+    if common is None:
+        return replace(
+            facts,
+            blockers=changes_of(session, job.arguments, job.version),
+            has_own_files=lambda: _has_own_files(folder, chain, job.arguments),
+        )
+    check_tokens(written.tokens, running, folder)
+    check_gates(written, running, str(folder))
+    return replace(
+        facts,
+        loop=Loop.MEGATRON,
+        optimizer_format=_format_of(session, common, written, chain),
+        # Without arguments stock Megatron assumes that the checkpoint has layout TP1 x PP1.
+        is_moved=is_foreign or becomes_hybrid(written, running) or bool(placement_changes(written, running)),
+        optimizer_counts=(len(common_optimizers(common)), job.children),
         has_as_many_groups=lambda: has_as_many_groups(common, chain),
-        is_before_first_step=lambda: _is_before_first_step(folder, common),
-        has_new_tokens=has_new_tokens,
+        is_before_first_step=lambda: _is_before_first_step(session, common),
     )
 
 
@@ -110,7 +102,7 @@ def decision_on(facts: LoadFacts) -> LoadDecision | None:
     return decision if is_known or decision.reason in OF_ARGUMENTS else None
 
 
-def stored_groups(folder: Path) -> Callable[[], Sequence[Mapping[str, Any]]]:
+def stored_groups(session: LoadSession) -> Callable[[], Sequence[Mapping[str, Any]]]:
     """Return a function that reads a checkpoint's parameter groups once, when a check first needs them.
 
     It returns them on rank 0, which decides, and an empty list on the other ranks.
@@ -120,25 +112,25 @@ def stored_groups(folder: Path) -> Callable[[], Sequence[Mapping[str, Any]]]:
     def groups() -> Sequence[Mapping[str, Any]]:
         found: list[Mapping[str, Any]] = []
         if is_first_rank():
-            attempt(lambda: found.extend(open_checkpoint(folder).param_groups()))  # stock Megatron reports the error
+            attempt(lambda: found.extend(session.checkpoint.param_groups()))  # stock Megatron reports the error
         return found
 
     return groups
 
 
-def _is_before_first_step(folder: Path, common: Mapping[str, Any]) -> bool:
+def _is_before_first_step(session: LoadSession, common: Mapping[str, Any]) -> bool:
     """Return True if the optimizer was saved before its first step; only rank 0, which decides, reads it."""
     may_be = counts_no_step(scheduler_in(common)) and is_first_rank()
-    return may_be and is_before_first_step(open_checkpoint(folder))
+    return may_be and is_before_first_step(session.checkpoint)
 
 
-def _format_of(folder: Path, common: Mapping[str, Any], written: JobArguments, chain: Chain) -> str | None:
+def _format_of(session: LoadSession, common: Mapping[str, Any], written: JobArguments, chain: Chain) -> str | None:
     """Return the stored optimizer format, by the label in the common state if that suffices."""
     label = sharding_type(common)
     # A layer-wise optimizer may have a distributed optimizer's label: then the keys decide.
     if not chain.whole or written.use_distributed_optimizer:
         return label
-    return open_checkpoint(folder).optimizer_format if label else NOT_DISTRIBUTED
+    return session.checkpoint.optimizer_format if label else NOT_DISTRIBUTED
 
 
 def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
@@ -154,9 +146,9 @@ def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
     return bool(arguments.ckpt_format == LEGACY and files == arguments.world_size)
 
 
-def _switched(folder: Path, written: JobArguments, chain: Chain, arguments: Any) -> Sequence[str]:
+def _switched(session: LoadSession, written: JobArguments, chain: Chain, arguments: Any) -> Sequence[str]:
     def stored_remainders() -> bool:
-        index = open_checkpoint(folder).format_reader.index
+        index = session.checkpoint.format_reader.index
         return index is not None and has_remainders(index)
 
     return switched(chain, written, kind_named(vars(arguments)), stored_remainders)

@@ -20,7 +20,7 @@ from typing import Any
 
 from mcore_ckpt_ext.collectives import Failure, agreed, agreed_here, rank_and_size
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint, torch_dist_reader
 from mcore_ckpt_ext.megatron.live.compatibility import verify_checksums
 from mcore_ckpt_ext.megatron.live.sharded_load import (
@@ -30,11 +30,11 @@ from mcore_ckpt_ext.megatron.live.sharded_load import (
     unsupported_reason,
     with_stored_key,
 )
-from mcore_ckpt_ext.megatron.shared_index import index_read_once
+from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.megatron.shared_index import TorchIndex, index_read_once
 from mcore_ckpt_ext.megatron.trees import leaves
 from mcore_ckpt_ext.patching.log import announce, missing_extra_states_message
 from mcore_ckpt_ext.settings import LOAD, VERIFY_ALL
-from mcore_ckpt_ext.storage.dcp_index import objects_only
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
 _UNTOUCHED = "nothing is written yet"
@@ -42,13 +42,16 @@ _MAPPING = "megatron.core.dist_checkpointing.mapping"
 
 
 @contextmanager
-def reading_fast(opened: Checkpoint | None = None, read_once: bool = False) -> Iterator[list[str]]:
+def reading_fast(
+    session: LoadSession, opened: Checkpoint | None = None, *, read_once: bool = False
+) -> Iterator[list[str]]:
     """Read the tensors that Megatron's loader requests with this package, within this scope.
 
     If some rank requests something unsupported, Megatron's own loader reads everything, before anything is written.
 
     Args:
-        opened: the checkpoint, if it is already open.
+        session: the load; of another folder that Megatron loads meanwhile, the checkpoint is opened anew.
+        opened: the checkpoint, if it has been opened and verified with further evidence.
         read_once: one rank reads data that several ranks need and sends them to the others.
 
     Yields:
@@ -66,31 +69,39 @@ def reading_fast(opened: Checkpoint | None = None, read_once: bool = False) -> I
         def stock(request: Any) -> Any:
             return original(self, request, checkpoint_dir, *more, **keywords)
 
-        started = time.monotonic()
-        answer, nbytes = _load(sharded_state_dict, Path(str(checkpoint_dir)), opened, read_once, stock)
+        started, here = time.monotonic(), session.for_folder(Path(str(checkpoint_dir)))
+        checked = opened if here is session else None
+        answer, nbytes = _load(sharded_state_dict, here, checked, index, stock, read_once=read_once)
         if nbytes:
             log_lines.append(f"{nbytes / 1e6:,.1f} MB of tensors read in {time.monotonic() - started:.1f} s")
         return answer
 
-    strategy.load = load
-    try:
-        with index_read_once():
+    with index_read_once(session.index) as index:
+        strategy.load = load
+        try:
             yield log_lines
-    finally:
-        strategy.load = original
+        finally:
+            strategy.load = original
 
 
 def _load(
-    request: Any, folder: Path, opened: Checkpoint | None, read_once: bool, stock: Callable[[Any], Any]
+    request: Any,
+    session: LoadSession,
+    opened: Checkpoint | None,
+    index: TorchIndex,
+    stock: Callable[[Any], Any],
+    *,
+    read_once: bool,
 ) -> tuple[Any, int]:
     """Load a sharded state dict, with the tensors read by this package if it supports the request.
 
     Args:
         request: the sharded state dict: a tree of ShardedTensors and ShardedObjects.
-        folder: the iteration folder.
-        opened: its checkpoint, if it is already open.
-        read_once: one rank reads data that several ranks need and sends them to the others.
+        session: the load of the iteration folder.
+        opened: its checkpoint, if it has been opened and verified with further evidence.
+        index: what torch reads as the index.
         stock: Megatron's own loader.
+        read_once: one rank reads data that several ranks need and sends them to the others.
 
     Returns:
         The loaded state dict, and the number of bytes that all ranks read; 0 if Megatron's own loader read it.
@@ -115,7 +126,7 @@ def _load(
         return "some of it is stored quantized" if planned[0].is_quantized else None
 
     def plan() -> tuple[str | None, bool, int]:
-        checkpoint, reason = _opened(folder, opened)
+        checkpoint, reason = _opened(session, opened)
         reason = reason or requested.unknown
         if checkpoint is not None and reason is None:
             reason = prepare(checkpoint)
@@ -138,7 +149,7 @@ def _load(
 
     def read_objects() -> dict[int, Any]:
         try:
-            with objects_only():  # a collective up to 0.16: all ranks call it, or none
+            with index.objects_only():  # a collective up to 0.16: all ranks call it, or none
                 objects = stock({str(number): entry for number, entry in enumerate(stored)}) if some else {}
         except (Exception, Failure):
             check_objects(stored, checkpoints[0])
@@ -161,15 +172,14 @@ def _load(
     return _answer(request, values | dict(zip(map(id, requested.tensors), tensors, strict=True))), nbytes
 
 
-def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoint | None, str | None]:
-    """Return the checkpoint in a folder, or the reason why this package does not read it."""
-    if not folder.is_dir():
-        return None, f"{folder} is not a folder of this machine"
-    if opened is None or opened.folder.resolve() != folder.resolve():
-        try:
-            opened = open_checkpoint(folder)
-        except UnsupportedCheckpointError as error:
-            return None, str(error)
+def _opened(session: LoadSession, opened: Checkpoint | None) -> tuple[TorchDistCheckpoint | None, str | None]:
+    """Return the open checkpoint, or the reason why this package does not read it."""
+    if not session.folder.is_dir():
+        return None, f"{session.folder} is not a folder of this machine"
+    try:
+        opened = session.checkpoint if opened is None else opened
+    except UnsupportedCheckpointError as error:
+        return None, str(error)
     own = torch_dist_reader(opened)
     return own, None if own is not None else f"a checkpoint in {opened.format}"
 

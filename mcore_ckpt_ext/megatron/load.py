@@ -9,10 +9,11 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED, agreed, is_first_rank
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.collectives import agreed
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -20,23 +21,25 @@ from mcore_ckpt_ext.job.releases import OVERRIDES_BOUNDS_OF_GROUPS
 from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.megatron.check_after_load import PROVEN, WriteDetector, prove_loaded, repair_shifted
 from mcore_ckpt_ext.megatron.fast_load import reading_fast
-from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
+from mcore_ckpt_ext.megatron.live.job_ranks import perform
+from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
-from mcore_ckpt_ext.megatron.load_decision import LoadAssessment, assess_load, lacks_random_states, refuse_another_kind
-from mcore_ckpt_ext.megatron.new_tokens import (
-    initialization_kept,
-    keeps_initialization,
-    kept_message,
-    new_tokens,
-    refusal,
-    zeros_message,
+from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
+from mcore_ckpt_ext.megatron.load_decision import (
+    LoadAssessment,
+    assess_live,
+    explain,
+    lacks_random_states,
+    refuse_another_kind,
+    with_order_compared,
 )
+from mcore_ckpt_ext.megatron.load_phases import CHECKING, DECIDING, LOOKING, RESUMING, MegatronLoad
+from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.megatron.new_tokens import initialization_kept, keeps_initialization, kept_message
 from mcore_ckpt_ext.megatron.probe import (
-    LoadProbe,
     check_all_have_the_same,
     check_all_see,
-    probe_checkpoint,
     resuming_from_complete,
     trackers_seen,
 )
@@ -45,14 +48,20 @@ from mcore_ckpt_ext.megatron.run_folder import folder_named, run_folder
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.shared_index import index_shared
 from mcore_ckpt_ext.megatron.sources.huggingface import start_from
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import load_weights_alone, presented
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import (
+    load_weights_alone,
+    must_be_presented,
+    presented,
+    reads_zarr,
+)
 from mcore_ckpt_ext.megatron.sources.megatron_fsdp import is_of_fsdp, load_into_fsdp
 from mcore_ckpt_ext.megatron.sources.torch_fsdp import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
-from mcore_ckpt_ext.optimizer_reshard import prepare
+from mcore_ckpt_ext.optimizer_reshard import LiveRank
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.patching.reentrancy import reentrancy_guard
 from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, SETTINGS, STOCK, VERIFY_ALL
+from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 
 Function = Callable[..., Any]
@@ -63,7 +72,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
     """Wrap `load_checkpoint`: fill the optimizer if stock would refuse or load other parameters' state."""
 
     def load(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *positional: Any, **keywords: Any) -> Any:
-        return _Load(original, ddp_model, optimizer, opt_param_scheduler, positional, keywords).done()
+        return _Load(original, ddp_model, optimizer, opt_param_scheduler, positional, keywords).run()
 
     @functools.wraps(original)
     def load_checkpoint(*positional: Any, **keywords: Any) -> Any:
@@ -91,35 +100,42 @@ class _Load:
         call = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         call.apply_defaults()
         self._given = call.arguments
+        self._scope = scope = _scope(original)
+        self._arguments = arguments = scope["get_args"]()
+        self._chunks = scope["unwrap_model"](ddp_model)
+        self._optimizer = optimizer
         self._original = functools.partial(original, ddp_model)
-        self._optimizer, self._scheduler, self._positional, self._keywords = (
-            optimizer, opt_param_scheduler, positional, keywords
-        )  # fmt: skip
-        self._scope = _scope(original)
-        self._chunks = self._scope["unwrap_model"](ddp_model)
-        self._arguments = self._scope["get_args"]()
-        self._load_arg = call.arguments["load_arg"]
-        self._directory, self._finetunes = run_folder(self._scope, self._arguments, self._load_arg)
-        self._read_lines: list[str] = []
-        self._new_tokens = range(0)
-
-    def done(self) -> Any:
-        """Load the checkpoint and return the result of the original function."""
-        detector, probed = (
-            WriteDetector(self._chunks),
-            _probe_on_all_ranks(self._arguments, self._load_arg, self._directory),
+        self._rest = functools.partial(self._original, optimizer, opt_param_scheduler, *positional, **keywords)
+        directory, self._finetunes = run_folder(scope, arguments, call.arguments["load_arg"])
+        self._load = MegatronLoad(
+            LoadSession(Path(str(directory))),
+            JobArguments.of(vars(arguments)),
+            _options(arguments),
+            arguments=arguments,
+            load_arg=call.arguments["load_arg"],
+            directory=directory,
+            takes_optimizer=_takes_optimizer(arguments, optimizer),
+            is_sharded=is_of_fsdp(arguments) or is_of_torch_fsdp(arguments),
+            scheduler=opt_param_scheduler,
         )
-        if probed.model is not None:
-            result, weaker = (
-                start_from(self._scope, probed.model, self._chunks, self._optimizer, self._by_megatron),
-                None,
-            )
+        without_optimizer = functools.partial(self._original, None, None, *positional, **keywords)
+        self._rank = _Rank(scope, self._given, self._chunks, optimizer, without_optimizer)
+        self._read_lines: list[str] = []
+
+    def run(self) -> Any:
+        """Load the checkpoint and return the result of the original function."""
+        detector = WriteDetector(self._chunks)
+        perform(LOOKING, self._load, self._rank)
+        probe, weaker = self._load.probe, None
+        if probe.model is not None:
+            result = start_from(self._scope, probe.model, self._chunks, self._optimizer, self._rest)
         else:
             if self._finetunes:
                 self._arguments.finetune = True  # Megatron sets it, too, once it has found the folder
-            self._new_tokens = new_tokens(probed.vocabulary_rows, self._arguments)
-            complete = resuming_from_complete(self._scope, self._directory, probed.health)
-            with reentrancy_guard(), complete, index_shared(probed.index):
+                self._load.takes_optimizer = False
+            perform(CHECKING[:1], self._load, self._rank)
+            complete = resuming_from_complete(self._scope, probe.health)
+            with reentrancy_guard(), complete, index_shared(self._load.session.index):
                 result, weaker = self._dispatch()
         # Megatron-FSDP derives its weights from its masters, so there is nothing to compare.
         proven = False
@@ -136,38 +152,36 @@ class _Load:
             The result of the original, and the checkpoint's comparison of masters and weights if this package filled
             the optimizer, else None.
         """
-        scope, arguments, chunks, directory = self._scope, self._arguments, self._chunks, self._directory
-        self._accept_new_tokens(self._new_tokens)
+        scope, arguments, directory = self._scope, self._arguments, self._load.directory
+        perform(CHECKING[1:], self._load, self._rank)
         if is_of_fsdp(arguments):
-            return load_into_fsdp(scope, directory, self._by_stock), None
+            return load_into_fsdp(scope, self._load.session, directory, self._by_stock), None
         if is_of_torch_fsdp(arguments):
-            return load_into_torch_fsdp(scope, directory, chunks, self._optimizer, self._by_stock), None
+            session = self._load.session
+            return load_into_torch_fsdp(scope, session, directory, self._chunks, self._optimizer, self._by_stock), None
         advise_torch_fsdp(arguments, directory)
         if _resumes_optimizer(scope, self._optimizer):
-            assessment = assess_load(scope, self._given, directory, has_new_tokens=bool(self._new_tokens))
-            if assessment is not None:
-                return (
-                    (self._load_stock(assessment), None) if assessment.decision.is_stock else self._resumed(assessment)
-                )
-        elif _takes_optimizer(arguments, self._optimizer):
+            if (assessment := self._decide()) is not None:
+                return (self._load_stock(assessment), None) if assessment.decision.is_stock else self._resume()
+        elif self._load.takes_optimizer:
             refuse_another_kind(scope, self._given, directory)
             return self._by_stock(), None
-        with self._initialization_kept(self._new_tokens):
+        with self._initialization_kept(self._load.tokens):
             return self._weights_alone(), None
 
-    def _accept_new_tokens(self, tokens: range) -> None:
-        """Accept tokens without a row in the checkpoint, if the user allows it or stock would say nothing.
-
-        Raises:
-            ResumeRefusedError: an optimizer is to be resumed, and the user does not allow it.
-        """
-        arguments = self._arguments
-        is_sharded = is_of_fsdp(arguments) or is_of_torch_fsdp(arguments)
-        if not tokens or (keeps_initialization() and not is_sharded):
-            return
-        if _takes_optimizer(arguments, self._optimizer):
-            raise refusal(tokens, str(self._directory), can_be_kept=not is_sharded)
-        announce(zeros_message(tokens))
+    def _decide(self) -> LoadAssessment | None:
+        """Decide who loads the optimizer; None if there is none that this package could fill. Collective."""
+        load = self._load
+        perform(DECIDING, load, self._rank)
+        assessment = load.assessment
+        if assessment is None:
+            return None
+        load.session = load.session.for_folder(assessment.folder)
+        if assessment.decision.is_stock and not assessment.is_presented:
+            decision = with_order_compared(assessment.decision, load.session, lambda: self._chunks, self._optimizer)
+            load.assessment = assessment = replace(assessment, decision=decision)
+        explain(assessment.decision, assessment.folder)
+        return assessment
 
     @contextmanager
     def _initialization_kept(self, tokens: range) -> Iterator[None]:
@@ -178,28 +192,26 @@ class _Load:
         if kept:
             announce(kept_message(kept))
 
-    def _by_megatron(self) -> Any:
-        return self._original(self._optimizer, self._scheduler, *self._positional, **self._keywords)
-
     def _by_stock(self) -> Any:
         """Load by stock Megatron; with `--ckpt-ext-load fast` this package reads the tensors and logs it."""
         if LOAD.chosen(self._arguments) != FAST:
-            return self._by_megatron()
-        with reading_fast(read_once=READ_ONCE.chosen(self._arguments)) as read:
-            result = self._by_megatron()
+            return self._rest()
+        with reading_fast(self._load.session, read_once=READ_ONCE.chosen(self._arguments)) as read:
+            result = self._rest()
         self._read_lines.extend(read)
         return result
 
     def _load_stock(self, assessment: LoadAssessment) -> Any:
         """Load an optimizer by stock Megatron; this package reads the tensors if the layout changed."""
         by_us = LOAD.chosen(self._arguments) == AUTO and assessment.decision.is_moved
+        once = READ_ONCE.chosen(self._arguments)
         with (
             self._without_random_states(assessment.decision.omits_random_states),
-            reading_fast(read_once=READ_ONCE.chosen(self._arguments)) if by_us else nullcontext(),
+            reading_fast(self._load.session, read_once=once) if by_us else nullcontext(),
         ):
             result = self._by_stock()
         if assessment.may_be_shifted:
-            repair_shifted(assessment.folder, self._chunks, self._optimizer, self._arguments)
+            repair_shifted(self._load.session, self._chunks, self._optimizer, self._arguments)
         return result
 
     @contextmanager
@@ -214,64 +226,28 @@ class _Load:
 
     def _weights_alone(self) -> Any:
         """Load without the optimizer."""
-        arguments = self._arguments
-        folder = folder_named(self._directory, arguments)
+        arguments, load = self._arguments, self._load
+        folder = folder_named(load.directory, arguments)
 
         def lacks() -> bool:
             if folder is None or arguments.finetune or not (folder / METADATA_FILE).is_file():
                 return False
-            return folder.name != "release" and lacks_random_states(folder, arguments)
+            return folder.name != RELEASE and lacks_random_states(load.session.for_folder(folder), arguments)
 
         lacking = agreed("looking at the random states", lacks)[0] if may_differ(arguments) else False
         with self._without_random_states(lacking):
-            return load_weights_alone(self._scope, self._directory, self._chunks, self._by_stock)
+            return load_weights_alone(self._scope, load.directory, self._chunks, self._by_stock)
 
-    def _resumed(self, assessment: LoadAssessment) -> tuple[Any, Proof]:
+    def _resume(self) -> tuple[Any, Proof]:
         """Plan the optimizer's state, let Megatron load the weights, then verify and fill the optimizer."""
-        arguments, once = self._arguments, READ_ONCE.chosen(self._arguments)
-        own_bounds = takes_own_bounds(vars(arguments), megatron_version())
-        prepared = prepare(
-            assessment.folder,
-            self._chunks,
-            self._optimizer,
-            JobArguments.of(vars(arguments)),
-            verify_all=VERIFY_ALL.value,
-            accept_lost=ACCEPT_LOST.value,
-            read_once=once,
-            own_bounds=own_bounds,
-        )
-        if self._scheduler is not None and prepared.schedule is None:
-            raise UnsupportedCheckpointError(
-                f"the checkpoint has no state of the learning rate scheduler; {OPTIMIZER_UNCHANGED}",
-                expected="lr_scheduler or opt_param_scheduler in its common state",
-                where=str(assessment.folder),
-                hint="another training loop wrote it: resume with --no-load-optim, or call "
-                "mcore_ckpt_ext.load_optimizer in a loop of your own",
-            )
-        if self._scheduler is not None:
-            agreed(
-                "comparing the schedules", lambda: check_schedule(self._scheduler, prepared.schedule, assessment.folder)
-            )
-        new = new_tokens(prepared.checkpoint.vocabulary_rows, arguments)
-        self._accept_new_tokens(new)
-        grid = requested_grid(arguments, megatron_version())
-        fresh = prepared.random_state_grid != grid or assessment.decision.omits_random_states
-        source = presented(self._scope, assessment.folder, self._chunks) if assessment.is_presented else nullcontext()
-        less = {"no_load_optim": True, "no_load_rng": fresh or arguments.no_load_rng, **_strictness(arguments)}
-        is_read_by_others = assessment.is_presented or LOAD.chosen(arguments) == STOCK
-        with (
-            overridden(vars(arguments), **less),
-            source,
-            nullcontext() if is_read_by_others else reading_fast(prepared.checkpoint, once),
-            initialization_kept(self._chunks, new),
-        ):
-            result = self._original(None, None, *self._positional, **self._keywords)
-        summary = prepared.prove().fill()
-        if self._scheduler is not None:
-            self._load_schedule(prepared.schedule, follows_samples=own_bounds)
-        grown = f"; {kept_message(new)}, with moments of zero" if new else ""
-        announce(f"{summary}{grown}{f'; {_ANEW}, as in stock Megatron on a changed layout' if fresh else ''}")
-        return result, prepared.checkpoint.proof
+        load, rank = self._load, self._rank
+        perform(RESUMING, load, rank)
+        if self._load.scheduler is not None:
+            self._load_schedule(load.schedule, follows_samples=load.options.own_bounds)
+        grown = f"; {kept_message(load.tokens)}, with moments of zero" if load.tokens else ""
+        fresh = f"; {_ANEW}, as in stock Megatron on a changed layout" if rank.starts_random_states else ""
+        announce(f"{rank.summary}{grown}{fresh}")
+        return rank.result, rank.proof(load.checkpoint)
 
     def _load_schedule(self, schedule: Mapping[str, Any] | None, *, follows_samples: bool) -> None:
         """Load the scheduler, and let it set the learning rate and weight decay of every parameter group.
@@ -281,33 +257,100 @@ class _Load:
         --override-opt_param-scheduler, 0.20 continues at the number of consumed samples (`load_checkpoint`): the
         scheduler has counted fewer if steps were skipped, as in fp16, or if it was once reset.
         """
-        self._scheduler.load_state_dict(schedule)
+        scheduler = self._load.scheduler
+        scheduler.load_state_dict(schedule)
         samples = self._arguments.consumed_train_samples
         overrides = follows_samples and OVERRIDES_BOUNDS_OF_GROUPS.is_of(megatron_version())
-        if overrides and self._scheduler.num_steps != samples:
+        if overrides and scheduler.num_steps != samples:
             announce(f"the scheduler continues at {samples} consumed samples, as in Megatron with "
-                     f"--override-opt_param-scheduler; it had counted {self._scheduler.num_steps}")  # fmt: skip
-            self._scheduler.num_steps = samples
-        self._scheduler.step(increment=0)
+                     f"--override-opt_param-scheduler; it had counted {scheduler.num_steps}")  # fmt: skip
+            scheduler.num_steps = samples
+        scheduler.step(increment=0)
 
 
-def _probe_on_all_ranks(arguments: Any, load_arg: str, directory: str | None) -> LoadProbe:
-    """Probe on rank 0 and return the result on every rank.
+class _Rank(LiveRank):
+    """This rank's part of a load by Megatron's own loop.
 
-    Raises:
-        ResumeRefusedError: on every rank, if only some ranks see a checkpoint, or if this package's settings differ
-            between ranks, so that some ranks would wait in collectives that others do not call.
+    Attributes:
+        result: the result of the framework's function.
+        starts_random_states: True if random states are reinitialized.
     """
-    is_fast = LOAD.chosen(arguments) == FAST
 
-    def assessment() -> tuple[LoadProbe | None, tuple[bool, ...], dict[str, str]]:
-        seen = probe_checkpoint(arguments, load_arg, directory, shares_index=is_fast) if is_first_rank() else None
-        return seen, trackers_seen(arguments, load_arg), {one.name: str(one.chosen(arguments)) for one in SETTINGS}
+    result: Any
+    starts_random_states: bool
 
-    probes = agreed("looking at what is to be loaded", assessment)
-    check_all_see([found for _, found, _ in probes], arguments, load_arg)
-    check_all_have_the_same([settings for *_, settings in probes])
-    return probes[0][0] or LoadProbe()
+    def __init__(
+        self,
+        scope: Scope,
+        call: Mapping[str, Any],
+        chunks: Chunks,
+        optimizer: Any,
+        load_without_optimizer: Callable[[], Any],
+    ) -> None:
+        super().__init__(chunks, optimizer)
+        self._scope, self._call, self._load_without_optimizer = scope, call, load_without_optimizer
+
+    def observed(self, load: MegatronLoad) -> tuple[tuple[bool, ...], dict[str, str]]:
+        """Return what must be the same on all ranks: the tracker files that it sees, and this package's settings."""
+        settings = {setting.name: str(setting.chosen(load.arguments)) for setting in SETTINGS}
+        return trackers_seen(load.arguments, load.load_arg), settings
+
+    def compare_observed(self, load: MegatronLoad, observed: Sequence[tuple[tuple[bool, ...], dict[str, str]]]) -> None:
+        """Refuse if the ranks differ, so that some would wait in collectives that others do not call.
+
+        Raises:
+            ResumeRefusedError: on every rank.
+        """
+        check_all_see([seen for seen, _ in observed], load.arguments, load.load_arg)
+        check_all_have_the_same([settings for _, settings in observed])
+
+    def needs_presentation(self, load: MegatronLoad) -> bool:
+        """Return True if this package has to present the checkpoint to Megatron."""
+        folder = folder_named(load.directory, load.arguments)
+        if folder is None:
+            return False
+        load.session = load.session.for_folder(folder)
+        return must_be_presented(load.session, load.arguments, megatron_version(), reads_zarr=reads_zarr)
+
+    def assess(self, load: MegatronLoad) -> LoadAssessment | None:
+        """Assess the checkpoint for the live optimizer."""
+        return assess_live(
+            self._scope, self._call, load.session, load.directory,
+            is_presented=load.is_presented, has_new_tokens=bool(load.tokens),
+        )  # fmt: skip
+
+    def load_weights(self, load: MegatronLoad) -> None:
+        """Let Megatron load everything but the optimizer."""
+        assessment, arguments, checkpoint = load.assessment, load.arguments, load.checkpoint
+        is_presented = load.is_presented
+        grid = requested_grid(arguments, megatron_version())
+        is_lacking = assessment is not None and assessment.decision.omits_random_states
+        self.starts_random_states = checkpoint.random_state_grid() != grid or is_lacking
+        less = {
+            "no_load_optim": True,
+            "no_load_rng": self.starts_random_states or arguments.no_load_rng,
+            **_strictness(arguments),
+        }
+        is_read_by_others = is_presented or LOAD.chosen(arguments) == STOCK
+        with (
+            overridden(vars(arguments), **less),
+            presented(self._scope, load.session, self._chunks) if is_presented else nullcontext(),
+            nullcontext()
+            if is_read_by_others
+            else reading_fast(load.session, checkpoint, read_once=load.options.read_once),
+            initialization_kept(self._chunks, load.tokens),
+        ):
+            self.result = self._load_without_optimizer()
+
+
+def _options(arguments: Any) -> ResumeOptions:
+    """Return what the settings of this package ask of a resume."""
+    return ResumeOptions(
+        verify_all=VERIFY_ALL.value,
+        accept_lost=ACCEPT_LOST.value,
+        read_once=READ_ONCE.chosen(arguments),
+        own_bounds=takes_own_bounds(vars(arguments), megatron_version()),
+    )
 
 
 def _scope(original: Function) -> Scope:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_ckpt_ext.collectives import refusal_text
 from mcore_ckpt_ext.errors import ResumeRefusedError
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.model import Chunks, live_parameters
 from mcore_ckpt_ext.settings import NEW_TOKENS
@@ -42,12 +41,12 @@ def token_count(arguments: Any) -> int | None:
     return count if count is None or not isinstance(rows, int) else min(count, rows)
 
 
-def stored_vocabulary_rows(folder: Path, arguments: Any) -> int | None:
+def stored_vocabulary_rows(checkpoint: CheckpointView, arguments: Any) -> int | None:
     """Return the number of vocabulary rows of a checkpoint; None if the job has no tokens beyond them.
 
     The checkpoint's arguments are cheap to read; its index is parsed only if they do not decide.
     """
-    count, checkpoint = token_count(arguments), open_checkpoint(folder)
+    count = token_count(arguments)
     recorded = checkpoint.arguments.padded_vocab_size
     if count is None or (recorded is not None and recorded >= count):
         return None

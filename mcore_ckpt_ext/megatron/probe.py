@@ -10,6 +10,7 @@ from typing import Any
 
 from mcore_ckpt_ext.collectives import refusal_text
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, join_some
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.new_tokens import stored_vocabulary_rows
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.shared_index import index_of, is_moved
@@ -19,7 +20,7 @@ from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.settings import FALLBACK, VERIFY_ALL
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
-from mcore_ckpt_ext.storage.dcp_index import SharedIndex, using_index
+from mcore_ckpt_ext.storage.dcp_index import SharedIndex
 from mcore_ckpt_ext.storage.file_digests import check_digests
 
 _SHOWN = 3
@@ -34,12 +35,18 @@ class LoadProbe:
         health: the health of the iteration that a resume would take; None if it is not assessed.
         index: the index of the checkpoint to load, for all ranks; None if each rank reads its own.
         vocabulary_rows: the number of vocabulary rows of the checkpoint to load; None if the job has no further tokens.
+        session: the load that rank 0 has begun; None on other ranks, and if it is undecided what Megatron takes.
     """
 
     model: Path | None = None
     health: IterationHealth | None = None
     index: SharedIndex | None = None
     vocabulary_rows: int | None = None
+    session: LoadSession | None = None
+
+    def __reduce__(self) -> tuple[type[LoadProbe], tuple[Any, ...]]:
+        """Pickle for the other ranks: each begins its own load."""
+        return LoadProbe, (self.model, self.health, self.index, self.vocabulary_rows)
 
 
 def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, shares_index: bool) -> LoadProbe:
@@ -57,24 +64,33 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
     step = getattr(arguments, "ckpt_step", None)
     if not directory or not Path(str(directory)).is_dir():
         return LoadProbe()
-    index = index_of(directory, step, arguments)
-    with using_index(index):
-        health = _health_of(arguments, directory)
-    if index is not None and health is None:  # `_health_of` includes this comparison
-        check_digests(index.folder)
+    session = _session_of(directory, step, arguments)
+    health = _health_of(arguments, directory, session)
+    if session is not None and session.index.shared is not None and health is None:
+        check_digests(session.folder)  # `_health_of` includes this comparison
     if health is not None and health.problems and health.newest_complete is not None:
-        index = index_of(directory, health.newest_complete, arguments) if FALLBACK.chosen(arguments) else None
-    keeps = index is not None and (shares_index or is_moved(index, arguments))
-    rows = _vocabulary_rows(folder_named(directory, arguments) if index is None else index.folder, index, arguments)
-    return LoadProbe(health=health, index=index if keeps else None, vocabulary_rows=rows)
+        session = _session_of(directory, health.newest_complete, arguments) if FALLBACK.chosen(arguments) else None
+    keeps = session is not None and (shares_index or is_moved(session, arguments))
+    rows = _vocabulary_rows(session, arguments)
+    index = session.index.shared if session is not None and keeps else None
+    if session is not None and not keeps:
+        session.index = session.index.unshared()
+    return LoadProbe(health=health, index=index, vocabulary_rows=rows, session=session)
 
 
-def _vocabulary_rows(folder: Path | None, index: SharedIndex | None, arguments: Any) -> int | None:
+def _session_of(directory: str, step: int | None, arguments: Any) -> LoadSession | None:
+    """Begin the load of an iteration; None if it is undecided which one Megatron takes."""
+    if (index := index_of(directory, step, arguments)) is not None:
+        return LoadSession(index.folder, index)
+    folder = folder_named(directory, arguments)
+    return None if folder is None else LoadSession(folder)
+
+
+def _vocabulary_rows(session: LoadSession | None, arguments: Any) -> int | None:
     """Return `stored_vocabulary_rows`, or None if unreadable, which the load itself reports."""
-    if folder is None:
-        return None
-    with suppress(CheckpointError, OSError), using_index(index):
-        return stored_vocabulary_rows(folder, arguments)
+    if session is not None:
+        with suppress(CheckpointError, OSError):
+            return stored_vocabulary_rows(session.checkpoint, arguments)
     return None
 
 
@@ -140,7 +156,7 @@ def _named(arguments: Any, load_arg: str) -> list[Any]:
 
 
 @contextmanager
-def resuming_from_complete(scope: Scope, directory: str | None, health: IterationHealth | None) -> Iterator[None]:
+def resuming_from_complete(scope: Scope, health: IterationHealth | None) -> Iterator[None]:
     """Load the newest complete iteration within this scope, if the requested one is incomplete.
 
     `ckpt_step` has priority over the tracker in `load_checkpoint` and its callees, but only after `read_metadata` has
@@ -148,11 +164,7 @@ def resuming_from_complete(scope: Scope, directory: str | None, health: Iteratio
 
     Args:
         scope: the globals of Megatron's checkpointing module.
-        directory: the run folder.
-        health: the health of the requested iteration; None if it is not assessed.
-
-    Raises:
-        ResumeRefusedError: on every rank, if another iteration is complete but the user did not allow to take it.
+        health: the health of the requested iteration; None if it is not assessed. The user allows to take another one.
     """
     arguments = scope["get_args"]()
     if health is None or not health.problems:
@@ -164,8 +176,6 @@ def resuming_from_complete(scope: Scope, directory: str | None, health: Iteratio
     if health.newest_complete is None:
         yield  # no other iteration is complete: the load itself fails and reports what is missing
         return
-    if not FALLBACK.chosen(arguments):
-        check_complete(health, str(directory))
     what = "; ".join(health.problems[:_SHOWN])
     announce(f"{health.wanted} is not complete ({what}); resuming from iteration {health.newest_complete} instead")
     chosen = health.newest_complete
@@ -174,13 +184,14 @@ def resuming_from_complete(scope: Scope, directory: str | None, health: Iteratio
         yield
 
 
-def _health_of(arguments: Any, directory: str) -> IterationHealth | None:
+def _health_of(arguments: Any, directory: str, session: LoadSession | None) -> IterationHealth | None:
     other_kind = getattr(arguments, "non_persistent_ckpt_type", None)
     if other_kind or "://" in str(directory) or not hasattr(arguments, "ckpt_step"):
         return None
+    index = None if session is None else session.index
     # Without another iteration to take, each rank checks its share of the bytes (`verify_checksums`).
     full = VERIFY_ALL.value and FALLBACK.chosen(arguments)
-    return iteration_health_of(Path(str(directory)), arguments.ckpt_step or None, full=full)
+    return iteration_health_of(Path(str(directory)), arguments.ckpt_step or None, index, full=full)
 
 
 def check_complete(health: IterationHealth | None, directory: str) -> None:

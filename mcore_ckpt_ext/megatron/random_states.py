@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed, is_first_rank
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import GRID_OF_EXPERTS_HAS_DATA_RANKS, STARTS_RANDOM_STATES_ANEW
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.trees import leaves
 
 _FOR_EACH_RANK = "data_parallel_random_init"
@@ -76,7 +75,7 @@ def are_too_few(written: JobArguments, running: JobArguments) -> bool:
     return wanted > stored
 
 
-def lacks_requested_states(folder: Path, tree: Any) -> bool:
+def lacks_requested_states(session: LoadSession, tree: Any) -> bool:
     """Return True if random states are requested of another grid than the stored one. Collective.
 
     Megatron then fails. The grid is the same for all ranks, so rank 0 alone reads the checkpoint's index.
@@ -89,13 +88,13 @@ def lacks_requested_states(folder: Path, tree: Any) -> bool:
     requested = set().union(*agreed(_PHASE, lambda: set(grids_in(tree))))
     if not requested:
         return False
-    stored = agreed(_PHASE, lambda: _stored_grid(folder) if is_first_rank() else None)[0]
+    stored = agreed(_PHASE, lambda: _stored_grid(session) if is_first_rank() else None)[0]
     return stored is not None and requested != {stored}
 
 
-def _stored_grid(folder: Path) -> tuple[int, ...] | None:
+def _stored_grid(session: LoadSession) -> tuple[int, ...] | None:
     with suppress(CheckpointError):  # Megatron reports a folder that it cannot load
-        return open_checkpoint(folder).random_state_grid()
+        return session.checkpoint.random_state_grid()
     return None
 
 

@@ -19,37 +19,35 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.patching.overrides import overridden
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, iteration_name
-from mcore_ckpt_ext.storage.dcp_index import (
-    INDEX_BYTES,
-    METADATA_FILE,
-    SharedIndex,
-    objects_only,
-    reads_objects_only,
-    shared_index_of,
-    using_index,
-)  # fmt: skip
+from mcore_ckpt_ext.storage.dcp_index import INDEX_BYTES, METADATA_FILE, FolderIndex, SharedIndex
 from mcore_ckpt_ext.storage.dcp_metadata import PLANS, DcpIndex
 
 _COMMON = "load_common_state_dict"
 
 
 @contextmanager
-def index_shared(handed: SharedIndex | None) -> Iterator[None]:
-    """Let only rank 0 read the index of the checkpoint to load, within this scope.
+def index_shared(stored: FolderIndex) -> Iterator[None]:
+    """Let torch and Megatron use the index that rank 0 has read for this rank, within this scope.
 
     Args:
-        handed: rank 0's index, by `index_of`; None if every rank reads its own.
+        stored: the index of the checkpoint to load; without an effect if every rank reads its own.
     """
-    # If this rank's folder is another copy, for example on a local disk, the size of its index may differ.
-    mine = None if handed is None or _size(handed.folder) != handed.size else handed
-    with using_index(mine), index_read_once() if mine is not None else nullcontext():
+    with nullcontext() if stored.shared is None else index_read_once(stored):
         yield
+
+
+def shared_with(handed: SharedIndex | None) -> SharedIndex | None:
+    """Return the index of rank 0 if it belongs to this rank's folder, too; else None.
+
+    If this rank's folder is another copy, for example on a local disk, the size of its index may differ.
+    """
+    return None if handed is None or _size(handed.folder) != handed.size else handed
 
 
 def index_of(directory: Any, step: int | None, arguments: Any) -> SharedIndex | None:
@@ -66,10 +64,10 @@ def index_of(directory: Any, step: int | None, arguments: Any) -> SharedIndex | 
     return None
 
 
-def is_moved(index: SharedIndex, arguments: Any) -> bool:
+def is_moved(session: LoadSession, arguments: Any) -> bool:
     """Return True if the layout differs from the checkpoint's, so that this package reads tensors."""
-    with suppress(CheckpointError, OSError), using_index(index):
-        return bool(placement_changes(open_checkpoint(index.folder).arguments, JobArguments.of(vars(arguments))))
+    with suppress(CheckpointError, OSError):
+        return bool(placement_changes(session.checkpoint.arguments, JobArguments.of(vars(arguments))))
     return False
 
 
@@ -79,53 +77,94 @@ def _size(folder: Path) -> int:
     return -1
 
 
-@contextmanager
-def index_read_once() -> Iterator[None]:
-    """Let torch unpickle the index of a folder only once within this scope.
+class TorchIndex:
+    """The index that torch's `FileSystemReader` returns within a scope, unpickled at most once for each folder.
 
-    For the common state torch unpickles nothing if rank 0's index is shared. Megatron requests the index four times in
+    For small objects torch unpickles nothing if rank 0's index is shared. Megatron requests the index four times in
     a load: twice for the common state, an object in the folder since core_v0.19.0 (`load_common_state_dict`,
     dist_checkpointing/serialization.py), for tensors, and for other objects (`FileSystemReader.read_metadata`,
     torch/distributed/checkpoint/filesystem.py, 2.4 to 2.15). Its own `CachedMetadataFileSystemReader` (core_v0.14.0 to
     0.16.1, later only with `--ckpt-assume-constant-structure`) keeps the index for a later save, so it gets all of it.
     """
+
+    def __init__(self, reader_class: Any, stored: FolderIndex | None) -> None:
+        self._reader_class, self._original = reader_class, reader_class.read_metadata
+        self._stored, self._reads_objects = stored, False
+        self._known: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
+
+    @contextmanager
+    def objects_only(self) -> Iterator[None]:
+        """Declare that only pickled objects are read within this scope.
+
+        Then a shared index need not be unpickled for torch, which in very large jobs takes longer than all other
+        planning of a rank (benchmarks/planning.py).
+        """
+        before, self._reads_objects = self._reads_objects, True
+        try:
+            yield
+        finally:
+            self._reads_objects = before
+
+    def read_metadata(self, reader: Any, *positional: Any, **keywords: Any) -> Any:
+        """Return the index of a reader's folder."""
+        if positional or keywords:
+            return self._original(reader, *positional, **keywords)
+        folder = str(reader.path)
+        shared = self._shared_of(Path(folder))
+        if shared is not None and self._reads_objects and type(reader) is self._reader_class:
+            with suppress(CheckpointError):  # torch meets the error again and reports it
+                if folder not in self._objects:
+                    self._objects[folder] = _of_objects(shared.index)
+                return self._objects[folder]
+        if folder not in self._known:
+            self._known[folder] = _unpickled(self._original, reader, shared)
+        return self._known[folder]
+
+    def _shared_of(self, folder: Path) -> SharedIndex | None:
+        return self._stored.shared if self._stored is not None and self._stored.is_of(folder) else None
+
+
+@contextmanager
+def index_read_once(stored: FolderIndex | None = None) -> Iterator[TorchIndex]:
+    """Let torch unpickle the index of a folder only once within this scope.
+
+    Args:
+        stored: the index of the checkpoint to load, which rank 0 may have read for this rank.
+    """
     reader: Any = import_module("torch.distributed.checkpoint").FileSystemReader
-    original = reader.read_metadata
-    known: dict[str, Any] = {}
-    objects: dict[str, Any] = {}
+    original, index = reader.read_metadata, TorchIndex(reader, stored)
 
     @functools.wraps(original)
     def read_metadata(self: Any, *positional: Any, **keywords: Any) -> Any:
-        if positional or keywords:
-            return original(self, *positional, **keywords)
-        folder = str(self.path)
-        handed = shared_index_of(Path(folder))
-        if handed is not None and reads_objects_only() and type(self) is reader:
-            with suppress(CheckpointError):  # torch meets the error again and reports it
-                if folder not in objects:
-                    objects[folder] = _of_objects(handed.index)
-                return objects[folder]
-        if folder not in known:
-            known[folder] = _unpickled(original, self, handed)
-        return known[folder]
+        return index.read_metadata(self, *positional, **keywords)
 
     reader.read_metadata = read_metadata
     try:
-        with _common_state_by_objects():
-            yield
+        with _common_state_by_objects(index):
+            yield index
     finally:
         reader.read_metadata = original
 
 
 @contextmanager
-def _common_state_by_objects() -> Iterator[None]:
+def _common_state_by_objects(index: TorchIndex) -> Iterator[None]:
     """Read the common state as an object within this scope, if Megatron stores it as one."""
     names = ("megatron.core.dist_checkpointing", "megatron.core.dist_checkpointing.serialization")
     with ExitStack() as scope:
         for module in (sys.modules[name] for name in names if name in sys.modules):
             if (load := vars(module).get(_COMMON)) is not None:
-                scope.enter_context(overridden(vars(module), **{_COMMON: objects_only()(load)}))
+                scope.enter_context(overridden(vars(module), **{_COMMON: _as_objects(index, load)}))
         yield
+
+
+def _as_objects(index: TorchIndex, load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_common_state_dict(*positional: Any, **keywords: Any) -> Any:
+        with index.objects_only():
+            return load(*positional, **keywords)
+
+    return load_common_state_dict
 
 
 def _of_objects(index: DcpIndex) -> Metadata:

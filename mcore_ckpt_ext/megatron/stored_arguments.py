@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import as_base_checkpoint, folder_to_present
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
@@ -31,12 +30,12 @@ def wrap_load_args(original: Function) -> Function:
         call = signature.bind(*positional, **keywords)
         call.apply_defaults()
         arguments = call.arguments["args"]
-        folder = folder_to_present(getattr(arguments, call.arguments["load_arg"], None), arguments)
-        if folder is None or LegacyCheckpoint.recognizes(folder):
+        session = folder_to_present(getattr(arguments, call.arguments["load_arg"], None), arguments)
+        if session is None or LegacyCheckpoint.recognizes(session.folder):
             return original(*positional, **keywords)
-        checkpoint = open_checkpoint(folder)
+        checkpoint = session.checkpoint
         state = {**checkpoint.common, "args": Namespace(**checkpoint.args)}
-        found = as_base_checkpoint(scope, with_torch_dtypes(state), folder, is_release=checkpoint.is_release)
+        found = as_base_checkpoint(scope, with_torch_dtypes(state), session.folder, is_release=checkpoint.is_release)
         with overridden(scope, _load_base_checkpoint=lambda *_, **__: found):
             return original(*positional, **keywords)
 

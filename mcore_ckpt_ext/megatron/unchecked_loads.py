@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 from mcore_ckpt_ext.collectives import agreed_here
 from mcore_ckpt_ext.errors import ResumeRefusedError, join_some
 from mcore_ckpt_ext.megatron.live.arguments import chunks_of, live_arguments
+from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.loaded_masters import MasterEvidence
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.patching.log import announce
@@ -53,7 +55,8 @@ class UncheckedLoads:
             return
         try:
             running = live_arguments(chunks, optimizer)
-            proven = prepare(folder, chunks, optimizer, running, accept_lost=ACCEPT_LOST.value).prove()
+            options = ResumeOptions(accept_lost=ACCEPT_LOST.value)
+            proven = prepare(LoadSession(folder), chunks, optimizer, running, options).prove()
         except ResumeRefusedError as error:
             refusal = ResumeRefusedError(
                 f"the optimizer's masters belong to other parameters; {_FILLED}\n  {error}\n  ",

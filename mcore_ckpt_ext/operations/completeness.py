@@ -29,7 +29,7 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import (
     no_checkpoint,
     read_tracker,
 )  # fmt: skip
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, check_plans
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex, check_plans
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 
@@ -43,14 +43,19 @@ _WITHOUT = {
 
 @dataclass(frozen=True, slots=True)
 class LocatedCheckpoint:
-    """The iteration folder to verify, or None, and the findings about its surroundings."""
+    """The iteration folder to verify, or None, the findings about its surroundings, and its index if it was used."""
 
     folder: Path | None
     findings: tuple[Finding, ...]
+    index: FolderIndex | None = None
 
 
-def find_checkpoint(path: Path) -> LocatedCheckpoint:
+def find_checkpoint(path: Path, index: FolderIndex | None = None) -> LocatedCheckpoint:
     """Return the iteration folder that a path refers to.
+
+    Args:
+        path: a run folder, or an iteration folder.
+        index: the index of the iteration folder, if something has asked for it before.
 
     Raises:
         UnreadableCheckpointError: there is no checkpoint, not even a part of one.
@@ -60,11 +65,12 @@ def find_checkpoint(path: Path) -> LocatedCheckpoint:
     if tracker := read_tracker(path / TRACKER_FILE):
         return _tracked(tracker, iterations)
     path = inner_folder(path)
-    found = format_of(path)
+    stored = index if index is not None and index.is_of(path) else FolderIndex(path)
+    found = format_of(path, stored)
     if _is_iteration(path, found):
-        return LocatedCheckpoint(path, tuple(_ahead_of_tracker(path)))
+        return LocatedCheckpoint(path, tuple(_ahead_of_tracker(path)), stored)
     if found is not None:
-        return LocatedCheckpoint(path, ())
+        return LocatedCheckpoint(path, (), stored)
     if not iterations:
         raise no_checkpoint(path)
     what = "missing, although there are iterations: no save has finished, since Megatron writes it last"
@@ -102,9 +108,10 @@ def _is_iteration(path: Path, found: Format | None) -> bool:
     return files or (found is not None and found.is_iteration)
 
 
-def check_folder(folder: Path) -> list[Finding]:
-    """Check the files without which nothing else can be checked."""
-    found = format_of(folder)
+def check_folder(stored: FolderIndex) -> list[Finding]:
+    """Check the files without which nothing else can be checked, in the folder of an index."""
+    folder = stored.folder
+    found = format_of(folder, stored)
     if found is None and not _is_iteration(folder, found):
         return [error(COMPLETE, str(folder), "the folder contains no file of a checkpoint")]
     required = _OF_UNFINISHED if found is None else found.required_files

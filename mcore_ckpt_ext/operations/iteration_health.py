@@ -10,6 +10,7 @@ from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folders, iteration_name, read_tracker
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.index_entries import METADATA_FILE
 
 
@@ -33,12 +34,15 @@ class IterationHealth:
     has_tracker: bool = True
 
 
-def iteration_health_of(run: Path, step: int | None = None, *, full: bool = False) -> IterationHealth | None:
+def iteration_health_of(
+    run: Path, step: int | None = None, index: FolderIndex | None = None, *, full: bool = False
+) -> IterationHealth | None:
     """Assess the checkpoint that a resume from a run folder would take.
 
     Args:
         run: the run folder.
         step: the iteration that the user names; None for the tracker's.
+        index: the index of that iteration, if something has asked for it before.
         full: read all bytes of the wanted iteration, and of others that may take its place.
 
     Returns:
@@ -56,27 +60,35 @@ def iteration_health_of(run: Path, step: int | None = None, *, full: bool = Fals
             "what the tracker names", (problem,), _newest_complete(iterations, full=full), (), has_tracker=False
         )
     folder = iterations.get(wanted, run / iteration_name(wanted))
-    found = format_of(folder)
+    stored = index if index is not None and index.is_of(folder) else FolderIndex(folder)
+    found = format_of(folder, stored)
     if found is not None and METADATA_FILE not in found.required_files:
         return None
-    problems = problems_of(folder, full=full)
+    problems = problems_of(folder, stored, full=full)
     later = tuple(number for number, newer in iterations.items() if number > wanted and not _is_complete(newer))
-    others = {number: path for number, path in iterations.items() if number != wanted and plain_backend(path) is None}
+    others = {
+        number: path
+        for number, path in iterations.items()
+        if number != wanted and plain_backend(FolderIndex(path)) is None
+    }
     return IterationHealth(
         f"iteration {wanted}", problems, _newest_complete(others, full=full) if problems else None, later
     )
 
 
-def problems_of(folder: Path, *, full: bool = False) -> tuple[str, ...]:
+def problems_of(folder: Path, index: FolderIndex | None = None, *, full: bool = False) -> tuple[str, ...]:
     """Return the problems of an iteration, by its files and its metadata; empty if there are none.
 
-    `full`: by all of its bytes, too.
+    Args:
+        folder: the iteration folder.
+        index: its index, if something has asked for it before.
+        full: whether to read all of its bytes, too.
 
     Raises:
         StorageError: its files cannot be read, so that nothing is known about them.
     """
     try:
-        found = verify(folder, quick=not full)
+        found = verify(folder, quick=not full, index=index)
     except UnsupportedCheckpointError:  # unsupported is not damaged
         return ()
     except ContentError as error:

@@ -20,6 +20,7 @@ from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.names import LayerSpec
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.targets import Target
 
 if TYPE_CHECKING:
@@ -35,8 +36,11 @@ def open_source(
     facts: Facts = NOTHING,
     weights: str | os.PathLike[str] | None = None,
     merge: str | os.PathLike[str] | None = None,
+    index: FolderIndex | None = None,
 ) -> CheckpointView:
     """Open the source of a conversion, under the names that the target needs.
+
+    `index`: that of the iteration folder, if something has asked for it before.
 
     Raises:
         UsageError: an option is invalid for this source.
@@ -51,7 +55,7 @@ def open_source(
                 expected="one model", where=str(path), hint="leave --weights out",
             )  # fmt: skip
         weights = merge
-    checkpoint = open_checkpoint(path, family=family, transformer_impl=spec, facts=facts, weights=weights)
+    checkpoint = open_checkpoint(path, family=family, transformer_impl=spec, facts=facts, weights=weights, index=index)
     require_weights(checkpoint)
     checkpoint = with_first_moments(checkpoint)
     if merge is not None or target.is_model_folder:

@@ -54,6 +54,7 @@ from mcore_ckpt_ext.operations.stored_tensors import check_listing, check_stored
 from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team, Workers
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checksums import Confirmed
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.manifest import read_manifest
 from mcore_ckpt_ext.storage.paths import as_path
 
@@ -70,6 +71,7 @@ def verify(
     against: str | os.PathLike[str] | None = None,
     tensors_only: bool = False,
     team: Team = ONE_PROCESS,
+    index: FolderIndex | None = None,
 ) -> Verification:
     """Verify a checkpoint.
 
@@ -87,6 +89,7 @@ def verify(
         tensors_only: compare only tensors with the manifest, since a conversion changes all files.
         team: the processes that share the reading, each with the same arguments; all return the same. Only the first
             writes a manifest.
+        index: the index of the iteration folder, if something has asked for it before.
 
     Raises:
         UsageError: options contradict each other, or facts contradict the index or the checkpoint's own description of
@@ -109,17 +112,18 @@ def verify(
     manifest = None if against is None else read_manifest(as_path(against))
     if record is not None:
         check_destination(as_path(record))
-    located = find_checkpoint(as_path(path))
+    located = find_checkpoint(as_path(path), index)
     folder = located.folder or as_path(path)
-    opens = partial(open_checkpoint, folder, facts=facts, weights=weights)
+    stored = located.index or FolderIndex(folder)
+    opens = partial(open_checkpoint, folder, facts=facts, weights=weights, index=stored)
     shared = Workers(team, workers)
     run = _Run(
-        folder, quick, shared, progress, opens, digest_tensors=record is not None or tensors_only,
+        stored, quick, shared, progress, opens, digest_tensors=record is not None or tensors_only,
         digest_files=record is not None or (against is not None and not tensors_only),
     )  # fmt: skip
     run.results.findings.extend(located.findings)
     if located.folder is not None:
-        problems = check_folder(located.folder)
+        problems = check_folder(stored)
         run.results.findings.extend(problems)
         if not problems:
             run.verify_or_note()
@@ -141,7 +145,7 @@ class _Run:
 
     def __init__(
         self,
-        folder: Path,
+        stored: FolderIndex,
         quick: bool,
         workers: Workers,
         progress: Progress,
@@ -150,7 +154,7 @@ class _Run:
         digest_tensors: bool = False,
         digest_files: bool = False,
     ) -> None:
-        self.folder, self._opens = folder, opens
+        self.folder, self._stored, self._opens = stored.folder, stored, opens
         self.results = Results()
         self.content: Content | None = None
         self.digests = Digests()
@@ -168,7 +172,7 @@ class _Run:
     def _verify(self) -> None:
         if not check_file_digests(self.folder, self.results):
             return
-        found = format_of(self.folder)
+        found = format_of(self.folder, self._stored)
         if found is not None and (listing := found.reader_class.list_tensors(self.folder)) is not None:
             self._verify_listed(listing)
             return

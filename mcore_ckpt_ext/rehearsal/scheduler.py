@@ -1,4 +1,4 @@
-"""The check of Megatron's learning rate scheduler for a resuming job's options."""
+"""Megatron's learning rate scheduler of a simulated job, as far as it compares its options with stored ones."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ _COMPARED = {
 }
 
 
-def scheduler_refusal(stored: Mapping[str, Any], running: JobArguments) -> str | None:
-    """Return why the scheduler refuses its stored state; None if it accepts it.
+class SimulatedScheduler:
+    """A scheduler that compares, and changes nothing.
 
     Source: `OptimizerParamScheduler._check_and_set` (megatron/core/optimizer_param_scheduler.py, core_v0.7.0 to 0.19.2
     and the development head of August 2026).
-
-    Args:
-        stored: its state in the checkpoint.
-        running: the arguments of the job.
     """
-    if running.raw.get("override_opt_param_scheduler") or running.raw.get("use_checkpoint_opt_param_scheduler"):
-        return None
-    for name, (key, label) in _COMPARED.items():
-        own = running.raw.get(name)
-        if own is not None and key in stored and own != stored[key]:
-            return (
-                f"Megatron's scheduler refuses another {label}, {own} instead of {stored[key]}, without "
-                "--override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
-            )
-    return None
+
+    def __init__(self, running: JobArguments) -> None:
+        """Args: the arguments of the job."""
+        self._settings = running.raw
+
+    def load_state_dict(self, stored: Mapping[str, Any]) -> None:
+        """Compare a stored state, as Megatron's scheduler does unless a flag selects one of the two.
+
+        Raises:
+            AssertionError: a value differs, as there.
+        """
+        settings = self._settings
+        if settings.get("override_opt_param_scheduler") or settings.get("use_checkpoint_opt_param_scheduler"):
+            return
+        for name, (key, label) in _COMPARED.items():
+            live = settings.get(name)
+            if live is not None and key in stored and live != stored[key]:
+                raise AssertionError(f"another {label}, {live} instead of {stored[key]}")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 
 from mcore_ckpt_ext.errors import ContentError
-from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.megatron.live.master_check import prove
 from mcore_ckpt_ext.megatron.live.planning import plan_rank
+from mcore_ckpt_ext.megatron.live.resume import Resume
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.operations.workers import Team
 from mcore_ckpt_ext.optimizers.groups import Group
@@ -20,7 +20,6 @@ from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
 from mcore_ckpt_ext.rehearsal.ranks import Held, SimulatedJob, SimulatedShard
 from mcore_ckpt_ext.transfer import read_wanted
 
-PLANNING, PROVING = "planning the resume", "proving the masters against the weights"
 _SAMPLE = 1024
 _BLOCK = 1 << 24
 
@@ -52,16 +51,14 @@ class Shares:
     def __init__(
         self,
         job: SimulatedJob,
-        checkpoint: CheckpointView,
+        resume: Resume,
         groups: Sequence[Sequence[Group]],
         ranks: DataParallelRanks,
-        *,
-        own_bounds: bool,
         team: Team,
     ) -> None:
         """`team`: the processes that share the parts; each gets the same result."""
-        self._job, self._checkpoint, self._groups, self._ranks = job, checkpoint, groups, ranks
-        self._own_bounds, self._team = own_bounds, team
+        self._job, self._resume, self._groups, self._ranks = job, resume, groups, ranks
+        self._checkpoint, self._team = resume.checkpoint, team
         self._figures = Figures()
 
     @property
@@ -69,7 +66,7 @@ class Shares:
         """The counts of all processes together."""
         return reduce(Figures.together, self._team.gather(self._figures))
 
-    def plan(self) -> None:
+    def plan(self, phase: str) -> None:
         """Plan the reads of all shards; a part that several ranks have is planned once.
 
         Data-parallel ranks have disjoint pieces that together form a part, so a plan for the part covers all of them.
@@ -92,7 +89,7 @@ class Shares:
                     self._count(alike, copies)
 
         self._team.all(work)
-        self._refuse_any(PLANNING, wrong, self._plan)
+        self._refuse_any(phase, wrong, self._plan)
 
     def find_weights(self) -> None:
         """Plan the reads of all weights that some rank loads.
@@ -124,7 +121,7 @@ class Shares:
             except ContentError as error:
                 raise RefusedError(error, is_verbatim=False) from error
 
-    def prove(self, *, full: bool) -> None:
+    def prove(self, phase: str, *, full: bool) -> None:
         """Compare masters with their weights: all of them, or the first ones of every part.
 
         Raises:
@@ -146,7 +143,7 @@ class Shares:
                         wrong.append((pipeline, number))
 
         self._team.all(work)
-        self._refuse_any(PROVING, wrong, self._prove)
+        self._refuse_any(phase, wrong, self._prove)
 
     def _stages(self) -> Iterator[tuple[int, list[Held]]]:
         for pipeline in range(self._job.layout.pipeline):
@@ -166,7 +163,7 @@ class Shares:
 
     def _plan(self, shards: Sequence[SimulatedShard]) -> int:
         """Plan shards, and return the number of bytes to read."""
-        plan = plan_rank(self._checkpoint, shards, self._groups, self._job.arguments, own_bounds=self._own_bounds)
+        plan = plan_rank(self._resume, shards, self._groups)
         return sum(one.bytes_read for one in plan.reading.plans)
 
     def _is_refused(self, one: Held) -> bool:

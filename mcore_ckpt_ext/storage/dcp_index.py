@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -93,56 +92,54 @@ class SharedIndex:
         return _parsed(self.data, self.folder / METADATA_FILE)
 
 
-_SHARED_INDEX: ContextVar[SharedIndex | None] = ContextVar("mcore_ckpt_ext_shared_index", default=None)
+class FolderIndex:
+    """The index of one folder, read and parsed once, by whoever asks for it first.
 
-
-@contextmanager
-def using_index(index: SharedIndex | None) -> Iterator[None]:
-    """Use an index within this scope instead of reading it from its folder; None has no effect."""
-    token = _SHARED_INDEX.set(index)
-    try:
-        yield
-    finally:
-        _SHARED_INDEX.reset(token)
-
-
-def shared_index_of(folder: Path) -> SharedIndex | None:
-    """Return the shared index of a folder; None if there is none in this scope."""
-    found = _SHARED_INDEX.get()
-    return found if found is not None and found.folder.resolve() == folder.resolve() else None
-
-
-_OBJECTS_ONLY: ContextVar[bool] = ContextVar("mcore_ckpt_ext_objects_only", default=False)
-
-
-@contextmanager
-def objects_only() -> Iterator[None]:
-    """Declare that only pickled objects are read within this scope.
-
-    Then a shared index need not be unpickled for torch, which in very large jobs takes longer than all other planning
-    of a rank (benchmarks/planning.py).
+    Attributes:
+        folder: the iteration folder.
+        shared: the index that another rank has read for this one; None if this rank reads it.
+        is_checked: whether the digests of the folder's small files have been compared.
     """
-    token = _OBJECTS_ONLY.set(True)
-    try:
-        yield
-    finally:
-        _OBJECTS_ONLY.reset(token)
 
+    def __init__(self, folder: Path, shared: SharedIndex | None = None) -> None:
+        self.folder, self.shared = folder, shared
+        self.is_checked = shared is not None  # the other rank has compared them
+        self._below: dict[str, FolderIndex] = {}
 
-def reads_objects_only() -> bool:
-    """Return True inside `objects_only()`."""
-    return _OBJECTS_ONLY.get()
+    def is_of(self, folder: Path) -> bool:
+        """Return whether this is the index of a folder."""
+        return self.folder == folder or self.folder.resolve() == folder.resolve()
+
+    @cached_property
+    def content(self) -> DcpIndex:
+        """The parsed index; raises as `read_index` does."""
+        return read_index(self.folder) if self.shared is None else self.shared.index
+
+    @cached_property
+    def digest(self) -> str | None:
+        """The digest of the index; None if it cannot be read."""
+        return digest_of_index(self.folder) if self.shared is None else self.shared.digest
+
+    def unshared(self) -> FolderIndex:
+        """Return this index for this rank alone: what is parsed stays, the bytes for other ranks go."""
+        alone = FolderIndex(self.folder)
+        alone.is_checked = self.is_checked
+        if self.shared is not None and "index" in vars(self.shared):
+            vars(alone).update(content=self.shared.index, digest=self.shared.digest)
+        return alone
+
+    def below(self, name: str) -> FolderIndex:
+        """Return the index of a subfolder."""
+        return self._below.setdefault(name, FolderIndex(self.folder / name))
 
 
 def read_index(folder: Path) -> DcpIndex:
-    """Read `.metadata` of an iteration folder, or use its shared index.
+    """Read `.metadata` of an iteration folder; see `FolderIndex`, which reads it once.
 
     Raises:
         UnreadableCheckpointError: the index is missing, damaged, or contradicts itself.
         UnsupportedCheckpointError: the records are compressed.
     """
-    if (found := shared_index_of(folder)) is not None:
-        return found.index
     path = folder / METADATA_FILE
     with _damage_reported(path):
         data = _file(folder)
@@ -165,9 +162,7 @@ def index_digest(data: bytes) -> str:
 
 
 def digest_of_index(folder: Path) -> str | None:
-    """Return the digest of the index, or shared index, of an iteration folder; None if it cannot be read."""
-    if (found := shared_index_of(folder)) is not None:
-        return found.digest
+    """Return the digest of the index of an iteration folder; None if it cannot be read."""
     with suppress(OSError):
         return index_digest(read_file(folder, METADATA_FILE, INDEX_BYTES))
     return None

@@ -17,8 +17,9 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.additive_checksum import written
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, Sidecar
 from mcore_ckpt_ext.megatron.load_decision import packs_otherwise
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, SharedIndex, digest_of_index, using_index
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex, SharedIndex, digest_of_index
 from tests.harness.checkpoints import Fixture, everything_in, fixture_named
 from tests.harness.damage import recorded_digests
 from tests.harness.jobs import differing
@@ -75,10 +76,10 @@ def test_a_published_sidecar_is_bound_to_its_index(remainders: Fixture) -> None:
 
 def test_the_index_may_be_handed_over_without_its_plans(remainders: Fixture) -> None:
     data = (remainders.iteration / METADATA_FILE).read_bytes()
-    with using_index(SharedIndex(remainders.iteration, data).without_plans()):
-        assert find_sidecar(remainders.iteration).sidecar is not None
-    with using_index(SharedIndex(remainders.iteration, data + b"x")):
-        assert find_sidecar(remainders.iteration).sidecar is None
+    handed = SharedIndex(remainders.iteration, data).without_plans()
+    assert find_sidecar(FolderIndex(remainders.iteration, handed)).sidecar is not None
+    handed = SharedIndex(remainders.iteration, data + b"x")
+    assert find_sidecar(FolderIndex(remainders.iteration, handed)).sidecar is None
 
 
 @pytest.mark.parametrize("way", STALE)
@@ -124,10 +125,10 @@ def test_damage_is_not_mistaken_for_a_stale_sidecar(remainders: Fixture) -> None
 def test_a_live_order_is_not_compared_with_a_stale_one(remainders: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     monkeypatch.setattr(Sidecar, "order", lambda self: read.append("order") or {})
-    packs_otherwise(remainders.iteration, list, None)
+    packs_otherwise(LoadSession(remainders.iteration), list, None)
     assert read == ["order"]
     edit(remainders, lambda content: content.update(index="0" * 32))
-    assert not packs_otherwise(remainders.iteration, list, None)
+    assert not packs_otherwise(LoadSession(remainders.iteration), list, None)
     assert read == ["order"]
 
 

@@ -11,7 +11,8 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 
 from mcore_ckpt_ext.errors import ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.megatron import random_states
+from mcore_ckpt_ext.megatron import load_session
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.random_states import grids_in, lacks_requested_states, with_live_random_states
 from tests.harness.checkpoints import fixture_named
 from tests.harness.replacing import replaced
@@ -40,18 +41,18 @@ def rank_process(rank: int, store: Path, answers: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     opened = []
 
-    def open_here(folder: Path) -> Any:
+    def open_here(folder: Path, **options: Any) -> Any:
         opened.append(folder.name)
         if folder.name == "denied":
             raise PermissionError("permission denied")
-        return open_checkpoint(folder)
+        return open_checkpoint(folder, **options)
 
     run, found = fixture_named("p49").run, []
     for folder, grid in ((run, (2, 2)), (run, (1, 4)), (run, None), (run.with_name("denied"), (2, 2))):
         request = {"rng_state": ShardedObject("rng_state", ["live"], grid, (0, 0))} if grid and rank == 1 else {}
         try:
-            with replaced(random_states, open_checkpoint=open_here):
-                found.append(str(lacks_requested_states(folder, request)))
+            with replaced(load_session, open_checkpoint=open_here):
+                found.append(str(lacks_requested_states(LoadSession(folder), request)))
         except ResumeRefusedError as error:
             found.append(str(error))
     answers.put((rank, opened, found))

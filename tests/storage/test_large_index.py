@@ -27,7 +27,7 @@ from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.plan import TargetSlice
 from mcore_ckpt_ext.storage import dcp_index, safe_pickle
-from mcore_ckpt_ext.storage.dcp_index import SharedIndex, objects_only, read_index, using_index
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex, SharedIndex, read_index
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredChunk
 from tests.harness.checkpoints import fixture_named
@@ -130,21 +130,21 @@ def test_a_shared_index_is_parsed_once_and_only_for_its_folder(tmp_path: Path) -
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "other" / ".metadata").write_bytes(content)
-    with using_index(SharedIndex(tmp_path / "one", content)):
-        found = read_index(tmp_path / "other" / ".." / "one")
-        assert found is read_index(tmp_path / "one")
-        assert found.arrays.keys() == {"buffer"}
-        assert read_index(tmp_path / "other") is not found
+    stored = FolderIndex(tmp_path / "one", SharedIndex(tmp_path / "one", content))
+    assert stored.is_of(tmp_path / "other" / ".." / "one")
+    assert not stored.is_of(tmp_path / "other")
+    found = stored.content
+    assert found is stored.content
+    assert found.arrays.keys() == {"buffer"}
+    assert stored.unshared().content is found
+    assert FolderIndex(tmp_path / "other").content is not found
     with pytest.raises(UnreadableCheckpointError, match="cannot be read"):
         read_index(tmp_path / "one")
 
 
 def test_a_damaged_shared_index_is_refused_by_its_file_name(tmp_path: Path) -> None:
-    with (
-        using_index(SharedIndex(tmp_path, b"no index")),
-        pytest.raises(CheckpointError, match=re.escape(str(tmp_path / ".metadata"))),
-    ):
-        read_index(tmp_path)
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / ".metadata"))):
+        _ = FolderIndex(tmp_path, SharedIndex(tmp_path, b"no index")).content
 
 
 def test_an_index_shared_by_another_rank_is_parsed_and_lacks_the_plans(
@@ -286,8 +286,8 @@ def test_torch_reads_objects_without_unpickling_a_shared_index(tmp_path: Path, m
     assert handed.index.objects.keys() == {"common.iteration"}
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemReader, "read_metadata", unpickled)
-        with index_shared(handed):
-            with objects_only():
+        with index_read_once(FolderIndex(folder, handed)) as index:
+            with index.objects_only():
                 assert objects_of(folder) == 7
             with pytest.raises(CheckpointException):  # torch 2.9 does not give the reason
                 objects_of(folder)
@@ -303,7 +303,7 @@ def test_megatron_reads_the_common_state_without_unpickling_a_shared_index(
     expected = before(str(folder))
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemReader, "read_metadata", unpickled)
-        with index_shared(SharedIndex(folder, data)):
+        with index_shared(FolderIndex(folder, SharedIndex(folder, data))):
             found = dist_checkpointing.load_common_state_dict(str(folder))
             also = sys.modules["megatron.core.dist_checkpointing.serialization"].load_common_state_dict(str(folder))
     assert found.keys() == also.keys() == expected.keys()
@@ -314,8 +314,8 @@ def test_megatron_reads_the_common_state_without_unpickling_a_shared_index(
 def test_torch_gets_all_else_as_it_is_stored(tmp_path: Path) -> None:
     data, folder = with_object(tmp_path)
     state = {"buffer": torch.zeros(6), "common": {"iteration": 0}}
-    with index_shared(SharedIndex(folder, data).without_plans()):
-        with objects_only():
+    with index_read_once(FolderIndex(folder, SharedIndex(folder, data).without_plans())) as index:
+        with index.objects_only():
             assert objects_of(folder) == 7
         torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(folder))
     assert state["buffer"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -325,8 +325,8 @@ def test_a_damaged_shared_index_is_left_to_torch(tmp_path: Path) -> None:
     _, folder = with_object(tmp_path)
     (folder / ".metadata").write_bytes(b"no index")
     with (
-        index_shared(SharedIndex(folder, b"no index")),
-        objects_only(),
+        index_read_once(FolderIndex(folder, SharedIndex(folder, b"no index"))) as index,
+        index.objects_only(),
         pytest.raises(CheckpointException, match="UnpicklingError|metadata"),
     ):
         objects_of(folder)
@@ -338,8 +338,9 @@ def test_a_reader_that_keeps_its_data_for_a_later_save_gets_all(tmp_path: Path) 
 
     data, folder = with_object(tmp_path)
     known = pickle.loads(data)
-    with index_shared(SharedIndex(folder, data).without_plans()), index_read_once():
-        with objects_only():
+    stored = FolderIndex(folder, SharedIndex(folder, data).without_plans())
+    with index_shared(stored), index_read_once(stored) as index:
+        with index.objects_only():
             assert FileSystemReader(folder).read_metadata().state_dict_metadata.keys() == {"common.iteration"}
             kept = Keeping(folder).read_metadata()
         also = FileSystemReader(folder).read_metadata()
@@ -354,7 +355,7 @@ def test_torch_sees_no_plans_in_an_index_shared_without_them(tmp_path: Path) -> 
     (tmp_path / ".metadata").write_bytes(data)
     reader = FileSystemReader(tmp_path)
     assert reader.read_metadata().all_local_plans == [1, 2]
-    with index_shared(SharedIndex(tmp_path, data).without_plans()):
+    with index_shared(FolderIndex(tmp_path, SharedIndex(tmp_path, data).without_plans())):
         found = reader.read_metadata()
         assert not hasattr(found, "all_local_plans")
         assert found.state_dict_metadata == pickle.loads(data).state_dict_metadata

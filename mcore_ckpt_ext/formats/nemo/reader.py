@@ -19,7 +19,7 @@ from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.loops.nemo import PREFIX, WEIGHTS
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, read_index
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 # Lightning's counter of steps (`dump_checkpoint`, its trainer's checkpoint connector).
@@ -38,7 +38,7 @@ class NemoCheckpoint(TorchDistCheckpoint):
 
     @override
     def _read_index(self) -> DcpIndex:
-        index = read_index(self.folder)
+        index = self.folder_index.content
         arrays = {key: replace(array, key=key) for key, array in _renamed(index.arrays).items()}
         return replace(
             index, arrays=arrays, objects=_renamed(index.objects), natural_shapes=_renamed(index.natural_shapes)

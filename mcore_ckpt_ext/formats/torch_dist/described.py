@@ -41,6 +41,7 @@ from mcore_ckpt_ext.job.loops.verl import STEP
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.overlay_reader import OverlayReader
 from mcore_ckpt_ext.transfer import Transfer
@@ -69,7 +70,7 @@ class DescribedCheckpoint(FormatReader):
     @classmethod
     @override
     def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
-        return cls(folder, options.order_sources, options.facts)
+        return cls(folder, options.order_sources, options.facts, index=options.index)
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class DescribedCheckpoint(FormatReader):
         *,
         external: ExternalModel | None = None,
         opened: Self | None = None,
+        index: FolderIndex | None = None,
     ) -> None:
         """Open a folder.
 
@@ -88,11 +90,13 @@ class DescribedCheckpoint(FormatReader):
             facts: properties of the job that the user passes, for a checkpoint without Megatron's arguments.
             external: the model, if the weights are not in the checkpoint.
             opened: the same checkpoint, opened without `external`; its index and common state are reused.
+            index: the folder's index, if something has asked for it before.
 
         Raises:
             UsageError: facts are passed for a checkpoint with arguments, or contradict the checkpoint.
         """
         super().__init__(folder, order_sources)
+        self.folder_index = opened.folder_index if opened is not None else index or self.folder_index
         self._facts, self._external, self._opened = facts, external or ExternalModel(), opened
         self._weights_source = self._external.checkpoint
         self._source_weights: WeightsView | None = None

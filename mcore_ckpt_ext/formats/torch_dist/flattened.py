@@ -31,7 +31,7 @@ from mcore_ckpt_ext.formats.unread_state import (
 from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.optimizers.table import format_name
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.dcp_index import read_index
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 
 MODEL = "model."
@@ -46,7 +46,12 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
     @classmethod
     @override
     def recognizes(cls, folder: Path) -> bool:
-        return plain_backend(folder) == cls.format or is_finished(folder, cls.format)
+        return is_finished(folder, cls.format)
+
+    @classmethod
+    @override
+    def recognizes_index(cls, stored: FolderIndex) -> bool:
+        return plain_backend(stored) == cls.format
 
     @override
     def stored_parts(self) -> Iterator[StoredPart]:
@@ -60,7 +65,7 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
     @cached_property
     @override
     def stored_index(self) -> DcpIndex:
-        return read_index(self.folder)
+        return self.folder_index.content
 
     @override
     def _read_common(self) -> dict[str, Any]:

@@ -47,7 +47,6 @@ from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognised
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.dcp_index import read_index
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -96,7 +95,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @override
     def _read_index(self) -> DcpIndex:
-        return read_index(self.folder)
+        return self.folder_index.content
 
     @property
     def stored_index(self) -> DcpIndex:

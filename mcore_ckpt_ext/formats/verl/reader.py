@@ -6,7 +6,6 @@ Source: verl/utils/checkpoint/megatron_checkpoint_manager.py of verl 0.9.1 (`mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_OBJECT, TorchDistCheckpoint
 from mcore_ckpt_ext.job.loops.verl import DISTRIBUTED
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, read_index
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredObject
 
@@ -42,7 +41,7 @@ class VerlCheckpoint(TorchDistCheckpoint):
         objects: dict[str, StoredObject] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for part in _parts(self.folder):
-            index = read_index(self.folder / part)
+            index = self.folder_index.below(part).content
             arrays |= {key: _below(part, array) for key, array in index.arrays.items()}
             shapes |= index.natural_shapes
             found = {key: place._replace(file=f"{part}/{place.file}") for key, place in index.objects.items()}
@@ -53,12 +52,8 @@ class VerlCheckpoint(TorchDistCheckpoint):
     def _read_common(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for part in _parts(self.folder):
-            found |= _common(self.folder / part)
+            found |= TorchDistCheckpoint(self.folder / part, index=self.folder_index.below(part)).common
         return found
-
-
-def _common(folder: Path) -> Mapping[str, Any]:
-    return TorchDistCheckpoint(folder).common
 
 
 def _below(part: str, array: StoredArray) -> StoredArray:

@@ -14,26 +14,29 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from mcore_ckpt_ext.collectives import agreed_here, gather, rank_and_size, text_of
+from mcore_ckpt_ext.collectives import gather, text_of
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.differences import SAME_MODEL
-from mcore_ckpt_ext.megatron.live.compatibility import check_lost, verify_checksums
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.megatron.live.job_ranks import perform
+from mcore_ckpt_ext.megatron.live.phases import Phase, Who
+from mcore_ckpt_ext.megatron.live.planning import CHECKSUMS, LOST_STATE, RECORDED_DIGESTS
+from mcore_ckpt_ext.megatron.live.resume import Resume, ResumeOptions
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import VirtualStorageReader
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.operations.block_reader import BlockReader
-from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.settings import ACCEPT_LOST, VERIFY_ALL
@@ -61,9 +64,11 @@ class DcpStorageAdapter(ABC):
     checkpoint: CheckpointView
     arguments: Any
 
-    def __init__(self, folder: Path, checkpoint: CheckpointView) -> None:
-        self._folder = folder
+    def __init__(self, session: LoadSession, checkpoint: CheckpointView, running: JobArguments) -> None:
+        self._folder = session.folder
         self.checkpoint = checkpoint
+        self.resume = Resume(session, running, ResumeOptions(VERIFY_ALL.value, ACCEPT_LOST.value))
+        self.resume.opened = checkpoint
         self._filler = BlockReader(checkpoint, ACCEPT_LOST.value)
         self._reader: VirtualStorageReader | None = None
         self._fills_optimizer = False
@@ -153,24 +158,21 @@ class DcpStorageAdapter(ABC):
         live = {key: value for key, value in planner.state_dict.items() if isinstance(value, torch.Tensor)}
         others = planner.state_dict.keys() - live.keys()
         every = {key for keys in gather(sorted(live)) for key in keys}
-
-        def plan() -> VirtualStorageReader:
-            reader = self._planned(live, others, every)
-            self.complete(state_dict)
-            return reader
-
-        planned = agreed_here("planning the resume", plan, "nothing of the checkpoint is written yet")
-        self._reader = planned
+        self._fills_optimizer = any(
+            key.startswith("optimizer.") and self.is_wanted(key, is_tensor=True) for key in every
+        )
+        of_optimizer = (_STORED_OPTIMIZER, LOST_STATE, RECORDED_DIGESTS) if self._fills_optimizer else ()
+        perform((_STEP, CHECKSUMS, *of_optimizer, _PLAN), self.resume, _Request(self, state_dict, live, others, every))
         try:
-            load(state_dict, planned, planner=DefaultLoadPlanner(allow_partial_load=True))
+            load(state_dict, self._reader, planner=DefaultLoadPlanner(allow_partial_load=True))
         except CheckpointException as error:
             raise ResumeRefusedError(
                 "mcore_ckpt_ext refused while reading the model and the optimizer; they are partly written: do not "
                 f"train on, start again\n  {text_of(error)}"
             ) from error
 
-    def _planned(self, live: Mapping[str, torch.Tensor], others: Set[str], every: Set[str]) -> VirtualStorageReader:
-        """Return the storage reader for the request of this rank.
+    def plan(self, live: Mapping[str, torch.Tensor], others: Set[str], every: Set[str]) -> None:
+        """Plan the reads for the request of this rank.
 
         Args:
             live: the tensors by key.
@@ -180,14 +182,6 @@ class DcpStorageAdapter(ABC):
         Raises:
             CheckpointError: the checkpoint does not fit the job.
         """
-        check_step(self.checkpoint)
-        if VERIFY_ALL.value:
-            verify_checksums(self.checkpoint, *rank_and_size())
-        self._fills_optimizer = any(
-            key.startswith("optimizer.") and self.is_wanted(key, is_tensor=True) for key in every
-        )
-        if self._fills_optimizer:
-            self._check_optimizer()
         arrays, objects = self.arrays(), self.objects()
         self.check_used(arrays, every)
         requested = [key for key in live if self.is_wanted(key, is_tensor=True) or key in arrays]
@@ -198,19 +192,8 @@ class DcpStorageAdapter(ABC):
                     "the job has state that the checkpoint lacks", where=f"{key}, {self._folder}",
                     hint="resume with the model and optimizer arguments that the checkpoint was written with",
                 )  # fmt: skip
-        return VirtualStorageReader(
-            {key: self._fitted(arrays[key], live[key]) for key in requested}, objects, self._filler
-        )
-
-    def _check_optimizer(self) -> None:
-        if self.checkpoint.optimizer_format is None:
-            raise ModelMismatchError(
-                "the checkpoint has no optimizer state", where=str(self._folder), hint="resume with --finetune"
-            )
-        if not ACCEPT_LOST.value:
-            check_lost(self.checkpoint)
-        for buffers in self.checkpoint.optimizer.buffers:
-            check_digests(buffers, str(self._folder), rank_and_size())
+        fitted = {key: self._fitted(arrays[key], live[key]) for key in requested}
+        self._reader = VirtualStorageReader(fitted, objects, self._filler)
 
     def _fitted(self, array: FsdpArray, live: torch.Tensor) -> FsdpArray:
         """Return an array in the shape of the live tensor: the padding of the vocabulary may differ.
@@ -233,6 +216,37 @@ class DcpStorageAdapter(ABC):
                 hint=SAME_MODEL,
             )  # fmt: skip
         return replace(array, shape=shape, tensor=replace(array.tensor, shape=shape)) if may_pad else array
+
+
+class _Request(NamedTuple):
+    """What this rank's job requests of a checkpoint; the arguments of `DcpStorageAdapter.plan`."""
+
+    adapter: DcpStorageAdapter
+    state_dict: Mapping[str, Any]
+    live: Mapping[str, torch.Tensor]
+    others: Set[str]
+    every: Set[str]
+
+    def plan(self) -> None:
+        self.adapter.plan(self.live, self.others, self.every)
+        self.adapter.complete(self.state_dict)
+
+
+def _check_stored_optimizer(resume: Resume) -> None:
+    if resume.checkpoint.optimizer_format is None:
+        raise ModelMismatchError(
+            "the checkpoint has no optimizer state", where=str(resume.session.folder), hint="resume with --finetune"
+        )
+
+
+_STEP = Phase(
+    "planning the resume",
+    Who.EVERY_RANK,
+    lambda resume: check_step(resume.checkpoint),
+    consequence="nothing of the checkpoint is written yet",
+)
+_STORED_OPTIMIZER = Phase("planning the resume", Who.EVERY_RANK, _check_stored_optimizer)
+_PLAN = Phase("planning the resume", Who.EACH_RANK, lambda resume, request: request.plan())
 
 
 def _no_files(*_: Any, **__: Any) -> Any:

@@ -27,6 +27,7 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import complete
 from mcore_ckpt_ext.megatron.live.model import Chunks, live_parameters
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.new_tokens import (
     initialization_kept,
     keeps_initialization,
@@ -154,7 +155,7 @@ def start_from(scope: Scope, folder: Path, chunks: Chunks, optimizer: Any, stock
         return checkpoint.view
 
     exists = overridden(scope, checkpoint_exists=lambda path: path is not None and Path(path) == folder)
-    with exists, presented(scope, folder, chunks, opened), initialization_kept(chunks, new, optimizer):
+    with exists, presented(scope, LoadSession(folder), chunks, opened), initialization_kept(chunks, new, optimizer):
         result = stock()
     grown = f"; {kept_message(new)}" if new else ""
     left = f"; left out: {'; '.join(left_out)}" if left_out else ""

@@ -27,9 +27,8 @@ import torch
 from mcore_ckpt_ext.collectives import agreed
 from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.backend import is_finished
-from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
-from mcore_ckpt_ext.formats.plain_dcp import plain_backend
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint
+from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_FILE
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.zarr.reader import NAME as ZARR
@@ -39,6 +38,7 @@ from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for
 from mcore_ckpt_ext.megatron.live.extra_states import FoundStates, states_for
 from mcore_ckpt_ext.megatron.live.model import Chunks, LiveParameter, live_names, live_parameters, model_tensors
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.model_space.names import is_extra_state
@@ -56,14 +56,30 @@ _FOLLOWS_LAYOUT = (
 )  # fmt: skip
 
 
-def folder_to_present(directory: str | None, arguments: Any) -> Path | None:
-    """Return the iteration folder that Megatron would load, if stock may be unable to load it; else None."""
+def must_be_presented(
+    session: LoadSession, arguments: Any, version: tuple[int, int], *, reads_zarr: Callable[[], bool]
+) -> bool:
+    """Return True if stock Megatron may be unable to load a checkpoint by itself, by the traits of its format.
+
+    Args:
+        session: the load.
+        arguments: Megatron's arguments of the job that loads.
+        version: the version of its Megatron Core.
+        reads_zarr: returns True if it reads zarr.
+    """
+    stored = format_of(session.folder, session.index)
+    if stored is None or stored.reader_class.is_loaded_as_stored:
+        return lacks_common_file(session.folder, version)
+    return not reads_zarr() if stored.name == ZARR else stored.name != arguments.ckpt_format
+
+
+def folder_to_present(directory: str | None, arguments: Any) -> LoadSession | None:
+    """Begin the load of the folder that Megatron would take, if stock may be unable to load it; else None."""
     folder = folder_named(directory, arguments)
-    if folder is None or LegacyCheckpoint.recognizes(folder):
-        return folder
-    plain = plain_backend(folder)
-    foreign = (is_finished(folder, ZARR) and not _reads_zarr()) or plain not in (None, arguments.ckpt_format)
-    return folder if foreign or lacks_common_file(folder, megatron_version()) else None
+    session = None if folder is None else LoadSession(folder)
+    if session is None or not must_be_presented(session, arguments, megatron_version(), reads_zarr=reads_zarr):
+        return None
+    return session
 
 
 def lacks_common_file(folder: Path, version: tuple[int, int]) -> bool:
@@ -72,30 +88,30 @@ def lacks_common_file(folder: Path, version: tuple[int, int]) -> bool:
     return requires and is_finished(folder, TORCH_DIST) and not (folder / COMMON_FILE).exists()
 
 
-def _reads_zarr() -> bool:
+def reads_zarr() -> bool:
     """Return True if Megatron has its zarr strategy (until core_v0.16.0, faa6037b) and zarr is installed."""
     strategies = import_module("megatron.core.dist_checkpointing.strategies")
     return find_spec(f"{strategies.__name__}.zarr") is not None and find_spec("zarr") is not None
 
 
-def changes_of(folder: Path, arguments: Any, version: tuple[int, int]) -> list[str]:
-    """Return the reasons why stock Megatron cannot load the checkpoint in a folder; empty if it can.
+def changes_of(session: LoadSession, arguments: Any, version: tuple[int, int]) -> list[str]:
+    """Return the reasons why stock Megatron cannot load a checkpoint; empty if it can.
 
     For a legacy checkpoint: the arguments that differ from those of a checkpoint of the running layout.
 
     Args:
-        folder: the iteration folder.
+        session: the load.
         arguments: Megatron's arguments of the job that loads.
         version: the version of its Megatron Core.
 
     Raises:
         CheckpointError: the checkpoint is unreadable.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = session.checkpoint
     try:
         if not checkpoint.format_reader.loading.by_rank:
             later = f", written by Megatron {STORES_COMMON_STATE_AS_OBJECT.since} or later"
-            return [f"the format {checkpoint.format}{later if lacks_common_file(folder, version) else ''}"]
+            return [f"the format {checkpoint.format}{later if lacks_common_file(session.folder, version) else ''}"]
         changes = placement_changes(checkpoint.arguments, JobArguments.of(vars(arguments)))
         # Without it the optimizer's state is in none of the files that the distributed optimizer would open.
         written = checkpoint.arguments.use_distributed_optimizer
@@ -119,15 +135,16 @@ def load_weights_alone(scope: Scope, directory: str | None, chunks: Chunks, stoc
     arguments = scope["get_args"]()
 
     def inspect_here() -> Path | None:
-        folder = folder_to_present(directory, arguments)
-        return folder if folder is not None and changes_of(folder, arguments, megatron_version()) else None
+        here = folder_to_present(directory, arguments)
+        return here.folder if here is not None and changes_of(here, arguments, megatron_version()) else None
 
     folder = agreed("looking at the checkpoint", inspect_here)[0]
     if folder is None:
         return stock()
-    with presented(scope, folder, chunks):
+    session = LoadSession(folder)
+    with presented(scope, session, chunks):
         result = stock()
-    form = "legacy" if LegacyCheckpoint.recognizes(folder) else open_checkpoint(folder).format
+    form = session.checkpoint.format
     announce(f"weights of the {form} checkpoint {folder} divided for the running layout; random state is reinitialized")
     return result
 
@@ -135,7 +152,7 @@ def load_weights_alone(scope: Scope, directory: str | None, chunks: Chunks, stoc
 @contextmanager
 def presented(
     scope: Scope,
-    folder: Path,
+    session: LoadSession,
     chunks: Chunks,
     opened: Callable[[set[str]], Checkpoint] | None = None,
 ) -> Iterator[None]:
@@ -143,9 +160,9 @@ def presented(
 
     Args:
         scope: the globals of Megatron's checkpointing module.
-        folder: the checkpoint's folder.
+        session: the load.
         chunks: the unwrapped model chunks.
-        opened: opens the checkpoint, given the names of the live model over all ranks; by default `open_checkpoint`.
+        opened: opens the checkpoint, given the names of the live model over all ranks; by default the session's.
 
     Raises:
         ResumeRefusedError: on every rank, if some rank's part is unavailable.
@@ -157,7 +174,7 @@ def presented(
     releases: list[bool] = []
 
     def cut() -> tuple[int, int]:
-        checkpoint = opened(live) if opened is not None else open_checkpoint(folder)
+        checkpoint = opened(live) if opened is not None else session.checkpoint
         found, missing, unknown = _rank_state(checkpoint, chunks, arguments, live)
         state.update(found)
         releases.append(checkpoint.is_release)
@@ -175,7 +192,7 @@ def presented(
     def load_base_checkpoint(*_: Any, **__: Any) -> tuple[Any, ...]:
         if "set_loaded_iteration" in scope:  # since 0.16
             scope["set_loaded_iteration"](state["iteration"])
-        return as_base_checkpoint(scope, state, folder, is_release=releases[0])
+        return as_base_checkpoint(scope, state, session.folder, is_release=releases[0])
 
     with overridden(scope, _load_base_checkpoint=load_base_checkpoint), overridden(vars(arguments), no_load_rng=True):
         yield

@@ -19,6 +19,7 @@ from mcore_ckpt_ext.job.differences import SAME_MODEL
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.load_decision import explain
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.running_version import megatron_version
@@ -33,11 +34,12 @@ def is_of_fsdp(arguments: Any) -> bool:
     return arguments.ckpt_format == FSDP_DTENSOR and bool(getattr(arguments, "use_megatron_fsdp", False))
 
 
-def load_into_fsdp(scope: Scope, directory: str | None, stock: Callable[[], Any]) -> Any:
+def load_into_fsdp(scope: Scope, session: LoadSession, directory: str | None, stock: Callable[[], Any]) -> Any:
     """Load into a job of Megatron-FSDP: by stock, or other formats through a `VirtualStorageReader`.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
+        session: the load.
         directory: the run folder.
         stock: calls the original with all its arguments.
 
@@ -50,16 +52,18 @@ def load_into_fsdp(scope: Scope, directory: str | None, stock: Callable[[], Any]
         folder = folder_named(directory, arguments)
         if folder is None:
             return None
-        return folder, decide(LoadFacts(Loop.MEGATRON_FSDP, is_own_format=plain_backend(folder) == FSDP_DTENSOR))
+        is_own = plain_backend(session.for_folder(folder).index) == FSDP_DTENSOR
+        return folder, decide(LoadFacts(Loop.MEGATRON_FSDP, is_own_format=is_own))
 
-    found = agreed("looking at the checkpoint", inspect_here)[0]
-    if found is None:
+    looked = agreed("looking at the checkpoint", inspect_here)[0]
+    if looked is None:
         return stock()
-    folder, decision = found
+    folder, decision = looked
     explain(decision, folder)
     if decision.is_stock:
         return stock()
-    return agreed_here("opening the checkpoint", lambda: _MegatronFsdpAdapter(folder, arguments)).load(
+    here = session.for_folder(folder)
+    return agreed_here("opening the checkpoint", lambda: _MegatronFsdpAdapter(here, arguments)).load(
         scope, arguments, stock
     )
 
@@ -74,7 +78,8 @@ class _MegatronFsdpAdapter(DcpStorageAdapter):
         "--exp-avg-sq-dtype fp32)"
     )
 
-    def __init__(self, folder: Path, arguments: Any) -> None:
+    def __init__(self, session: LoadSession, arguments: Any) -> None:
+        folder = session.folder
         running = JobArguments.of(vars(arguments))
         if (running.pipeline_model_parallel_size or 1) > 1:
             raise UnsupportedCheckpointError(
@@ -83,7 +88,8 @@ class _MegatronFsdpAdapter(DcpStorageAdapter):
                 expected="1", where=str(folder), hint="resume without pipeline stages",
             )  # fmt: skip
         spec: LayerSpec = "local" if running.transformer_impl == "local" else "transformer_engine"
-        super().__init__(folder, open_source(folder, FsdpDtensor(transformer_impl=spec), None))
+        source = open_source(folder, FsdpDtensor(transformer_impl=spec), None, index=session.index)
+        super().__init__(session, source, running)
         has_expert_optimizer = (running.expert_model_parallel_size or 1) > 1
         # The checkpoint under the names of the running job.
         self._target = FsdpTarget(self.checkpoint, megatron_version(), has_expert_optimizer, ModuleNames(running))

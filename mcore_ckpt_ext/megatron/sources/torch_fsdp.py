@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,6 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.collectives import agreed, agreed_here
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
 from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
 from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
@@ -36,6 +34,7 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
 from mcore_ckpt_ext.megatron.load_decision import explain
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.policy import decide
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.running_version import megatron_version
@@ -74,6 +73,7 @@ def advise_torch_fsdp(arguments: Any, directory: str | None) -> None:
 
 def load_into_torch_fsdp(
     scope: Scope,
+    session: LoadSession,
     directory: str | None,
     chunks: Chunks,
     optimizer: Any,
@@ -83,6 +83,7 @@ def load_into_torch_fsdp(
 
     Args:
         scope: the globals of Megatron's checkpointing module.
+        session: the load.
         directory: the run folder.
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
@@ -96,7 +97,8 @@ def load_into_torch_fsdp(
     if folder is None or optimizer is None:
         return stock()
     explain(decide(LoadFacts(Loop.TORCH_FSDP)), folder)
-    adapter = agreed_here("opening the checkpoint", lambda: _TorchFsdpAdapter(folder, arguments, chunks, optimizer))
+    here = session.for_folder(folder)
+    adapter = agreed_here("opening the checkpoint", lambda: _TorchFsdpAdapter(here, arguments, chunks, optimizer))
     with adapter.returning_state():
         return adapter.load(scope, arguments, stock)
 
@@ -108,7 +110,8 @@ class _TorchFsdpAdapter(DcpStorageAdapter):
     whose: ClassVar[str] = "torch's FSDP"
     exact: ClassVar[str] = "train in the precision that the checkpoint was written in"
 
-    def __init__(self, folder: Path, arguments: Any, chunks: Chunks, optimizer: Any) -> None:
+    def __init__(self, session: LoadSession, arguments: Any, chunks: Chunks, optimizer: Any) -> None:
+        folder = session.folder
         running = JobArguments.of(vars(arguments))
         self._optimizer, self._child = optimizer, _only_child(optimizer)
         named = {
@@ -118,9 +121,9 @@ class _TorchFsdpAdapter(DcpStorageAdapter):
             if isinstance(value, torch.Tensor) and not is_extra_state(key)
         }
         order = ObservedOrder("the live model", [[name for _, name in named.values()]])
-        checkpoint = open_checkpoint(folder, order_sources=[order])
+        checkpoint = session.with_orders([order])
         spell = name_map_for(checkpoint, {name for _, name in named.values()}, running)
-        super().__init__(folder, checkpoint)
+        super().__init__(session, checkpoint, running)
         self._weights = {f"{MODEL}{key}": spell(name) for key, (_, name) in named.items()}
         self._names = {number: spell(name) for number, name in named.values()}
         self._without = arguments.no_load_optim or arguments.finetune or folder.name == "release"

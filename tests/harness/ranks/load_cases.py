@@ -30,7 +30,7 @@ from megatron_on_cpu import dump_optimizer
 import mcore_ckpt_ext
 from mcore_ckpt_ext.megatron.live.broadcast_read import ReadOnce
 from mcore_ckpt_ext.megatron.live.reading import Reading
-from mcore_ckpt_ext.optimizer_reshard import Prepared, Proven
+from mcore_ckpt_ext.optimizer_reshard import LiveRank
 from mcore_ckpt_ext.storage import files
 from mcore_ckpt_ext.transfer import Transfer
 
@@ -49,7 +49,7 @@ class WriteDetector:
     def __init__(self) -> None:
         self.stock_calls: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = []
         self.lines: list[str] = []
-        self.resumes: list[Prepared] = []
+        self.resumes: list[tuple[Any, LiveRank]] = []
         self.fast: list[int] = []
         self.memory: dict[str, int] = {}
         self.index_reads = 0
@@ -73,8 +73,8 @@ class WriteDetector:
         files.os = self  # type: ignore[attr-defined]
         ReadOnce._read = failing("TEST_SHARED_READ_FAILS", ReadOnce._read)  # type: ignore[method-assign]
         Transfer.execute = failing("TEST_OWN_READ_FAILS", Transfer.execute)  # type: ignore[method-assign]
-        for owner, phase in ((hook, "prepare"), (Prepared, "prove"), (Proven, "fill")):
-            setattr(owner, phase, self._measured(phase, getattr(owner, phase)))
+        for phase, name in (("prepare", "plan"), ("prove", "verify_masters"), ("fill", "fill")):
+            setattr(LiveRank, name, self._measured(phase, getattr(LiveRank, name)))
 
     def _announce(self, line: str, *, every_rank: bool = False) -> None:
         """Of the product; a line of one rank's own is marked, every other is logged on rank 0 alone."""
@@ -131,7 +131,7 @@ class WriteDetector:
             result = original(*positional, **keywords)
             self.memory[f"{phase}, device"] = torch.cuda.max_memory_allocated() - held
             if phase == "prepare":
-                self.resumes.append(result)
+                self.resumes.append((positional[1], positional[0]))
             self.memory[phase] = 1024 * (_kibibytes("VmHWM") - before)
             return result
 
@@ -203,7 +203,7 @@ def load(case: dict[str, Any], live: Live, witness: WriteDetector) -> dict[str, 
         "elements": live.elements(),
         "largest": max(master.numel() for _, _, master in live.masters()),
         "memory": witness.memory.copy(),
-        **(_counters(witness.resumes[0]) if witness.resumes and error is None else {}),
+        **(_counters(*witness.resumes[0]) if witness.resumes and error is None else {}),
     }
 
 
@@ -217,11 +217,11 @@ def _same_objects(given: tuple[Any, ...], call: tuple[Any, ...]) -> bool:
     )
 
 
-def _counters(prepared: Prepared) -> dict[str, Any]:
+def _counters(resume: Any, rank: LiveRank) -> dict[str, Any]:
     return {
-        "planned_bytes": prepared.bytes_read,
-        "filled_elements": prepared.filled_elements,
-        "read_bytes": prepared.checkpoint.reader.bytes_read,
+        "planned_bytes": rank.bytes_read,
+        "filled_elements": rank.filled_elements,
+        "read_bytes": resume.checkpoint.reader.bytes_read,
     }
 
 

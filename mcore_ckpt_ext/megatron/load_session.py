@@ -1,0 +1,56 @@
+"""One load of one checkpoint: its folder, its index and the open checkpoint, each read once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex, SharedIndex
+
+
+class LoadSession:
+    """One load of one checkpoint, from the first look at its folder to the last write.
+
+    All parts of a load get it as an argument, so that none of them opens the folder once more.
+
+    Attributes:
+        folder: the iteration folder, or any folder with a checkpoint.
+        index: its index.
+    """
+
+    def __init__(self, folder: Path, shared: SharedIndex | None = None) -> None:
+        """Begin a load.
+
+        Args:
+            folder: the iteration folder.
+            shared: its index, if another rank has read it for this one.
+        """
+        self.folder, self.index = folder, FolderIndex(folder, shared)
+
+    def for_folder(self, folder: Path) -> LoadSession:
+        """Return this session, or another one if Megatron takes another folder than expected."""
+        return self if self.index.is_of(folder) else LoadSession(folder)
+
+    @cached_property
+    def checkpoint(self) -> CheckpointView:
+        """The checkpoint, opened without the parameter order of a live model.
+
+        Raises:
+            CheckpointError: see `open_checkpoint`.
+        """
+        return self.with_orders(())
+
+    def with_orders(self, orders: Sequence[ParameterOrder]) -> CheckpointView:
+        """Return the checkpoint with further evidence of the order of its parameters.
+
+        Args:
+            orders: parameter orders to try when the packing of the gradient buffers is recovered.
+
+        Raises:
+            CheckpointError: see `open_checkpoint`.
+        """
+        return open_checkpoint(self.folder, order_sources=orders, index=self.index)

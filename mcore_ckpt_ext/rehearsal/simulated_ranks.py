@@ -1,0 +1,223 @@
+"""The simulated ranks of a job, which perform the phases of a resume as the ranks of a job do."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.releases import LOADS_ZARR
+from mcore_ckpt_ext.megatron.decision_facts import RunningJob
+from mcore_ckpt_ext.megatron.live.job import RankSummary
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import kind_named
+from mcore_ckpt_ext.megatron.live.phases import Phase, Who
+from mcore_ckpt_ext.megatron.live.resume import Resume
+from mcore_ckpt_ext.megatron.load_decision import LoadAssessment, assess
+from mcore_ckpt_ext.megatron.load_phases import MegatronLoad
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import must_be_presented
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.workers import Team
+from mcore_ckpt_ext.optimizers.unsupported import has_remainders
+from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank, on_every_rank
+from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
+from mcore_ckpt_ext.rehearsal.groups import simulated_groups
+from mcore_ckpt_ext.rehearsal.optimizers import simulated_chain
+from mcore_ckpt_ext.rehearsal.ranks import SimulatedJob, dtype_of
+from mcore_ckpt_ext.rehearsal.shares import Shares
+from mcore_ckpt_ext.versions import Version
+
+
+class BeyondRehearsalError(Exception):
+    """Ends a rehearsal of something that it cannot simulate.
+
+    Attributes:
+        error: the error to raise to the user.
+    """
+
+    def __init__(self, error: CheckpointError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class SimulatedRanks:
+    """All ranks of a simulated job.
+
+    Attributes:
+        shares: what they would read; set by the phase that plans.
+        job: the simulated job with the checkpoint's own model; set by the same phase.
+        assessment: who loads the optimizer, and why; None if it is not simulated.
+    """
+
+    shares: Shares
+    job: SimulatedJob
+
+    def __init__(
+        self, size: int, written: JobArguments, running: JobArguments, version: Version, team: Team, *, full: bool
+    ) -> None:
+        """Simulate ranks.
+
+        Args:
+            size: their number.
+            written: the arguments of the job that wrote the checkpoint.
+            running: the arguments of the simulated job.
+            version: the release of Megatron.
+            team: the processes that share the work.
+            full: whether to compare all masters with their weights, not only samples.
+        """
+        self._size, self._written, self._running, self._version = size, written, running, version
+        self._team, self._full = team, full
+        self._phase = ""
+        self.assessment: LoadAssessment | None = None
+
+    def perform(self, phases: Sequence[Phase], load: Resume) -> None:
+        """Perform phases up to the first that writes.
+
+        Raises:
+            RefusedError: some rank would refuse.
+            BeyondRehearsalError: a phase cannot be simulated.
+        """
+        for phase in phases:
+            if phase.writes:
+                return
+            if phase.applies(load):
+                self._perform(phase, load)
+
+    def _perform(self, phase: Phase, load: Resume) -> None:
+        self._phase = phase.name
+        if phase.who is Who.EACH_SHARE:
+            self._share(phase, load)
+            return
+        takes_ranks = phase.who in (Who.EACH_RANK, Who.FRAMEWORK)
+        ranks = 1 if phase.who is Who.FIRST_RANK else self._size
+        result = on_every_rank(
+            phase.name, ranks, lambda: phase.work(load, *([self] if takes_ranks else [])), is_verbatim=not phase.quotes
+        )
+        if phase.collect is not None:
+            phase.collect(load, self, [result])
+
+    def _share(self, phase: Phase, load: Resume) -> None:
+        """Do the work of all ranks at once; if it fails, find out which ranks would refuse."""
+        try:
+            phase.work(load, 0, 1)
+        except CheckpointError as error:
+            by_rank(phase.name, self._size, lambda rank: phase.work(load, rank, self._size))
+            raise RefusedError(error, is_verbatim=False) from error
+
+    # What the phases ask of each rank.
+
+    def observed(self, load: MegatronLoad) -> None:
+        """Do nothing: simulated ranks see the same folder and have the same settings."""
+
+    def compare_observed(self, load: MegatronLoad, observed: Sequence[None]) -> None:
+        """Do nothing: see `observed`."""
+
+    def needs_presentation(self, load: MegatronLoad) -> bool:
+        """Return True if this package has to present the checkpoint to Megatron."""
+        reads_zarr = LOADS_ZARR.is_of(self._version)
+        return must_be_presented(load.session, load.arguments, self._version_pair, reads_zarr=lambda: reads_zarr)
+
+    def assess(self, load: MegatronLoad) -> LoadAssessment | None:
+        """Assess the checkpoint for simulated optimizers.
+
+        Raises:
+            CheckpointError: the job cannot resume the checkpoint, whatever its optimizer is.
+            BeyondRehearsalError: the checkpoint has no optimizer state.
+        """
+        checkpoint, running = load.session.checkpoint, self._running
+        groups = self.groups(checkpoint)
+        index = checkpoint.format_reader.index
+        dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
+        chain = simulated_chain(
+            running,
+            groups,
+            {dtype_of(dtype, running) for dtype in dtypes},
+            has_remainders=index is not None and has_remainders(index),
+        )
+        job = RunningJob(chain, len(groups), load.arguments, self._version_pair, bool(load.tokens))
+        found = assess(load.session, job, None if load.is_presented else checkpoint.common)
+        if checkpoint.optimizer_format is None:
+            raise BeyondRehearsalError(
+                UnsupportedCheckpointError(
+                    "there is nothing to rehearse: the checkpoint has no optimizer state that this version reads",
+                    where=str(load.session.folder),
+                    hint="start the job: stock Megatron loads weights under any layout",
+                )
+            )
+        # Other optimizers than Adam are not simulated.
+        self.assessment = found if kind_named(running.raw) in (None, "adam") else None
+        return found
+
+    def read_model(self, resume: Resume) -> RankSummary:
+        """Return the summary of the model, which is the checkpoint's own."""
+        return self._simulated(resume.session.checkpoint).view
+
+    def rename(self, resume: Resume) -> None:
+        """Do nothing: the model has the names of the checkpoint."""
+
+    def weight_specs(self) -> Mapping[str, Any]:
+        """Refuse: nothing describes the weights of a job.
+
+        Raises:
+            BeyondRehearsalError: always.
+        """
+        raise BeyondRehearsalError(
+            UnsupportedCheckpointError(
+                "an optimizer without weights cannot be rehearsed", hint="start the job, which has the weights"
+            )
+        )
+
+    def plan(self, resume: Resume) -> None:
+        """Plan the reads of all ranks.
+
+        Raises:
+            RefusedError: some rank would refuse.
+        """
+        self.job = job = self._simulated(resume.checkpoint)
+        # Each rank recovers the packing of the buffers that it needs; with one pipeline stage, it needs all.
+        needs_all = job.layout.pipeline == 1 and not job.models.has_expert_optimizer
+        on_every_rank(self._phase, self._size, lambda: job.trained, is_verbatim=needs_all)
+        groups = on_every_rank(self._phase, self._size, lambda: self.groups(resume.checkpoint))
+        ranks = DataParallelRanks(job, resume.checkpoint, self._version)
+        self.shares = Shares(job, resume, groups, ranks, self._team)
+        self.shares.plan(self._phase)
+
+    def load_weights(self, resume: Resume) -> None:
+        """Find all weights that some rank loads; the framework's own load is not simulated.
+
+        Raises:
+            RefusedError: a weight is missing.
+        """
+        self.shares.find_weights()
+
+    def verify_masters(self, resume: Resume) -> None:
+        """Compare masters with their weights.
+
+        Raises:
+            RefusedError: some rank would refuse.
+        """
+        self.shares.prove(self._phase, full=self._full)
+
+    def groups(self, checkpoint: CheckpointView) -> list[list[dict[str, Any]]]:
+        """Return the parameter groups of each optimizer of the job."""
+        has_experts = (self._running.expert_model_parallel_size or 1) > 1
+        return simulated_groups(
+            checkpoint.param_groups(), self._written, self._running, has_expert_optimizer=has_experts
+        )
+
+    @property
+    def _version_pair(self) -> tuple[int, int]:
+        return self._version.major, self._version.minor
+
+    def _simulated(self, checkpoint: CheckpointView) -> SimulatedJob:
+        try:
+            return SimulatedJob(checkpoint, self._running, self._version)
+        except UnsupportedCheckpointError as error:
+            raise BeyondRehearsalError(error) from error
+
+
+def arguments_to_load(running: JobArguments, run: str, step: int | None) -> Namespace:
+    """Return Megatron's arguments of a job that loads a run, or one step of it."""
+    return Namespace(**{**running.raw, "load": run, "ckpt_step": step, "no_load_rng": True})

@@ -1,0 +1,80 @@
+"""Test that simulated ranks perform the phases of a job, and refuse what a job refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME, Sidecar
+from mcore_ckpt_ext.megatron.live.phases import Phase
+from mcore_ckpt_ext.megatron.load_phases import MEGATRON, MegatronLoad
+from mcore_ckpt_ext.optimizers import digests
+from mcore_ckpt_ext.optimizers.remainders import split
+from mcore_ckpt_ext.rehearsal.rehearse import rehearse
+from mcore_ckpt_ext.rehearsal.result import Rehearsal
+from mcore_ckpt_ext.rehearsal.simulated_ranks import SimulatedRanks
+from mcore_ckpt_ext.rehearsal.target import sizes_in
+from tests.harness.checkpoints import Fixture, fixture_named
+from tests.harness.damage import MATRIX, flip, recorded_digests
+
+
+def rehearsed(fixture: Fixture, layout: str = "tp=2", gpus: int = 2) -> Rehearsal:
+    return rehearse(fixture.run, gpus, sizes_in(layout), full=True)
+
+
+def test_a_rehearsal_performs_every_phase_up_to_the_first_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    performed: list[Phase] = []
+    original: Callable[[SimulatedRanks, Phase, MegatronLoad], None] = SimulatedRanks._perform  # type: ignore[assignment]
+
+    def perform(self: SimulatedRanks, phase: Phase, load: MegatronLoad) -> None:
+        performed.append(phase)
+        original(self, phase, load)
+
+    monkeypatch.setattr(SimulatedRanks, "_perform", perform)
+    assert rehearsed(fixture_named("p10")).will_succeed
+    expected = [phase for phase in MEGATRON if not phase.writes]
+    left_out = [phase.name for phase in expected if phase not in performed]
+    # Nobody asked to compare all checksums, to read once, or passed an optimizer without weights.
+    assert left_out == ["describing the live weights", "planning the resume", "planning what is read once"]
+    assert list(dict.fromkeys(performed)) == [phase for phase in expected if phase in performed]
+
+
+def without_schedule(folder: Path) -> None:
+    state = torch.load(folder / "common.pt", weights_only=False)
+    del state["opt_param_scheduler"]
+    torch.save(state, folder / "common.pt")
+
+
+def test_a_checkpoint_without_a_schedule_is_refused(tmp_path: Path) -> None:
+    copy = fixture_named("p01").copy_to(tmp_path / "copy")
+    without_schedule(copy.iteration)
+    found = rehearsed(copy)
+    assert not found.will_succeed
+    assert str(found.refusal).startswith("mcore_ckpt_ext refused while comparing the schedules; the optimizer is unch")
+    assert "the checkpoint has no state of the learning rate scheduler" in str(found.refusal)
+    assert found.is_verbatim
+
+
+def position_of_remainder(fixture: Fixture, name: str) -> tuple[Path, int]:
+    """Return the file and the position of the first byte of a parameter's remainders."""
+    data = split(fixture.truth[f"fp32_param.{name}"].flatten())[1].numpy().tobytes()[:256]
+    places = [(path, path.read_bytes().find(data)) for path in fixture.iteration.glob("*.distcp")]
+    return next((path, position) for path, position in places if position >= 0)
+
+
+def test_a_remainder_that_differs_from_its_recorded_digest_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = fixture_named("p47").copy_to(tmp_path / "copy")
+    sidecar = Sidecar("mcore_ckpt_ext 1.0.0", "0.19.0", 4, {}, (), None, recorded_digests(copy))
+    (copy.iteration / FILE_NAME).write_text(sidecar.to_json())
+    assert rehearsed(copy).will_succeed
+    # Samples that choose between packings are small enough to miss the damage, as in a large checkpoint.
+    monkeypatch.setattr(digests, "_ENOUGH", 64)
+    flip(*position_of_remainder(copy, MATRIX), 1)
+    found = rehearsed(copy)
+    assert not found.will_succeed
+    assert "remainders of masters have changed since they were saved" in str(found.refusal)
