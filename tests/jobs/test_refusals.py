@@ -131,7 +131,16 @@ class Refusal:
         return self.name
 
 
+def without_schedule(run: Path) -> None:
+    """A checkpoint of a release that stores the common state in a file of its own."""
+    path = iteration(run) / "common.pt"
+    state = torch.load(path, weights_only=False)
+    del state["opt_param_scheduler"]
+    torch.save(state, path)
+
+
 REFUSALS = [
+    Refusal("no schedule", "no state of the learning rate scheduler", without_schedule, fixture="p01"),
     Refusal("a missing file", r"cannot be opened.*__2_0\.distcp.*use another iteration", without("__2_0.distcp")),
     Refusal("a truncated file", r"shorter than its metadata says.*__4_0\.distcp", truncated),
     Refusal("a folder in place of a file", r"not a regular file.*__3_0\.distcp", a_folder_in_place_of_a_file),

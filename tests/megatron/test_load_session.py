@@ -78,4 +78,4 @@ def test_few_places_open_a_checkpoint_for_a_job() -> None:
 
 
 def test_no_context_variable_carries_an_index() -> None:
-    assert not [place for place in calls("ContextVar", "storage", "megatron", "rehearsal", "formats")]
+    assert not list(calls("ContextVar", "storage", "megatron", "rehearsal", "formats"))

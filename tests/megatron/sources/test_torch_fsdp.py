@@ -13,6 +13,7 @@ from mcore_ckpt_ext import FsdpDtensor
 from mcore_ckpt_ext.errors import ProofError, ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpTarget
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.sources import torch_fsdp
 from mcore_ckpt_ext.megatron.sources.megatron_fsdp import load_into_fsdp
 from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import VirtualStorageReader
@@ -65,16 +66,22 @@ def test_a_master_that_is_not_that_of_its_weight(tmp_path: Path) -> None:
     assert isinstance(refusal.value.failures[0][0], ProofError)
 
 
+def loading(name: str) -> tuple[LoadSession, str]:
+    """Return the session and the run folder of a load."""
+    run = fixture_named(name).run
+    return LoadSession(run), str(run)
+
+
 def test_pipeline_stages_are_refused() -> None:
     """With the reason, before stock builds anything."""
     arguments = Namespace(ckpt_step=None, non_persistent_ckpt_type=None, pipeline_model_parallel_size=2)
     with pytest.raises(ResumeRefusedError, match="layer numbers of Megatron-FSDP's pipeline stages"):
-        load_into_fsdp({"get_args": lambda: arguments}, str(fixture_named("p10").run), lambda: pytest.fail("called"))
+        load_into_fsdp({"get_args": lambda: arguments}, *loading("p10"), lambda: pytest.fail("called"))
 
 
 def test_its_own_format_is_left_to_stock() -> None:
     arguments = Namespace(ckpt_step=None, non_persistent_ckpt_type=None)
-    assert load_into_fsdp({"get_args": lambda: arguments}, str(fixture_named("p50").run), lambda: "stock") == "stock"
+    assert load_into_fsdp({"get_args": lambda: arguments}, *loading("p50"), lambda: "stock") == "stock"
 
 
 @pytest.mark.parametrize(
