@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext import formats
-from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats import registry
-from mcore_ckpt_ext.formats.canonical import writer
-from mcore_ckpt_ext.formats.canonical.reader import CanonicalCheckpoint
-from mcore_ckpt_ext.formats.format import Format
-from mcore_ckpt_ext.formats.laid_out import OutputPlan, small_file, with_files
 from mcore_ckpt_ext.formats.registry import FORMATS, format_of, is_adapter_folder
-from mcore_ckpt_ext.formats.target import Target
-from mcore_ckpt_ext.formats.view import CheckpointView
 from tests.harness.checkpoints import fixture_named
+from tests.harness.ranks.own_format import Own, own_format
 
 
 def test_every_folder_of_a_format_is_listed() -> None:
@@ -103,34 +95,9 @@ def test_a_folder_in_no_known_format_is_refused_by_name(content: str, tmp_path: 
         mcore_ckpt_ext.open_checkpoint(tmp_path)
 
 
-MARK = "own.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Own(Target):
-    """A format that only this test has."""
-
-    name: ClassVar[str] = "own"
-    for_any_optimizer: ClassVar[bool] = True
-
-
-class OwnCheckpoint(CanonicalCheckpoint):
-    format = "own"
-
-    @classmethod
-    def recognizes(cls, folder: Path) -> bool:
-        return (folder / MARK).exists()
-
-
-def lay_out(checkpoint: CheckpointView, target: Own, family: Family | None) -> OutputPlan:
-    found = writer.lay_out(checkpoint, mcore_ckpt_ext.Canonical(), family)
-    return replace(found, output=with_files(found.output, small_file(MARK, b"{}")))
-
-
 def test_a_further_format_is_a_row_of_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The format can be written, opened, verified, compared and converted back without other changes."""
-    own = Format("own", f"{__name__}:OwnCheckpoint", Own, f"{__name__}:lay_out")
-    monkeypatch.setattr(registry, "FORMATS", (own, *FORMATS))
+    monkeypatch.setattr(registry, "FORMATS", (own_format(Own.__module__), *FORMATS))
     run = fixture_named("p01").run
     mcore_ckpt_ext.convert(run, tmp_path / "own", Own())
     assert mcore_ckpt_ext.open_checkpoint(tmp_path / "own").format == "own"
