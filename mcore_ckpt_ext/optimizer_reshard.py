@@ -30,7 +30,7 @@ from mcore_ckpt_ext.megatron.live.model import Chunks, quantization_check
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
 from mcore_ckpt_ext.megatron.live.planning import FILLING, PREPARING, VERIFYING, plan_rank
 from mcore_ckpt_ext.megatron.live.reading import Reading
-from mcore_ckpt_ext.megatron.live.resume import Resume, ResumeOptions
+from mcore_ckpt_ext.megatron.live.resume import Resume, ResumeOptions, changed_padding
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.optimizers.tied_copies import differing_masters, in_words
@@ -249,7 +249,7 @@ class LiveRank:
             differing=sum(of_rank.differing for of_rank in filled),
             sidecar_problem=checkpoint.sidecar_problem,
             new=sum(of_rank.new for of_rank in filled),
-            vocabulary=resume.changed_padding(),
+            vocabulary=changed_padding(checkpoint.vocabulary_rows, resume.running.padded_vocab_size),
         )
 
     def certainty(self, checkpoint: CheckpointView) -> str:

@@ -48,9 +48,9 @@ from mcore_ckpt_ext.megatron.load_request import (
 )
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
+from mcore_ckpt_ext.megatron.presentation import lacks_common_file
 from mcore_ckpt_ext.megatron.random_states import lacks_requested_states, with_live_random_states
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import lacks_common_file
 from mcore_ckpt_ext.megatron.stored_layers import request_stored_layers
 from mcore_ckpt_ext.megatron.unchecked_loads import UncheckedLoads
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.param_group_compat import has_as_many_groups
 from mcore_ckpt_ext.megatron.policy import OF_ARGUMENTS, LoadDecision, decide
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import changes_of
+from mcore_ckpt_ext.megatron.presentation import changes_of
 from mcore_ckpt_ext.optimizers.first_step import counts_no_step
 from mcore_ckpt_ext.optimizers.model_space_formats import NOT_DISTRIBUTED
 from mcore_ckpt_ext.optimizers.table import FORMATS

@@ -21,14 +21,20 @@ from mcore_ckpt_ext.job.releases import OVERRIDES_BOUNDS_OF_GROUPS
 from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.megatron.check_after_load import PROVEN, WriteDetector, prove_loaded, repair_shifted
 from mcore_ckpt_ext.megatron.fast_load import reading_fast
+from mcore_ckpt_ext.megatron.fsdp_load import (
+    advise_torch_fsdp,
+    is_of_fsdp,
+    is_of_torch_fsdp,
+    load_into_fsdp,
+    load_into_torch_fsdp,
+)
+from mcore_ckpt_ext.megatron.huggingface_start import start_from
 from mcore_ckpt_ext.megatron.live.job_ranks import perform
-from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
 from mcore_ckpt_ext.megatron.live.resume import ResumeOptions
 from mcore_ckpt_ext.megatron.load_decision import (
     LoadAssessment,
-    assess_live,
     explain,
     lacks_random_states,
     refuse_another_kind,
@@ -36,31 +42,20 @@ from mcore_ckpt_ext.megatron.load_decision import (
 )
 from mcore_ckpt_ext.megatron.load_phases import CHECKING, DECIDING, LOOKING, RESUMING, MegatronLoad
 from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.megatron.megatron_rank import MegatronRank
 from mcore_ckpt_ext.megatron.new_tokens import initialization_kept, keeps_initialization, kept_message
 from mcore_ckpt_ext.megatron.probe import (
-    check_all_have_the_same,
-    check_all_see,
     resuming_from_complete,
-    trackers_seen,
 )
-from mcore_ckpt_ext.megatron.random_states import may_differ, requested_grid
+from mcore_ckpt_ext.megatron.random_states import may_differ
 from mcore_ckpt_ext.megatron.run_folder import folder_named, run_folder
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.shared_index import index_shared
-from mcore_ckpt_ext.megatron.sources.huggingface import start_from
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import (
-    load_weights_alone,
-    must_be_presented,
-    presented,
-    reads_zarr,
-)
-from mcore_ckpt_ext.megatron.sources.megatron_fsdp import is_of_fsdp, load_into_fsdp
-from mcore_ckpt_ext.megatron.sources.torch_fsdp import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
-from mcore_ckpt_ext.optimizer_reshard import LiveRank
+from mcore_ckpt_ext.megatron.weights_load import load_weights_alone
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.patching.reentrancy import reentrancy_guard
-from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, SETTINGS, STOCK, VERIFY_ALL
+from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, VERIFY_ALL
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 
@@ -119,7 +114,7 @@ class _Load:
             scheduler=opt_param_scheduler,
         )
         without_optimizer = functools.partial(self._original, None, None, *positional, **keywords)
-        self._rank = _Rank(scope, self._given, self._chunks, optimizer, without_optimizer)
+        self._rank = MegatronRank(scope, self._given, self._chunks, optimizer, without_optimizer)
         self._read_lines: list[str] = []
 
     def run(self) -> Any:
@@ -268,81 +263,6 @@ class _Load:
         scheduler.step(increment=0)
 
 
-class _Rank(LiveRank):
-    """This rank's part of a load by Megatron's own loop.
-
-    Attributes:
-        result: the result of the framework's function.
-        starts_random_states: True if random states are reinitialized.
-    """
-
-    result: Any
-    starts_random_states: bool
-
-    def __init__(
-        self,
-        scope: Scope,
-        call: Mapping[str, Any],
-        chunks: Chunks,
-        optimizer: Any,
-        load_without_optimizer: Callable[[], Any],
-    ) -> None:
-        super().__init__(chunks, optimizer)
-        self._scope, self._call, self._load_without_optimizer = scope, call, load_without_optimizer
-
-    def observed(self, load: MegatronLoad) -> tuple[tuple[bool, ...], dict[str, str]]:
-        """Return what must be the same on all ranks: the tracker files that it sees, and this package's settings."""
-        settings = {setting.name: str(setting.chosen(load.arguments)) for setting in SETTINGS}
-        return trackers_seen(load.arguments, load.load_arg), settings
-
-    def compare_observed(self, load: MegatronLoad, observed: Sequence[tuple[tuple[bool, ...], dict[str, str]]]) -> None:
-        """Refuse if the ranks differ, so that some would wait in collectives that others do not call.
-
-        Raises:
-            ResumeRefusedError: on every rank.
-        """
-        check_all_see([seen for seen, _ in observed], load.arguments, load.load_arg)
-        check_all_have_the_same([settings for _, settings in observed])
-
-    def needs_presentation(self, load: MegatronLoad) -> bool:
-        """Return True if this package has to present the checkpoint to Megatron."""
-        folder = folder_named(load.directory, load.arguments)
-        if folder is None:
-            return False
-        load.session = load.session.for_folder(folder)
-        return must_be_presented(load.session, load.arguments, megatron_version(), reads_zarr=reads_zarr)
-
-    def assess(self, load: MegatronLoad) -> LoadAssessment | None:
-        """Assess the checkpoint for the live optimizer."""
-        return assess_live(
-            self._scope, self._call, load.session, load.directory,
-            is_presented=load.is_presented, has_new_tokens=bool(load.tokens),
-        )  # fmt: skip
-
-    def load_weights(self, load: MegatronLoad) -> None:
-        """Let Megatron load everything but the optimizer."""
-        assessment, arguments, checkpoint = load.assessment, load.arguments, load.checkpoint
-        is_presented = load.is_presented
-        grid = requested_grid(arguments, megatron_version())
-        is_lacking = assessment is not None and assessment.decision.omits_random_states
-        self.starts_random_states = checkpoint.random_state_grid() != grid or is_lacking
-        less = {
-            "no_load_optim": True,
-            "no_load_rng": self.starts_random_states or arguments.no_load_rng,
-            **_strictness(arguments),
-        }
-        is_read_by_others = is_presented or LOAD.chosen(arguments) == STOCK
-        with (
-            overridden(vars(arguments), **less),
-            presented(self._scope, load.session, self._chunks) if is_presented else nullcontext(),
-            nullcontext()
-            if is_read_by_others
-            else reading_fast(load.session, checkpoint, read_once=load.options.read_once),
-            initialization_kept(self._chunks, load.tokens),
-        ):
-            self.result = self._load_without_optimizer()
-
-
 def _options(arguments: Any) -> ResumeOptions:
     """Return what the settings of this package ask of a resume."""
     return ResumeOptions(
@@ -374,13 +294,3 @@ def _resumes_optimizer(scope: Scope, optimizer: Any) -> bool:
 def _takes_optimizer(arguments: Any, optimizer: Any) -> bool:
     """Return True if a load includes the state of an optimizer."""
     return optimizer is not None and not arguments.no_load_optim and not arguments.finetune
-
-
-def _strictness(arguments: Any) -> dict[str, str]:
-    """Relax the strictness that requires a request for everything stored: the optimizer is not requested.
-
-    Source: `StrictHandling`, megatron/core/dist_checkpointing/validation.py, core_v0.8.0 to 0.19.2. This package has
-    compared the names before.
-    """
-    strict = "dist_ckpt_strictness"
-    return {strict: "raise_unexpected"} if getattr(arguments, strict, None) == "raise_all" else {}

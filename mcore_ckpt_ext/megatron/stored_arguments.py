@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import as_base_checkpoint, folder_to_present
+from mcore_ckpt_ext.megatron.presentation import folder_to_present
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import as_base_checkpoint
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, ContentError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import LOADS_ZARR
@@ -17,7 +17,7 @@ from mcore_ckpt_ext.megatron.live.phases import Phase, Who
 from mcore_ckpt_ext.megatron.live.resume import Resume
 from mcore_ckpt_ext.megatron.load_decision import LoadAssessment, assess
 from mcore_ckpt_ext.megatron.load_phases import MegatronLoad
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import must_be_presented
+from mcore_ckpt_ext.megatron.presentation import must_be_presented
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.workers import Team
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
@@ -102,7 +102,7 @@ class SimulatedRanks:
         """Do the work of all ranks at once; if it fails, find out which ranks would refuse."""
         try:
             phase.work(load, 0, 1)
-        except CheckpointError as error:
+        except ContentError as error:
             by_rank(phase.name, self._size, lambda rank: phase.work(load, rank, self._size))
             raise RefusedError(error, is_verbatim=False) from error
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.megatron import load
-from mcore_ckpt_ext.megatron.load import _resumes_optimizer, _strictness, wrap_load_checkpoint
-from mcore_ckpt_ext.optimizer_reshard import changed_padding
+from mcore_ckpt_ext.megatron.live.resume import changed_padding
+from mcore_ckpt_ext.megatron.load import _resumes_optimizer, wrap_load_checkpoint
+from mcore_ckpt_ext.megatron.megatron_rank import strictness
 
 TRAINS = {
     "no_load_optim": False, "finetune": False, "use_distributed_optimizer": True, "ckpt_format": "torch_dist",
@@ -43,10 +44,10 @@ def test_the_model_may_have_its_former_name(name: str, monkeypatch: pytest.Monke
     assert wrap_load_checkpoint(max)(**call) == (max, "the model", "optimizer", "scheduler", (), {"strict": False})
 
 
-@pytest.mark.parametrize(("strictness", "relaxed"), [("raise_all", True), ("assume_ok_unexpected", False)])
-def test_what_is_stored_and_not_requested_is_no_error(strictness: str, relaxed: bool) -> None:
+@pytest.mark.parametrize(("chosen", "relaxed"), [("raise_all", True), ("assume_ok_unexpected", False)])
+def test_what_is_stored_and_not_requested_is_no_error(chosen: str, relaxed: bool) -> None:
     expected = {"dist_ckpt_strictness": "raise_unexpected"} if relaxed else {}
-    assert _strictness(SimpleNamespace(dist_ckpt_strictness=strictness)) == expected
+    assert strictness(SimpleNamespace(dist_ckpt_strictness=chosen)) == expected
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,6 @@ class Resume:
         """Return the names of all parameters and buffers of the live model."""
         return {name for summary in self.summaries for name in summary.names}
 
-    def changed_padding(self) -> str:
-        """Return how the rows of the vocabulary change, for the log; empty if they do not."""
-        stored, rows = self.checkpoint.vocabulary_rows, self.running.padded_vocab_size
-        changes = stored is not None and rows is not None and stored != rows
-        return f"; the vocabulary is padded to {rows} rows, {stored} in the checkpoint" if changes else ""
-
     def open_in_order(self, spell: NameFunction) -> None:
         """Open the checkpoint with the orders in which the running job's ranks register their parameters.
 
@@ -99,3 +93,9 @@ class Resume:
 
     def _registered(self) -> Iterable[list[str]]:
         return (registered for summary in self.summaries for registered in summary.registered)
+
+
+def changed_padding(stored: int | None, rows: int | None) -> str:
+    """Return how the rows of the vocabulary change on a resume, for the log; empty if they do not."""
+    changes = stored is not None and rows is not None and stored != rows
+    return f"; the vocabulary is padded to {rows} rows, {stored} in the checkpoint" if changes else ""

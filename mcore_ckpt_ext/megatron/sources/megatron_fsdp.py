@@ -1,74 +1,27 @@
-"""Lets a job of Megatron-FSDP resume any other format, as if converted to `fsdp_dtensor`."""
+"""Presents any checkpoint to a job of Megatron-FSDP, as if converted to `fsdp_dtensor`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from pathlib import Path
+from collections.abc import Mapping, Set
 from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.collectives import agreed, agreed_here
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.fsdp.names import GROUPS, MODEL, ModuleNames
 from mcore_ckpt_ext.formats.fsdp.options import FsdpDtensor
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray, FsdpTarget
-from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.target import LayerSpec
 from mcore_ckpt_ext.job.differences import SAME_MODEL
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.megatron.load_decision import explain
-from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.load_session import LoadSession
-from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
-from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DcpStorageAdapter
 from mcore_ckpt_ext.operations.sources import open_source
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
-from mcore_ckpt_ext.patching.overrides import Scope
 
 
-def is_of_fsdp(arguments: Any) -> bool:
-    """Return True if a job uses Megatron-FSDP."""
-    return arguments.ckpt_format == FSDP_DTENSOR and bool(getattr(arguments, "use_megatron_fsdp", False))
-
-
-def load_into_fsdp(scope: Scope, session: LoadSession, directory: str | None, stock: Callable[[], Any]) -> Any:
-    """Load into a job of Megatron-FSDP: by stock, or other formats through a `VirtualStorageReader`.
-
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        session: the load.
-        directory: the run folder.
-        stock: calls the original with all its arguments.
-
-    Raises:
-        ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
-    """
-    arguments = scope["get_args"]()
-
-    def inspect_here() -> tuple[Path, LoadDecision] | None:
-        folder = folder_named(directory, arguments)
-        if folder is None:
-            return None
-        is_own = plain_backend(session.for_folder(folder).index) == FSDP_DTENSOR
-        return folder, decide(LoadFacts(Loop.MEGATRON_FSDP, is_own_format=is_own))
-
-    looked = agreed("looking at the checkpoint", inspect_here)[0]
-    if looked is None:
-        return stock()
-    folder, decision = looked
-    explain(decision, folder)
-    if decision.is_stock:
-        return stock()
-    here = session.for_folder(folder)
-    return agreed_here("opening the checkpoint", lambda: _MegatronFsdpAdapter(here, arguments)).load(
-        scope, arguments, stock
-    )
-
-
-class _MegatronFsdpAdapter(DcpStorageAdapter):
+class MegatronFsdpAdapter(DcpStorageAdapter):
     """One checkpoint for one load of Megatron-FSDP."""
 
     backend: ClassVar[str] = FSDP_DTENSOR

@@ -1,23 +1,14 @@
-"""Lets a job of torch's FSDP (`--use-torch-fsdp2 --ckpt-format torch_dcp`) resume any format.
-
-Stock Megatron resumes no such job. Its loader calls `optimizer.state_dict(is_loading=True)`,
-but every optimizer is a ChainedOptimizer, whose `state_dict` has no such parameter (`load_checkpoint`,
-megatron/training/checkpointing.py; `get_megatron_optimizer`, megatron/core/optimizer/__init__.py; core_v0.12.1 to
-0.19.2 and the development head of August 2026). It would not request Adam's step either, which a fused Adam has in its
-parameter groups only after the first step. Such jobs have neither tensor nor pipeline parallelism (`validate_args`,
-megatron/training/arguments.py).
-"""
+"""Presents any checkpoint to a job of torch's FSDP (`--use-torch-fsdp2 --ckpt-format torch_dcp`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.collectives import agreed, agreed_here
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
 from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
@@ -32,17 +23,11 @@ from mcore_ckpt_ext.megatron.live.compatibility import check_names, name_map_for
 from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
-from mcore_ckpt_ext.megatron.load_decision import explain
-from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.load_session import LoadSession
-from mcore_ckpt_ext.megatron.policy import decide
-from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DcpStorageAdapter
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.patching.overrides import Scope
 from mcore_ckpt_ext.storage.dtypes import with_torch_dtypes
 
 # `check_checkpoint_args` compares these; such a job has only one layout, which determines them.
@@ -50,60 +35,7 @@ _OF_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "pad
 _OPTIMIZER = "optimizer"
 
 
-def is_of_torch_fsdp(arguments: Any) -> bool:
-    """Return True if a job uses torch's FSDP and saves checkpoints in `torch_dcp`."""
-    return arguments.ckpt_format == TORCH_DCP and bool(getattr(arguments, "use_torch_fsdp2", False))
-
-
-def advise_torch_fsdp(arguments: Any, directory: str | None) -> None:
-    """Log advice for a job of torch's FSDP that uses another format than `torch_dcp`.
-
-    Stock Megatron finds none of its optimizer's parameters in the model's sharded state dict, whose tensors are parts
-    of them, and fails with `KeyError: 0` (`get_param_id_to_sharded_param_map`, dist_checkpointing/optimizer.py,
-    0.19.2).
-    """
-    if not getattr(arguments, "use_torch_fsdp2", False) or arguments.ckpt_format == TORCH_DCP:
-        return
-    if not (arguments.no_load_optim or arguments.finetune) and folder_named(directory, arguments) is not None:
-        announce(
-            f"stock Megatron does not load an optimizer under --use-torch-fsdp2 --ckpt-format {arguments.ckpt_format}; "
-            f"with --ckpt-format {TORCH_DCP} this package resumes a checkpoint of any format"
-        )
-
-
-def load_into_torch_fsdp(
-    scope: Scope,
-    session: LoadSession,
-    directory: str | None,
-    chunks: Chunks,
-    optimizer: Any,
-    stock: Callable[[], Any],
-) -> Any:
-    """Load into a job of torch's FSDP by stock Megatron's function and a `VirtualStorageReader`.
-
-    Args:
-        scope: the globals of Megatron's checkpointing module.
-        session: the load.
-        directory: the run folder.
-        chunks: the unwrapped model chunks.
-        optimizer: the live optimizer.
-        stock: calls the original with all its arguments.
-
-    Raises:
-        ResumeRefusedError: on every rank, if the checkpoint does not fit the job.
-    """
-    arguments = scope["get_args"]()
-    folder = agreed("looking at the checkpoint", lambda: folder_named(directory, arguments))[0]
-    if folder is None or optimizer is None:
-        return stock()
-    explain(decide(LoadFacts(Loop.TORCH_FSDP)), folder)
-    here = session.for_folder(folder)
-    adapter = agreed_here("opening the checkpoint", lambda: _TorchFsdpAdapter(here, arguments, chunks, optimizer))
-    with adapter.returning_state():
-        return adapter.load(scope, arguments, stock)
-
-
-class _TorchFsdpAdapter(DcpStorageAdapter):
+class TorchFsdpAdapter(DcpStorageAdapter):
     """One checkpoint for one load of torch's FSDP."""
 
     backend: ClassVar[str] = TORCH_DCP

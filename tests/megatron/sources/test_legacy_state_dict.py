@@ -7,8 +7,8 @@ from argparse import Namespace
 import megatron.core
 import pytest
 
+from mcore_ckpt_ext.megatron.presentation import changes_of, folder_to_present
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.megatron.sources.legacy_state_dict import changes_of, folder_to_present
 from tests.harness.checkpoints import fixture_named
 
 ARGUMENTS = Namespace(ckpt_format="torch_dist", ckpt_step=None)

@@ -13,9 +13,9 @@ from mcore_ckpt_ext import FsdpDtensor
 from mcore_ckpt_ext.errors import ProofError, ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpTarget
+from mcore_ckpt_ext.megatron.fsdp_load import load_into_fsdp
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.sources import torch_fsdp
-from mcore_ckpt_ext.megatron.sources.megatron_fsdp import load_into_fsdp
 from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import VirtualStorageReader
 from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.operations.conversion import convert

@@ -1,0 +1,45 @@
+"""Loads weights without an optimizer; if Megatron cannot read the files, the checkpoint is presented to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.collectives import agreed
+from mcore_ckpt_ext.megatron.live.model import Chunks
+from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.megatron.presentation import changes_of, folder_to_present
+from mcore_ckpt_ext.megatron.running_version import megatron_version
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import presented
+from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.overrides import Scope
+
+
+def load_weights_alone(scope: Scope, directory: str | None, chunks: Chunks, stock: Callable[[], Any]) -> Any:
+    """Load without the optimizer by stock Megatron's function; present the checkpoint to it if necessary.
+
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        directory: the run folder.
+        chunks: the unwrapped model chunks.
+        stock: calls the original with all its arguments.
+
+    Raises:
+        ResumeRefusedError: on every rank, if some rank's part is unavailable.
+    """
+    arguments = scope["get_args"]()
+
+    def inspect_here() -> Path | None:
+        here = folder_to_present(directory, arguments)
+        return here.folder if here is not None and changes_of(here, arguments, megatron_version()) else None
+
+    folder = agreed("looking at the checkpoint", inspect_here)[0]
+    if folder is None:
+        return stock()
+    session = LoadSession(folder)
+    with presented(scope, session, chunks):
+        result = stock()
+    form = session.checkpoint.format
+    announce(f"weights of the {form} checkpoint {folder} divided for the running layout; random state is reinitialized")
+    return result
