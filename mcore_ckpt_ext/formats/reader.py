@@ -77,11 +77,6 @@ class FormatReader(FormatTraits, ABC):
         """Return whether a folder has the format's marker files; damage is reported on opening it."""
 
     @classmethod
-    def recognizes_index(cls, stored: FolderIndex) -> bool:
-        """Return whether a folder without marker files of its own has the format, by its index."""
-        return False
-
-    @classmethod
     def open_folder(cls, folder: Path, options: OpenOptions) -> FormatReader:
         """Open a folder with the options that apply to the format; see `__init__`."""
         return cls(folder, options.order_sources)

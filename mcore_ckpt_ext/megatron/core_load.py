@@ -46,7 +46,7 @@ from mcore_ckpt_ext.megatron.load_request import (
     with_plans,
     without,
 )
-from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.megatron.load_session import LoadSession, session_at
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.megatron.presentation import lacks_common_file
 from mcore_ckpt_ext.megatron.random_states import lacks_requested_states, with_live_random_states
@@ -88,13 +88,13 @@ def wrap_sharded_state_dict(original: Function) -> Function:
 def wrap_load(original: Function) -> Function:
     """Wrap `dist_checkpointing.load`: plan the resume of an optimizer that Megatron cannot load."""
     signature = inspect.signature(original)
-    load_stored = request_stored_layers(original)
 
     @functools.wraps(original)
     def load(*positional: Any, **keywords: Any) -> Any:
         call = signature.bind(*positional, **keywords)
         tree = call.arguments["sharded_state_dict"]
-        session = LoadSession(Path(str(call.arguments["checkpoint_dir"])))
+        session = session_at(Path(str(call.arguments["checkpoint_dir"])))
+        load_stored = request_stored_layers(original, session)
         requests = dict(requests_in(tree))
         part_of_ranks = call.arguments.get("process_group") is not None
         _check_is_readable(session.folder)

@@ -41,7 +41,7 @@ from mcore_ckpt_ext.megatron.load_decision import (
     with_order_compared,
 )
 from mcore_ckpt_ext.megatron.load_phases import CHECKING, DECIDING, LOOKING, RESUMING, MegatronLoad
-from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.megatron.load_session import LoadSession, running_load
 from mcore_ckpt_ext.megatron.megatron_rank import MegatronRank
 from mcore_ckpt_ext.megatron.new_tokens import initialization_kept, keeps_initialization, kept_message
 from mcore_ckpt_ext.megatron.probe import (
@@ -130,7 +130,8 @@ class _Load:
                 self._load.takes_optimizer = False
             perform(CHECKING[:1], self._load, self._rank)
             complete = resuming_from_complete(self._scope, probe.health)
-            with reentrancy_guard(), complete, index_shared(self._load.session.index):
+            session = running_load(lambda: self._load.session)
+            with reentrancy_guard(), complete, session, index_shared(self._load.session.index):
                 result, weaker = self._dispatch()
         # Megatron-FSDP derives its weights from its masters, so there is nothing to compare.
         proven = False

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.patching.singletons import PROCESS
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex, SharedIndex
 
 
@@ -54,3 +56,26 @@ class LoadSession:
             CheckpointError: see `open_checkpoint`.
         """
         return open_checkpoint(self.folder, order_sources=orders, index=self.index)
+
+
+class RunningLoad:
+    """The load of Megatron's own loop in this process, for wrappers of functions that Megatron calls meanwhile."""
+
+    session: Callable[[], LoadSession] | None = None
+
+
+@contextmanager
+def running_load(session: Callable[[], LoadSession]) -> Iterator[None]:
+    """Within this scope, `session_at` returns the session of a load; `session` returns it."""
+    state = PROCESS.one(RunningLoad)
+    before, state.session = state.session, session
+    try:
+        yield
+    finally:
+        state.session = before
+
+
+def session_at(folder: Path) -> LoadSession:
+    """Return the session of the load that Megatron performs now, if it is of this folder; else begin one."""
+    session = PROCESS.one(RunningLoad).session
+    return LoadSession(folder) if session is None else session().for_folder(folder)

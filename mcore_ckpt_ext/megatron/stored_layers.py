@@ -14,12 +14,11 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed, is_first_rank
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.trees import items_of
 from mcore_ckpt_ext.model_space.layer_stacks import LayerStacks, split_key
 from mcore_ckpt_ext.model_space.names import stacked_axes
@@ -29,8 +28,8 @@ from mcore_ckpt_ext.patching.overrides import overridden
 _PREPROCESS = "load_preprocess"
 
 
-def request_stored_layers(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `dist_checkpointing.load`: request the layers of the model by the keys that the checkpoint has."""
+def request_stored_layers(load: Callable[..., Any], session: LoadSession) -> Callable[..., Any]:
+    """Wrap `dist_checkpointing.load` of a folder: request the layers of the model by the keys of the checkpoint."""
     signature, scope = inspect.signature(load), inspect.unwrap(load).__globals__
 
     @functools.wraps(load)
@@ -39,7 +38,7 @@ def request_stored_layers(load: Callable[..., Any]) -> Callable[..., Any]:
         # With this check Megatron compares the requests of all ranks, so that all ranks make this call.
         by_all = call.get("validate_access_integrity", True) and call.get("process_group") is None
         preprocess = scope.get(_PREPROCESS)
-        stacks = None if preprocess is None else _stored_stacks(Path(str(call["checkpoint_dir"])), by_all=by_all)
+        stacks = None if preprocess is None else _stored_stacks(session, by_all=by_all)
         if preprocess is None or stacks is None:
             return load(*positional, **keywords)
 
@@ -54,14 +53,14 @@ def request_stored_layers(load: Callable[..., Any]) -> Callable[..., Any]:
     return load_by_stored_keys
 
 
-def _stored_stacks(folder: Path, *, by_all: bool) -> LayerStacks | None:
+def _stored_stacks(session: LoadSession, *, by_all: bool) -> LayerStacks | None:
     """Return the form of the stored layers; None if it is unknown. Collective if `by_all`."""
 
     def read() -> LayerStacks | None:
         if by_all and not is_first_rank():
             return None
         with suppress(CheckpointError, OSError):  # Megatron meets the error again and reports it
-            index = open_checkpoint(folder).format_reader.index
+            index = session.checkpoint.format_reader.index
             if index is not None:
                 return LayerStacks.of_shapes({key: array.shape for key, array in index.arrays.items()})
         return None
