@@ -407,7 +407,7 @@ def test_megatrons_own_manifest(damaged: Fixture) -> None:
     ],
 )
 def test_a_manifest_that_makes_no_sense(damaged: Fixture, manifest: str, expected: str) -> None:
-    (damaged.iteration / MANIFEST).write_text(manifest)
+    (damaged.iteration / "integrity.json").write_text(manifest)
     (finding,) = findings(verify(damaged.run))
     assert expected in finding
 
