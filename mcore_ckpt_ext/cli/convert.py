@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typing_extensions import override
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
-from mcore_ckpt_ext.cli.folding import alike, without_numbers
+from mcore_ckpt_ext.cli.folding import left_out_rows
 from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message
@@ -24,7 +24,6 @@ from mcore_ckpt_ext.job.facts import FactsOfSource
 from mcore_ckpt_ext.targets import TARGETS, Target
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.formats.unread_state import UnreadState
     from mcore_ckpt_ext.operations.conversion import Report
     from mcore_ckpt_ext.operations.workers import Team
 
@@ -154,8 +153,8 @@ def run(arguments: argparse.Namespace) -> int:
         elif team.rank == 0:
             for text in _planned(report) if arguments.dry_run else _done(report):
                 line(text)
-            for text in _not_read(report.unread):
-                line(text)
+            for row in left_out_rows(report.account.not_looked_at):
+                line(f"{'copied unchanged' if row.carried else 'left out'}: {row.keys}, {row.size}: {row.why}")
             for note in report.notes:
                 line(Painted(f"note: {note}", REMARKABLE))
     return 0
@@ -224,18 +223,6 @@ def _planned(report: Report) -> Iterator[str]:
     yield f"would write {report.destination}: {report.files} files, {format_bytes(report.bytes_written)}"
     memory = format_bytes(report.peak_memory)
     yield f"would read {format_bytes(report.bytes_read)} of tensors, through {memory} of memory"
-
-
-def _not_read(unread: Iterable[UnreadState]) -> Iterator[str]:
-    """Yield a line for each key; keys that differ only in numbers share a line.
-
-    There may be thousands of such keys.
-    """
-    for items in alike(unread, lambda item: (item.carried, item.why, without_numbers(item.key))):
-        carried, why = items[0].carried, items[0].why
-        keys = items[0].key if len(items) == 1 else f"{items[0].key} and {len(items) - 1:,} similar keys"
-        size = format_bytes(sum(item.nbytes for item in items))
-        yield f"{'copied unchanged' if carried else 'left out'}: {keys}, {size}: {why or 'unknown key'}"
 
 
 def _done(report: Report) -> Iterator[str]:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
+from mcore_ckpt_ext.cli.folding import left_out_rows
 from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import check_place, comparison_page
@@ -15,7 +16,7 @@ from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
-from mcore_ckpt_ext.errors import format_bytes, join_some
+from mcore_ckpt_ext.errors import join_some
 from mcore_ckpt_ext.model_space.tensors import KINDS
 from mcore_ckpt_ext.storage.paths import as_path
 
@@ -92,9 +93,9 @@ def _show(found: Comparison, most: int | None) -> None:
         more = sum(len(names[most:]) for names in (kind.only_in_a, kind.only_in_b, kind.different) if most)
         if more:
             line(f"  and {more:,} more of {kind.kind}; --all lists them")
-    unread = [*(("A", item) for item in found.unread_a), *(("B", item) for item in found.unread_b)]
-    for side, item in unread[:most]:
-        line(f"  not compared, unknown key: {item.key} of {side}, {format_bytes(item.nbytes)}")
+    for side, account in (("A", found.account_a), ("B", found.account_b)):
+        for row in left_out_rows(account.not_looked_at):
+            line(f"  not compared: {row.keys} of {side}, {row.size}: {row.why}")
     for side, copies in (("A", found.differing_copies_a), ("B", found.differing_copies_b)):
         if copies:
             from mcore_ckpt_ext.operations.replicas import in_words
@@ -102,7 +103,7 @@ def _show(found: Comparison, most: int | None) -> None:
             line(f"  in {side}: {in_words(copies, len(copies))}")
     _show_settings(found)
     line()
-    line(Painted(_conclusion(found, len(unread)), GOOD if found.equal else BAD))
+    line(Painted(_conclusion(found), GOOD if found.equal else BAD))
 
 
 def _show_settings(found: Comparison) -> None:
@@ -115,18 +116,19 @@ def _show_settings(found: Comparison) -> None:
     table([(setting.name, setting.a, setting.b) for setting in differing], ("", "A", "B") if differing else ())
 
 
-def _conclusion(found: Comparison, unread: int) -> str:
+def _conclusion(found: Comparison) -> str:
     if found.equal:
-        return "equal in every bit" if found.settings_equal is None else "equal in every bit, and in all settings"
+        equal = "equal in every bit" if found.settings_equal is None else "equal in every bit, and in all settings"
+        sides = (("A", found.account_a.in_words), ("B", found.account_b.in_words))
+        return "; ".join((equal, *(f"of {side} {words}" for side, words in sides if words)))
     if found.tensors_equal:
         names = [setting.name for setting in found.settings if not setting.equal]
         return f"DIFFERENT SETTINGS, tensors equal in every bit: {join_some(names)}"
     if not all(kind.equal for kind in found.kinds):
         return "DIFFERENT"
-    if unread:
-        return (
-            f"NOT KNOWN TO BE EQUAL: what was compared is equal in every bit, {unread:,} unknown keys were not compared"
-        )
+    if found.missed:
+        keys = "1 key was" if found.missed == 1 else f"{found.missed:,} keys were"
+        return f"NOT KNOWN TO BE EQUAL: what was compared is equal in every bit, {keys} not compared"
     return "NOT KNOWN TO BE EQUAL: the first copies are equal in every bit, but replicas within one checkpoint differ"
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from mcore_ckpt_ext.errors import format_bytes
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.unread_state import UnreadState
 
 Item = TypeVar("Item")
 
@@ -15,6 +20,24 @@ _NUMBER = re.compile(r"\d[\d,]*")
 def without_numbers(text: str) -> str:
     """Replace every number of a text by `#`, as in `__#_#.distcp`."""
     return _NUMBER.sub("#", text)
+
+
+class LeftOut(NamedTuple):
+    """Keys that were not looked at, which differ only in numbers: in words, their size, and the reason."""
+
+    keys: str
+    size: str
+    why: str
+    carried: bool
+
+
+def left_out_rows(items: Iterable[UnreadState]) -> Iterator[LeftOut]:
+    """Yield a row for each key; keys that differ only in numbers share one, since there may be thousands."""
+    for group in alike(items, lambda item: (item.carried, item.why, without_numbers(item.key))):
+        first = group[0]
+        others = "" if len(group) == 1 else f" and {len(group) - 1:,} similar key{'s' if len(group) > 2 else ''}"
+        size = format_bytes(sum(item.nbytes for item in group))
+        yield LeftOut(first.key + others, size, first.why or "unknown key", first.carried)
 
 
 def alike(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[list[Item]]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
-from mcore_ckpt_ext.cli.folding import alike, without_numbers
+from mcore_ckpt_ext.cli.folding import alike, left_out_rows, without_numbers
 from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.page import check_place, inspection_page
 from mcore_ckpt_ext.cli.report import report
@@ -96,6 +96,9 @@ def _show(found: Inspection, *, show_all: bool) -> None:
     table([(kind, format_bytes(size)) for kind, size in sizes.items()], right=[1])
     heading("files")
     _show_files(found, show_all=show_all)
+    if found.account.not_looked_at:
+        heading("not read")
+        table([(row.keys, row.size, row.why) for row in left_out_rows(found.account.not_looked_at)], right=[1])
     heading("can be resumed by, optimizer included")
     table([(item.who, item.versions, item.layouts, item.note) for item in found.resumptions])
 

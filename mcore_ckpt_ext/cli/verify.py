@@ -130,7 +130,8 @@ def _show(found: Verification, *, show_all: bool) -> None:
         line(f"recorded in {found.recorded}")
     depth = ": metadata only, data not read" if found.quick else ""
     if found.sound:
-        line(Painted(f"sound{depth}", GOOD))
+        rest = found.account.in_words if found.account else ""
+        line(Painted("; ".join(filter(None, (f"sound{depth}", rest))), GOOD))
     else:
         line(Painted(f"NOT SOUND: {errors} error{'s' if errors > 1 else ''}", BAD))
 

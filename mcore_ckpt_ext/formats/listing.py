@@ -56,6 +56,7 @@ class Listing:
         unread: files that are damaged or of an unsupported type.
         files: the expected number of tensor files.
         dtypes: which dtypes were compared with which; empty if no file declares dtypes.
+        described: tensors whose name and shape were compared with the configuration.
     """
 
     folder: Path
@@ -66,6 +67,7 @@ class Listing:
     unread: set[str] = field(default_factory=set)
     files: int = 0
     dtypes: str = ""
+    described: set[str] = field(default_factory=set)
 
     @property
     def is_readable(self) -> bool:

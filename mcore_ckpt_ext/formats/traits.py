@@ -65,11 +65,6 @@ class FormatTraits:
         return None
 
     @property
-    def ignored_vision_tensors(self) -> list[str]:
-        """Return tensors of vision parts that are left out."""
-        return []
-
-    @property
     def fit(self) -> Fit | None:
         """The model's family and arguments if the format itself determines them, else None."""
         return None

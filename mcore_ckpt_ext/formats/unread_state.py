@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from mcore_ckpt_ext.lazy_torch import is_tensor
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
@@ -39,7 +40,8 @@ class UnreadState:
 
     Attributes:
         key: its name in the checkpoint's own format.
-        kind: the kind of optimizer state (`momentum_buffer`), or `unknown`; `other` for everything else.
+        kind: the kind of optimizer state (`momentum_buffer`), or `unknown`; `weight` for a weight of the model, `other`
+            for everything else.
         nbytes: size in bytes.
         why: the known reason; empty if there is none.
         carried: whether a conversion nevertheless copies it unchanged.
@@ -54,7 +56,12 @@ class UnreadState:
     @property
     def of_optimizer(self) -> bool:
         """True if the state belongs to an optimizer."""
-        return self.kind != OTHER
+        return is_of_optimizer(self.kind)
+
+
+def is_of_optimizer(kind: str) -> bool:
+    """Return whether a kind of stored array belongs to an optimizer."""
+    return kind not in (WEIGHT, OTHER)
 
 
 def optimizer_kind(key: str) -> str:

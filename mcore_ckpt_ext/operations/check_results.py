@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mcore_ckpt_ext.defaults import SCHEMAS
+from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.operations.findings import COVERED, IDS, OF_CONTENT, OPTIONAL, Severity, Verification
 
 Status = Literal["passed", "failed", "skipped", "not applicable"]
@@ -39,7 +40,7 @@ class VerificationResult:
     """The result of `verify --json`; `sound` is False if a problem is an error.
 
     `recorded`: the manifest that was written; None if none was. `iteration`: None if the checkpoint has none, or cannot
-    be opened.
+    be opened. `account`: what was done with each stored key; None if they cannot be listed.
     """
 
     schema: int
@@ -50,6 +51,7 @@ class VerificationResult:
     checks: tuple[CheckResult, ...]
     problems: tuple[Problem, ...]
     recorded: str | None
+    account: Account | None
 
 
 def verification_result(found: Verification) -> VerificationResult:
@@ -59,8 +61,9 @@ def verification_result(found: Verification) -> VerificationResult:
     )
     checks = tuple(_checks(found))
     return VerificationResult(
-        SCHEMA, found.path, found.iteration, found.quick, found.sound, checks, tuple(problems), found.recorded
-    )
+        SCHEMA, found.path, found.iteration, found.quick, found.sound, checks, tuple(problems), found.recorded,
+        found.account,
+    )  # fmt: skip
 
 
 def _checks(found: Verification) -> Iterator[CheckResult]:

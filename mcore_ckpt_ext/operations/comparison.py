@@ -9,8 +9,9 @@ from math import prod
 
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError, reraise_as_unreadable
+from mcore_ckpt_ext.formats.accounts import Account, account_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.unread_state import UnreadState
+from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_names_of
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
@@ -122,10 +123,13 @@ def _comparison(
             return TensorDifference(*pair, ((), ()), ("", ""), problem=str(problem))
 
     results = Workers(team, workers).map(one, shared, lambda pair: sides[0].nbytes(*pair))
-    unread = [_unread(side, kinds, sides) for side in sides]
+    accounts = [_account(side, chosen, kinds) for side in sides]
+    of_model = any(side.checkpoint.format_reader.is_model_folder for side in sides)
+    counted = kinds or ([*chosen, OTHER] if of_model else ())
+    missed = sum(_is_missed(item, counted) for account in accounts for item in account.not_looked_at)
     differing = [_differing_copies(side, chosen, team) for side in sides]
     compared = tuple(_kind_comparison(sides, kind, [r for r in results if r.kind == kind]) for kind in chosen)
-    equal = all(comparison.equal for comparison in compared) and not any([*unread, *differing])
+    equal = all(comparison.equal for comparison in compared) and not (missed or any(differing))
     return Comparison(
         schema=SCHEMA,
         a=str(sides[0].checkpoint.folder),
@@ -136,8 +140,9 @@ def _comparison(
         kinds=compared,
         settings=(),
         facts=tuple(_facts(sides)),
-        unread_a=unread[0],
-        unread_b=unread[1],
+        account_a=accounts[0],
+        account_b=accounts[1],
+        missed=missed,
         differing_copies_a=differing[0],
         differing_copies_b=differing[1],
     )
@@ -165,11 +170,17 @@ def _differing_copies(side: _Side, kinds: Sequence[str], team: Team) -> tuple[st
     return tuple(text for of_one in found for text in of_one)
 
 
-def _unread(side: _Side, kinds: Sequence[str] | None, sides: tuple[_Side, _Side]) -> tuple[UnreadState, ...]:
-    """Return keys of one checkpoint that nothing reads, but should: of chosen kinds, not only weights."""
-    if any(one.checkpoint.format_reader.is_model_folder for one in sides):
-        return ()
-    return tuple(one for one in side.checkpoint.unread() if not one.why and (kinds is None or one.kind in kinds))
+def _account(side: _Side, chosen: Sequence[str], kinds: Sequence[str] | None) -> Account:
+    """Return what was compared of one checkpoint; kinds that derive from compared ones are compared with them."""
+    left = set(side.checkpoint.carried_kinds()) - {*chosen}
+    why = "of another kind than those to compare" if kinds is not None else "the other side has none"
+    return account_of(side.checkpoint, leaves_out=left.__contains__, why=why)
+
+
+def _is_missed(item: UnreadState, counted: Sequence[str]) -> bool:
+    """Return True if a key of the compared kinds was not compared; `counted` is empty if these are all kinds."""
+    is_weight = item.kind == WEIGHT and bool(item.nbytes) and (not counted or WEIGHT in counted)
+    return is_weight or (not item.why and (not counted or item.kind in counted))
 
 
 def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mcore_ckpt_ext.defaults import SCHEMAS
-from mcore_ckpt_ext.formats.unread_state import UnreadState
+from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.operations.difference_map import DifferenceMap
 from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
 from mcore_ckpt_ext.operations.resumed_settings import Setting
@@ -84,8 +84,9 @@ class Comparison:
 
     `equal`: True if tensors and settings are equal. `settings` are those that a resume restores. They count if both
     checkpoints have an optimizer, and the user did not restrict the comparison to kinds or tensors; else
-    `settings_equal` is None. Tensors are not equal if a checkpoint has keys that nothing here reads (`unread_a`,
-    `unread_b`), or different copies of one tensor on several ranks (`differing_copies_a`, `differing_copies_b`).
+    `settings_equal` is None. Tensors are not equal if `missed` keys were not compared that should be
+    (`account_a`, `account_b`): unknown ones, and weights of which the other side has none; or if copies of one tensor
+    differ on several ranks (`differing_copies_a`, `differing_copies_b`).
     """
 
     schema: int
@@ -97,7 +98,8 @@ class Comparison:
     kinds: tuple[KindComparison, ...]
     settings: tuple[Setting, ...]
     facts: tuple[MetadataDifference, ...]
-    unread_a: tuple[UnreadState, ...] = ()
-    unread_b: tuple[UnreadState, ...] = ()
+    account_a: Account = field(default_factory=Account)
+    account_b: Account = field(default_factory=Account)
+    missed: int = 0
     differing_copies_a: tuple[str, ...] = ()
     differing_copies_b: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import DestinationError, ProofError, reraise_as_unreadable
 from mcore_ckpt_ext.families.config_keys import accepting
+from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.laid_out import OutputPlan
 from mcore_ckpt_ext.formats.unread_state import UnreadState
@@ -67,7 +68,7 @@ class Report:
         seconds: the duration.
         notes: messages for a user of the destination.
         lost: the number of elements that the source itself lacks, by parameter.
-        unread: keys of the source that are unknown or not converted.
+        account: what was done with each key of the source.
         how: how masters were verified, in words.
     """
 
@@ -81,8 +82,13 @@ class Report:
     seconds: float
     notes: Sequence[str]
     lost: Mapping[str, int] = field(default_factory=dict)
-    unread: Sequence[UnreadState] = ()
+    account: Account = field(default_factory=Account)
     how: str = "round to their weights"
+
+    @property
+    def unread(self) -> Sequence[UnreadState]:
+        """Keys of the source that are unknown or not converted."""
+        return self.account.not_looked_at
 
 
 def convert(
@@ -154,7 +160,7 @@ def convert(
     with reraise_as_unreadable(checkpoint.folder):
         for one in read:
             check_no_sharded_gates(one.arguments, str(one.folder))
-        checkpoint, unread = resolve_dropped_state(checkpoint, target, drop)
+        checkpoint, account = resolve_dropped_state(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, of_family)
     output = with_digests(laid_out.output, laid_out.folder)
     read_from = [*folders, as_path(source), *([as_path(merge)] if merge is not None else [])]
@@ -205,7 +211,7 @@ def convert(
         seconds=time.monotonic() - begun,
         notes=notes,
         lost=lost,
-        unread=unread,
+        account=account,
         how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",
     )  # fmt: skip
 

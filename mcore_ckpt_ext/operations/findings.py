@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mcore_ckpt_ext.formats.accounts import Account
+
 Severity = Literal["error", "warning"]
 
 COMPLETE = "complete"
@@ -71,6 +73,7 @@ class Verification:
         findings: the findings, in the order of the checks.
         recorded: the manifest that was written; None if none was.
         iteration: the iteration; None if the checkpoint cannot be opened, or is a model to start from.
+        account: what was done with each stored key; None if the keys cannot be listed.
     """
 
     path: str
@@ -79,6 +82,7 @@ class Verification:
     findings: tuple[Finding, ...]
     recorded: str | None = None
     iteration: int | None = None
+    account: Account | None = None
 
     @property
     def sound(self) -> bool:
@@ -92,6 +96,7 @@ class Results:
 
     findings: list[Finding] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
+    account: Account | None = None
 
     def extend(self, other: Results) -> None:
         """Append the findings and checks of other steps."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import reraise_as_unreadable
+from mcore_ckpt_ext.formats.accounts import Account, account_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.messages import vocabulary_contradiction
 from mcore_ckpt_ext.formats.unread_state import OTHER
@@ -93,7 +94,8 @@ class Inspection:
     `iteration` is None for a model to start from. `layout` belongs to the job that saved the checkpoint, or the source
     of its conversion. A dimension is None if its size is unknown; `layout_text` is empty if no job saved either.
     `described_by` names the file that describes the job of a checkpoint without Megatron's arguments; `unbelieved`
-    lists wrong statements of such a file.
+    lists wrong statements of such a file. `account`: the stored keys that this package reads, and those that it does
+    not.
     """
 
     schema: int
@@ -118,6 +120,7 @@ class Inspection:
     tensors: tuple[StoredTensor, ...]
     buffers: tuple[BufferMap, ...]
     stages: tuple[Stage, ...] = ()
+    account: Account = field(default_factory=Account)
     described_by: str = ""
     unbelieved: tuple[str, ...] = ()
 
@@ -191,6 +194,7 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
         tensors=_tensors(checkpoint),
         buffers=_buffers(checkpoint) if buffers else (),
         stages=stages_of(checkpoint, grid) if with_job else (),
+        account=account_of(checkpoint, elements=False),
         described_by=checkpoint.format_reader.described_by,
         unbelieved=tuple(checkpoint.format_reader.problems),
     )

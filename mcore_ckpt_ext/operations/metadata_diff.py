@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_value, join_some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_value
 from mcore_ckpt_ext.families.forward_pass import differing
 from mcore_ckpt_ext.formats import adapter_scaling
 from mcore_ckpt_ext.formats.common_state import scheduler_in
@@ -48,7 +48,6 @@ def metadata_differences(a: CheckpointView, b: CheckpointView) -> Iterator[Metad
             yield MetadataDifference(what, *counts)
     yield from _models(a, b)
     for what, describe, empty in (
-        ("not compared", _left_out, "nothing"),
         ("adapters multiplied by", _multiplied, "none"),
         ("fp8 scales, histories", _scaling, "none"),
     ):
@@ -63,11 +62,6 @@ def _models(a: CheckpointView, b: CheckpointView) -> Iterator[MetadataDifference
         models = complete(a.arguments), complete(b.arguments)
         for name, values in differing(*models).items():
             yield MetadataDifference(name, *map(format_value, values))
-
-
-def _left_out(checkpoint: CheckpointView) -> str:
-    """Return the vision tensors of a Hugging Face folder that are ignored; empty if there are none."""
-    return join_some(checkpoint.format_reader.ignored_vision_tensors, 1)
 
 
 def _group_values(checkpoint: CheckpointView, key: str) -> str:

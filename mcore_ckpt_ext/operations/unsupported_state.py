@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, format_bytes, join_some
+from mcore_ckpt_ext.formats.accounts import Account, account_of, together
 from mcore_ckpt_ext.formats.canonical.options import Canonical
-from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState
+from mcore_ckpt_ext.formats.unread_state import UnreadState, is_of_optimizer
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
-from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM
 from mcore_ckpt_ext.operations.coverage import check_kinds, raise_first_contradiction
 from mcore_ckpt_ext.targets import Target
 
@@ -25,8 +26,8 @@ _DROPPED = "dropped, as you asked"
 
 def resolve_dropped_state(
     checkpoint: CheckpointView, target: Target, drop: Collection[str]
-) -> tuple[CheckpointView, list[UnreadState]]:
-    """Return the checkpoint without dropped state, and the list of state that the conversion leaves out.
+) -> tuple[CheckpointView, Account]:
+    """Return the checkpoint without dropped state, and what the conversion does with each stored key.
 
     Args:
         checkpoint: the source.
@@ -38,21 +39,23 @@ def resolve_dropped_state(
         UnreadableCheckpointError: some state is missing already, or belongs to no parameter.
         UsageError: a kind to drop does not occur.
     """
-    unread = checkpoint.unread()
     merged_from = checkpoint.merged_from
     if drop and (merged_from or target.is_model_folder):
         what = "merged model" if merged_from else "Hugging Face folder"
         raise UsageError(f"--drop has no effect: a {what} has no optimizer", found=_spelt(drop))
     if merged_from:
-        trained = [one for one in merged_from if one.optimizer_format]
-        return checkpoint, [*unread, *(item for one in trained for item in _stored_optimizer(one, _MERGED))]
+        return checkpoint, together(account_of(one, leaves_out=is_of_optimizer, why=_MERGED) for one in merged_from)
     if target.is_model_folder:
-        left = target.weights_alone and checkpoint.optimizer_format
-        return checkpoint, [*unread, *(_stored_optimizer(checkpoint, _NO_PLACE) if left else ())]
+        if target.weights_alone and checkpoint.optimizer_format:
+            return checkpoint, account_of(checkpoint, leaves_out=is_of_optimizer, why=_NO_PLACE)
+        return checkpoint, account_of(checkpoint)
+    account = account_of(checkpoint)
+    unread = account.not_looked_at
     _check_drop(checkpoint, unread, drop)
     if OPTIMIZER in drop:
-        dropped = _stored_optimizer(checkpoint, _DROPPED) if checkpoint.optimizer_format else []
-        return without_optimizer(checkpoint), [*unread, *dropped]
+        if checkpoint.optimizer_format:
+            account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_DROPPED)
+        return without_optimizer(checkpoint), account
     lost = [item for item in unread if item.of_optimizer and item.kind not in drop]
     if lost:
         raise UnsupportedCheckpointError(
@@ -65,7 +68,7 @@ def resolve_dropped_state(
     if checkpoint.optimizer_format is not None:
         raise_first_contradiction(checkpoint, check_kinds(checkpoint))
         _check_can_be_held(checkpoint, target)
-    return checkpoint, unread
+    return checkpoint, account
 
 
 def listed(items: Iterable[UnreadState]) -> str:
@@ -113,15 +116,6 @@ def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
         where=str(checkpoint.folder),
         hint=f"--to {Canonical.name} keeps all of it; for the weights alone, --drop {OPTIMIZER}",
     )
-
-
-def _stored_optimizer(checkpoint: CheckpointView, why: str) -> list[UnreadState]:
-    """Return the whole optimizer, kind by kind."""
-    sizes: dict[str, int] = {}
-    for part in checkpoint.stored_parts():
-        if part.kind not in (WEIGHT, OTHER):
-            sizes[part.kind] = sizes.get(part.kind, 0) + part.nbytes
-    return [UnreadState(f"optimizer state {kind}", kind, nbytes, why) for kind, nbytes in sizes.items()]
 
 
 def _spelt(drop: Iterable[str]) -> str:

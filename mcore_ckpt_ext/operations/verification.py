@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -21,11 +21,13 @@ from mcore_ckpt_ext.errors import (
     join_some,
     reraise_as_unreadable,
 )
+from mcore_ckpt_ext.formats.accounts import Account, account_of
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.external_weights import NAME_THEM
 from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.messages import contradictions
 from mcore_ckpt_ext.formats.registry import format_of
+from mcore_ckpt_ext.formats.unread_state import UnreadState, is_of_optimizer
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
@@ -56,6 +58,9 @@ from mcore_ckpt_ext.storage.checksums import Confirmed
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.manifest import read_manifest
 from mcore_ckpt_ext.storage.paths import as_path
+
+_NOT_RECOVERED = "it cannot be read parameter by parameter"
+_NO_MODEL = "no supported model describes its name and shape"
 
 
 def verify(
@@ -132,7 +137,9 @@ def verify(
             paths, whole = (as_path(against), folder), weights is None
             compare(manifest, *paths, run.content, run.digests, shared, run.results, files_suffice=whole)
     checks, findings = tuple(run.results.checks), tuple(run.results.findings)
-    found = Verification(str(run.folder), quick, checks, findings, iteration=_iteration(run.content))
+    found = Verification(
+        str(run.folder), quick, checks, findings, iteration=_iteration(run.content), account=run.results.account
+    )
     if record is None or run.content is None or not found.sound:
         return found
     write_manifest(as_path(record), folder, run.content, run.digests, shared)
@@ -197,8 +204,9 @@ class _Run:
             self.content = listing
             try:
                 self.content = checkpoint = self._opens()
-                self._check_weights(checkpoint)
+                self._check_weights(checkpoint, listing.described)
             except UnsupportedCheckpointError as problem:
+                self.results.account = _account_without_model(listing)
                 reason = "; ".join(filter(None, map(problem.details.get, ("found", "hint"))))
                 what = f"names and shapes are not compared with a model: {problem.message}; {reason}"
                 self.results.checks.append(Check(COVERED, what, done=False))
@@ -214,10 +222,10 @@ class _Run:
             )  # fmt: skip
             counter.finish()
 
-    def _check_weights(self, checkpoint: CheckpointView) -> None:
+    def _check_weights(self, checkpoint: CheckpointView, described: Collection[str] = ()) -> None:
         self.results.findings.extend(check_kind(checkpoint, WEIGHT))
         self.results.checks.append(Check(COVERED, f"{len(checkpoint.names(WEIGHT)):,} weights"))
-        self._check_known(checkpoint)
+        self._check_known(checkpoint, described)
 
     def _check_metadata(self, checkpoint: CheckpointView) -> set[str]:
         """Check what needs no tensor; return the files that are missing or truncated."""
@@ -263,22 +271,24 @@ class _Run:
             return
         state: list[bool] = []
         self._workers.team.all(lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
+        if checkpoint.optimizer_format and not state[0]:
+            self.results.account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_NOT_RECOVERED)
         self.digests.tensors = check_parameters(
             checkpoint, state[0], failed, confirmed, self._workers, counter.add, content,
             digest_tensors=self._digest_tensors,
         )  # fmt: skip
 
-    def _check_known(self, checkpoint: CheckpointView) -> None:
+    def _check_known(self, checkpoint: CheckpointView, described: Collection[str]) -> None:
         """Report the keys that no other check reads."""
         try:
-            unread = checkpoint.unread(objects=not self._quick)
+            account = account_of(checkpoint, elements=not self._quick, described=described)
         except ContentError as problem:  # damage, which other checks report
             self.results.checks.append(Check(KNOWN, str(problem), done=False))
             return
-        for item in unread:
-            if not item.why:
-                what = f"{format_bytes(item.nbytes)} unknown, not checked"
-                self.results.findings.append(warning(KNOWN, item.key, what))
+        self.results.account, unread = account, account.not_looked_at
+        for item in account.unknown:
+            what = f"{format_bytes(item.nbytes)} unknown, not checked"
+            self.results.findings.append(warning(KNOWN, item.key, what))
         others = f"all but {len(unread):,}: {join_some([item.key for item in unread])}"
         self.results.checks.append(Check(KNOWN, others if unread else "all"))
 
@@ -296,6 +306,14 @@ class _Run:
 
     def _error(self, check: str, problem: CheckpointError) -> None:
         self.results.findings.append(error(check, str(self.folder), str(problem)))
+
+
+def _account_without_model(listing: Listing) -> Account:
+    """Return the account of a folder whose model is unknown, so that only described tensors have known shapes."""
+    names = [tensor.name for tensor in listing if tensor.name not in listing.described]
+    sizes = {tensor.name: prod(tensor.shape) * ITEM_SIZE[tensor.extent.dtype] for tensor in listing}
+    left = (UnreadState(name, WEIGHT, sizes[name], _NO_MODEL) for name in names)
+    return Account(by_form=len(sizes) - len(names), not_looked_at=tuple(left))
 
 
 def _iteration(content: Content | None) -> int | None:

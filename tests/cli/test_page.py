@@ -14,6 +14,7 @@ import pytest
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page, plan_page, write_page
 from mcore_ckpt_ext.errors import DestinationError
+from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.operations.comparison_result import Comparison, KindComparison, TensorDifference
 from mcore_ckpt_ext.operations.inspection import Inspection, StoredTensor, inspect
@@ -189,8 +190,8 @@ def test_untrusted_names_stay_names_in_a_comparison(browser: str, tmp_path: Path
         (kind,),
         (),
         (MetadataDifference(HOSTILE, HOSTILE, "b"),),
-        (unread,),
-        (unread,),
+        Account(not_looked_at=(unread,)),
+        Account(not_looked_at=(unread,)),
     )
     assert_it_stays_text(browser, tmp_path / "page.html", comparison_page(found), times=8)
 

@@ -26,7 +26,7 @@ from tests.harness.damage import MATRIX, flip, payload_position
 
 ONE_STATE = ("p01", "p04", "p05", "p06", "p08b")
 EMBEDDINGS = "embedding.word_embeddings.weight"
-BESIDE = ("unread_a", "unread_b", "differing_copies_a", "differing_copies_b")
+BESIDE = ("account_a", "account_b", "missed", "differing_copies_a", "differing_copies_b")
 
 
 def only_difference(found: Comparison) -> TensorDifference:
@@ -206,7 +206,7 @@ def test_the_schema_is_stable(damaged: Fixture) -> None:
     assert set(document) == {
         "schema", "a", "b", "equal", "tensors_equal", "settings_equal", "kinds", "settings", "facts", *BESIDE,
     }  # fmt: skip
-    assert document["schema"] == 4
+    assert document["schema"] == 5
     assert set(document["settings"][0]) == {"name", "a", "b", "equal"}
     kind = document["kinds"][0]
     assert set(kind) == {"kind", "compared", "elements", "only_in_a", "only_in_b", "different"}

@@ -25,7 +25,7 @@ from tests.harness.checkpoints import CORRUPTED, INTACT, Fixture, fixture_named
 SCHEMA = {
     "schema", "path", "format", "iteration", "layout", "layout_text", "writer", "optimizer_format", "optimizer",
     "model", "training", "bytes_on_disk", "bytes_by_kind", "files", "silent_ranks", "why_silent", "resumptions",
-    "sidecar", "sidecar_problem", "tensors", "buffers", "stages", "described_by", "unbelieved",
+    "sidecar", "sidecar_problem", "tensors", "buffers", "stages", "account", "described_by", "unbelieved",
 }  # fmt: skip
 FILE_SCHEMA = {
     "file", "rank", "writer", "place", "bytes_on_disk", "records", "bytes_by_kind", "tensors",
@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_tensors(any_fixture: Fixture) -> None:
 def test_the_schema_is_stable(any_fixture: Fixture) -> None:
     document = json.loads(json.dumps(asdict(inspect(any_fixture.run, buffers=True))))
     assert set(document) == SCHEMA
-    assert document["schema"] == 6
+    assert document["schema"] == 7
     assert all(set(file) == FILE_SCHEMA for file in document["files"])
     assert {type(value) for value in document["model"].values()} <= {int, float, str}
 

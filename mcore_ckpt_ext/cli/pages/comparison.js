@@ -59,7 +59,7 @@ function drawings() {
 const missing = data.kinds.flatMap((kind) => [
   ...kind.only_in_a.map((tensor) => ["A", kind.kind, tensor]), ...kind.only_in_b.map((tensor) => ["B", kind.kind, tensor]),
 ]);
-const unread = [...data.unread_a.map((item) => ["A", item]), ...data.unread_b.map((item) => ["B", item])];
+const unread = [["A", data.account_a], ["B", data.account_b]].flatMap(([side, account]) => account.not_looked_at.map((item) => [side, item]));
 const isEqual = (kind) => !(kind.only_in_a.length + kind.only_in_b.length + kind.different.length);
 const settings = data.settings.filter((setting) => !setting.equal);
 const verdict = data.equal ? "equal in every bit" : data.tensors_equal ? "different settings, tensors equal in every bit" : data.kinds.every(isEqual) ? "not known to be equal" : "different";
@@ -80,4 +80,4 @@ if (different.length) {
   ));
 }
 if (missing.length) page.append(searchable("Only in one of the two", "missing", missing, (row) => row.join(" "), ["in", "kind", "name"], ([side, kind, tensor]) => [side, kind, name(tensor)], [], "tensors"));
-if (unread.length) page.append(card("Not compared: unknown keys", grid(["in", "key", "bytes"], unread.slice(0, 1000).map(([side, item]) => [side, name(item.key), size(item.nbytes)]), [2])));
+if (unread.length) page.append(card("Not compared", grid(["in", "key", "bytes", "why"], unread.slice(0, 1000).map(([side, item]) => [side, name(item.key), size(item.nbytes), item.why || "unknown key"]), [2])));

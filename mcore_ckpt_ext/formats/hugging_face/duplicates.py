@@ -1,18 +1,16 @@
-"""Compares the bytes of tensors that a folder stores twice, and reports tensors that are not read."""
+"""Compares the bytes of tensors that a folder stores twice."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.hugging_face.folder import StoredTensor
 from mcore_ckpt_ext.planning.array_location import ScaleCodec
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer
 
 _BLOCK = 1 << 24
-_OUTPUT_LAYER, _SHOWN = "lm_head.weight", 6
 
 
 def same_bytes(reader: FolderReader, transfer: Transfer, one: StoredTensor, other: StoredTensor) -> bool:
@@ -37,16 +35,3 @@ def same_bytes(reader: FolderReader, transfer: Transfer, one: StoredTensor, othe
         len({reader.read(file, at + start, min(_BLOCK, total - start)) for file, at, _ in places}) == 1
         for start in range(0, total, _BLOCK)
     )
-
-
-def left_out_notes(names: Sequence[str], is_tied: bool) -> list[str]:
-    """Return notes on the tensors of a folder that are not read.
-
-    Args:
-        names: their names.
-        is_tied: the output layer is tied to the embedding, so that a stored one is a copy.
-    """
-    copies = [name for name in names if is_tied and name == _OUTPUT_LAYER]
-    others = [name for name in names if name not in copies]
-    found = [f"{name} is not read: the output layer is tied to the embedding" for name in copies]
-    return found + ([f"left out, no equivalent in Megatron: {join_some(others, _SHOWN)}"] if others else [])

@@ -18,6 +18,8 @@ from mcore_ckpt_ext.errors import (
     join_some,
     shorten,
 )
+from mcore_ckpt_ext.families.text_parts import text_names
+from mcore_ckpt_ext.families.vision_shapes import unprefixed, vision_shapes
 from mcore_ckpt_ext.formats.hugging_face.folder import (
     CONFIG,
     INDICES,
@@ -70,6 +72,7 @@ def list_model(folder: Path, below: str = "") -> Listing:
             is_scale = is_quantised and name.endswith(_SCALES)
             listing.tensors.append(ListedTensor(name, tensor.shape, tensor.extent, tensor.first, is_scale))
     if config is not None and listing.is_readable:
+        _check_vision(listing, stored, {} if is_quantised else config, below)
         _check_scales(listing, stored, config, below)
         _check_dtypes(listing, config, is_quantised)
     return listing
@@ -149,6 +152,23 @@ def _list_shard(
                 "tensors", place, f"it holds tensors that {index} does not list there: {join_some(surplus, _SHOWN)}"
             )
     yield from held.items()
+
+
+def _check_vision(listing: Listing, stored: Mapping[str, StoredTensor], config: Mapping[str, Any], below: str) -> None:
+    """Check the names and shapes of a vision part, whatever the model of the text is."""
+    expected = vision_shapes(config)
+    if expected is None:
+        return
+    named = {unprefixed(name): name for name, text in text_names(stored).items() if text is None}
+    if missing := [name for name in expected if name not in named]:
+        what = f"the vision part that {CONFIG} describes lacks tensors: {join_some(missing, _SHOWN)}"
+        listing.add("tensors", below, what)
+    for name, shape in expected.items():
+        tensor = stored.get(named.get(name, ""))
+        if tensor is not None and tensor.shape != shape:
+            what = f"{named[name]} has the shape {tensor.shape}, not {shape}, which {CONFIG} describes"
+            listing.add("tensors", tensor.extent.file, what)
+    listing.described |= {named[name] for name in expected if name in named}
 
 
 def _check_scales(listing: Listing, stored: Mapping[str, StoredTensor], config: Mapping[str, Any], below: str) -> None:

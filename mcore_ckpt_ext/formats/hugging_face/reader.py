@@ -21,8 +21,9 @@ from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.families.rope import dynamic_notices
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS
-from mcore_ckpt_ext.formats.hugging_face.duplicates import left_out_notes, same_bytes
+from mcore_ckpt_ext.formats.hugging_face.duplicates import same_bytes
 from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, is_huggingface, read_tensors, written_by_us
+from mcore_ckpt_ext.formats.hugging_face.left_out import TIED_COPY, left_out_tensors
 from mcore_ckpt_ext.formats.hugging_face.listing import list_model
 from mcore_ckpt_ext.formats.hugging_face.model import (
     LOCAL,
@@ -39,6 +40,7 @@ from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
 from mcore_ckpt_ext.formats.listing import Listing
 from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.reader import FormatReader
+from mcore_ckpt_ext.formats.unread_state import UnreadState
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.model_arguments import complete
@@ -166,6 +168,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         stored = self._without_copies(stored, expected.values())
         ignored = self.family.unmapped_tensors(stored.keys(), self.model, self.config) - expected.keys()
         self.left_out = sorted([*ignored, *self._of_activations, *self._vision])
+        self._stored = {**stored, **self._vision}
         missing = [name for name in expected if name not in stored]
         surplus = [name for name in stored if name not in expected and name not in ignored]
         wrong = [
@@ -216,7 +219,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     def _check_tied(self, stored: Mapping[str, StoredTensor]) -> None:
         """Check that a tied model's stored output layer, otherwise unread, is a copy of the embedding."""
-        copy = stored.get("lm_head.weight")
+        copy = stored.get(TIED_COPY)
         embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
         if self.model.untie_embeddings_and_output_weights or copy is None or embedding is None:
             return
@@ -269,10 +272,10 @@ class HuggingFaceCheckpoint(WeightsAlone):
         # Legacy files do not record which pipeline rank has the MTP layers.
         return self.without_mtp().view if self.has_mtp else view
 
-    @property
     @override
-    def ignored_vision_tensors(self) -> list[str]:
-        return [name for name in self.left_out if name in self._vision]
+    def unread(self, *, objects: bool = True) -> list[UnreadState]:
+        """Return the tensors that Megatron's model does not have; of a tied output layer the embedding is read."""
+        return [*left_out_tensors(self.left_out, self._stored, self._vision, self._of_activations)]
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
@@ -284,11 +287,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
             found.append(
                 f"of {self.whole} only the text is read, as {with_indefinite_article(self.family.name)}{whole}"
             )
-        if self._of_activations:
-            scales = join_some(self._of_activations, _SHOWN)
-            found.append(f"left out, scales of activations, which only quantized inference uses: {scales}")
-        others = sorted({*self.left_out} - {*self._of_activations})
-        found += left_out_notes(others, not self.model.untie_embeddings_and_output_weights)
+        if TIED_COPY in self.left_out:
+            found.append(f"{TIED_COPY} is not read: the output layer is tied to the embedding")
         listed = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
         if listed and self._holds_no_mtp:
             found.append(f"config.json lists multi-token prediction (MTP) layers missing from the folder ({listed[0]})")

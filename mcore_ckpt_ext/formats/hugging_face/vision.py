@@ -16,7 +16,6 @@ from mcore_ckpt_ext.families.text_parts import text_config, turned_stack
 from mcore_ckpt_ext.families.vision import PREFIX, VisionTower, sections_of
 from mcore_ckpt_ext.families.vision_towers import VISION_TOWERS, vision_model_type
 from mcore_ckpt_ext.formats.description import run_config_of
-from mcore_ckpt_ext.formats.hugging_face.duplicates import left_out_notes
 from mcore_ckpt_ext.formats.hugging_face.folder import StoredTensor
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
@@ -85,9 +84,8 @@ class VisionLanguageCheckpoint(HuggingFaceCheckpoint):
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
-        found = [f"of {self.whole}, text and images, for Megatron-Bridge: pretrain_gpt.py has no such model"]
-        found += left_out_notes(self.left_out, not self.model.untie_embeddings_and_output_weights)
-        return found + self.with_uncommon_dtype()
+        found = f"of {self.whole}, text and images, for Megatron-Bridge: pretrain_gpt.py has no such model"
+        return [found, *self.with_uncommon_dtype()]
 
 
 class UnmappedVisionLanguageCheckpoint(HuggingFaceCheckpoint):

@@ -1,0 +1,99 @@
+"""The account of a checkpoint: what a command did with each stored key. Verdicts, text and JSON derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from mcore_ckpt_ext.errors import join_some
+from mcore_ckpt_ext.formats.unread_state import OTHER, UnreadState, joined
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Account:
+    """What was done with the stored keys of a checkpoint, each of which is in exactly one class.
+
+    Attributes:
+        compared: the number of keys whose elements were read and compared or converted.
+        by_form: the number of keys of which only name and shape were checked.
+        not_looked_at: all other keys, with the reason; those of one left-out kind together. Without a reason, nobody
+            knows the key.
+    """
+
+    compared: int = 0
+    by_form: int = 0
+    not_looked_at: tuple[UnreadState, ...] = ()
+
+    @property
+    def unknown(self) -> tuple[UnreadState, ...]:
+        """The keys that nobody knows."""
+        return tuple(item for item in self.not_looked_at if not item.why)
+
+    @property
+    def in_words(self) -> str:
+        """The keys of model and optimizer, and the unknown ones, that were not looked at; empty if there are none.
+
+        A verdict ends with it. State that belongs to the ranks of a job, or that a model computes, is listed above it.
+        """
+        keys = [item.key for item in self.not_looked_at if item.kind != OTHER or not item.why]
+        return f"not looked at: {join_some(keys, _SHOWN)}" if keys else ""
+
+
+def account_of(
+    checkpoint: CheckpointView,
+    *,
+    elements: bool = True,
+    leaves_out: Callable[[str], bool] = lambda kind: False,
+    why: str = "",
+    described: Collection[str] = (),
+) -> Account:
+    """Return the account of a command that looked at all keys that this package reads.
+
+    Args:
+        checkpoint: the checkpoint.
+        elements: whether elements were read; else only names and shapes were checked.
+        leaves_out: returns whether the command left out a kind.
+        why: the reason for which it did.
+        described: keys of which nothing is read, and whose name and shape were checked nevertheless.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    unread = checkpoint.unread(objects=elements)
+    names = {item.key for item in unread}
+    left: dict[str, int] = {}
+    keys: dict[str, set[str]] = {}
+    for part in checkpoint.stored_parts():
+        if names and not names.isdisjoint((part.tensor, part.tensor.rpartition("/shard_")[0])):
+            continue
+        if leaves_out(part.kind):
+            left[part.kind] = left.get(part.kind, 0) + part.nbytes
+        else:
+            keys.setdefault(part.kind, set()).add(part.tensor)
+    known_by_form = sum(item.key in described for item in unread)
+    objects = len(keys.pop(OTHER, ()))
+    read = sum(map(len, keys.values()))
+    kinds = (UnreadState(_label(kind), kind, nbytes, why) for kind, nbytes in left.items())
+    return Account(
+        compared=read if elements else 0,
+        by_form=known_by_form + objects + (0 if elements else read),
+        not_looked_at=(*(item for item in unread if item.key not in described), *kinds),
+    )
+
+
+def together(accounts: Iterable[Account]) -> Account:
+    """Return the account of several checkpoints that are one source."""
+    listed = list(accounts)
+    return Account(
+        sum(one.compared for one in listed),
+        sum(one.by_form for one in listed),
+        tuple(joined(item for one in listed for item in one.not_looked_at)),
+    )
+
+
+def _label(kind: str) -> str:
+    return "weights" if kind == WEIGHT else f"optimizer state {kind}"
