@@ -34,7 +34,8 @@ from mcore_ckpt_ext.layout_choice.model_table import (
 from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, search
 from mcore_ckpt_ext.model_space.anatomy import BLOCKS, in_vocabulary
 from mcore_ckpt_ext.model_space.names import parse, split_layer
-from mcore_ckpt_ext.operations.layout_plan import buffers_of, recomputation_of
+from mcore_ckpt_ext.operations.job_buffers import buffers_of
+from mcore_ckpt_ext.operations.layout_plan import recomputation_of
 from mcore_ckpt_ext.operations.parameter_table import state_bytes
 from mcore_ckpt_ext.versions import Version
 

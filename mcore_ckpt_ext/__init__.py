@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.unread_state import UnreadState
     from mcore_ckpt_ext.job.facts import Facts
     from mcore_ckpt_ext.layout.parallel import ParallelLayout
+    from mcore_ckpt_ext.layout_choice.memory import Memory
     from mcore_ckpt_ext.megatron.api import load_optimizer, save_sidecar
     from mcore_ckpt_ext.megatron.installation import install, status, uninstall
     from mcore_ckpt_ext.operations.comparison import compare
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.difference_map import DifferenceMap
     from mcore_ckpt_ext.operations.findings import Check, Finding, Verification
     from mcore_ckpt_ext.operations.inspection import BufferMap, Inspection, StoredFile, StoredTensor, inspect
+    from mcore_ckpt_ext.operations.layout_plan import LayoutPlan, PlannedLayout, plan
     from mcore_ckpt_ext.operations.metadata_diff import MetadataDifference
     from mcore_ckpt_ext.operations.pipeline_map import Stage
     from mcore_ckpt_ext.operations.resumed_settings import Setting
@@ -65,11 +67,14 @@ __all__ = [
     "HuggingFace",
     "Inspection",
     "KindComparison",
+    "LayoutPlan",
     "Legacy",
+    "Memory",
     "ModelMismatchError",
     "PackingError",
     "PaddingRows",
     "ParallelLayout",
+    "PlannedLayout",
     "ProofError",
     "Report",
     "ResumeRefusedError",
@@ -98,6 +103,7 @@ __all__ = [
     "install",
     "load_optimizer",
     "open_checkpoint",
+    "plan",
     "save_sidecar",
     "status",
     "uninstall",
@@ -122,11 +128,14 @@ _MODULES = {
     "HuggingFace": "mcore_ckpt_ext.formats.hugging_face.options",
     "Inspection": "mcore_ckpt_ext.operations.inspection",
     "KindComparison": "mcore_ckpt_ext.operations.comparison_result",
+    "LayoutPlan": "mcore_ckpt_ext.operations.layout_plan",
     "Legacy": "mcore_ckpt_ext.formats.legacy.options",
+    "Memory": "mcore_ckpt_ext.layout_choice.memory",
     "ModelMismatchError": "mcore_ckpt_ext.errors",
     "PackingError": "mcore_ckpt_ext.errors",
     "PaddingRows": "mcore_ckpt_ext.operations.comparison_result",
     "ParallelLayout": "mcore_ckpt_ext.layout.parallel",
+    "PlannedLayout": "mcore_ckpt_ext.operations.layout_plan",
     "ProofError": "mcore_ckpt_ext.errors",
     "Report": "mcore_ckpt_ext.operations.conversion",
     "ResumeRefusedError": "mcore_ckpt_ext.errors",
@@ -153,6 +162,7 @@ _MODULES = {
     "install": "mcore_ckpt_ext.megatron.installation",
     "load_optimizer": "mcore_ckpt_ext.megatron.api",
     "open_checkpoint": "mcore_ckpt_ext.formats.checkpoint",
+    "plan": "mcore_ckpt_ext.operations.layout_plan",
     "save_sidecar": "mcore_ckpt_ext.megatron.api",
     "status": "mcore_ckpt_ext.megatron.installation",
     "uninstall": "mcore_ckpt_ext.megatron.installation",

@@ -12,8 +12,8 @@ from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_reh
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
-from mcore_ckpt_ext.errors import UsageError, format_bytes, shorten
-from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
+from mcore_ckpt_ext.errors import format_bytes
+from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation, parse_sizes
 from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         gpus_per_node=arguments.gpus_per_node,
         gpu_memory=arguments.gpu_memory,
         megatron_version=arguments.megatron_version,
-        pins=_pins(arguments.pin),
+        pins=parse_sizes(" ".join(arguments.pin)),
         recomputation=arguments.recompute,
         read_rate=arguments.read_rate,
         most=None if arguments.all else 10,
@@ -87,26 +87,13 @@ def run(arguments: argparse.Namespace) -> int:
     return report(arguments, "plan", found, page=plan_page, show=_show, exit_code=0 if found.fits else 1)
 
 
-def _pins(texts: list[str]) -> dict[str, int]:
-    pins = {}
-    for text in texts:
-        name, _, size = text.partition("=")
-        if name not in PINS or not (size.isascii() and size.isdigit() and 0 < int(size) < 1 << 20):
-            raise UsageError(
-                "--pin takes a dimension and its size", found=shorten(text),
-                expected=f"one of {', '.join(PINS)}, and a whole number: tp=8",
-            )  # fmt: skip
-        pins[name] = int(size)
-    return pins
-
-
 def _show(found: LayoutPlan) -> None:
     line(found.path)
     size = "" if found.gpu_memory is None else f"{format_bytes(found.gpu_memory)}, "
     table(
         [
             ("written by", found.old_layout or "no job"),
-            ("for", f"{found.gpus} GPUs, Megatron {found.megatron_version}"),
+            ("for", f"{found.gpus} GPUs, Megatron {found.megatron_version} ({found.megatron_version_source})"),
             ("parameters", f"{found.parameters:,}"),
             ("memory of a GPU", f"{size}{found.gpu_memory_source}"),
         ]
@@ -132,6 +119,8 @@ def _show_layouts(found: LayoutPlan) -> None:
     best = found.layouts[0]
     heading(f"flags for {best.layout}")
     line(f"  {best.flags}")
+    if best.removed_flags:
+        line(f"  leave out, if your command has them: {', '.join(best.removed_flags)}")
     for note in best.notes:
         line(f"  note: {note}")
     memory = best.memory
@@ -148,6 +137,13 @@ def _show_layouts(found: LayoutPlan) -> None:
         f"with --ckpt-ext-read-once: {format_bytes(best.read_once)}"
     )
     line(f"  to rehearse it: --gpus {found.gpus} --rehearse '{_in_pins(best)}'")
+    if found.fewer:
+        heading("layouts of fewer GPUs that keep the tensor parallel size and the batch")
+        rows = (
+            (str(one.gpus), one.layout, format_bytes(one.memory.total), _batch(one), f"{one.bubble:.0%}")
+            for one in found.fewer
+        )
+        table(rows, header=("GPUs", "layout", "memory", "batch", "bubble"), right=(0, 2, 4))
 
 
 def _in_pins(one: PlannedLayout) -> str:
@@ -186,9 +182,14 @@ def _show_what_excludes(found: LayoutPlan) -> None:
 def _cells(one: PlannedLayout) -> tuple[str | Painted, ...]:
     return (
         one.layout, _split(one), format_bytes(one.memory.total), _fit(one), f"{one.bubble:.0%}",
-        f"{one.micro_batch_size} / {one.global_batch_size}", format_bytes(one.read_per_rank), _seconds(one),
+        _batch(one), format_bytes(one.read_per_rank), _seconds(one),
         "yes" if one.stock_resumes else "no",
     )  # fmt: skip
+
+
+def _batch(one: PlannedLayout) -> str:
+    """Return micro batch / global batch; a question mark for an unknown one."""
+    return f"{one.micro_batch_size} / {one.global_batch_size or '?'}"
 
 
 def _split(one: PlannedLayout) -> str:

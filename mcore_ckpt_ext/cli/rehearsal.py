@@ -24,8 +24,8 @@ def add_rehearsal(parser: argparse.ArgumentParser) -> None:
     """Add the options of a rehearsal."""
     group = parser.add_argument_group("rehearsal: simulate the resume of all ranks, up to the first write")
     group.add_argument(
-        "--rehearse", metavar="LAYOUT",
-        help="layout to rehearse, such as 'tp=8 pp=8 vpp=2 ep=4 etp=1 cp=2'; omitted sizes are 1, etp is tp",
+        "--rehearse", nargs="+", action="extend", metavar="DIM=N",
+        help="layout to rehearse, such as tp=8 pp=8 vpp=2 ep=4 etp=1 cp=2; omitted sizes are 1, etp is tp",
     )  # fmt: skip
     group.add_argument("--full", action="store_true", help="compare all masters with their weights, not only samples")
     group.add_argument(
@@ -60,7 +60,7 @@ def run_rehearsal(arguments: argparse.Namespace) -> int:
     from mcore_ckpt_ext.rehearsal.rehearse import rehearse
     from mcore_ckpt_ext.rehearsal.target import sizes_in
 
-    sizes = sizes_in(arguments.rehearse)
+    sizes = sizes_in(" ".join(arguments.rehearse))
     with the_team(join=arguments.join) as team:
         found = rehearse(
             arguments.path,

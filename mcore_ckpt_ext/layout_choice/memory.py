@@ -8,9 +8,9 @@ from math import ceil
 
 from mcore_ckpt_ext.layout.grad_buffer import align, bucket_alignment
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise
 from mcore_ckpt_ext.layout_choice.model_table import Holding, StageHolding
-from mcore_ckpt_ext.layout_choice.rules import Choice
 from mcore_ckpt_ext.layout_choice.stage_activations import StageActivations
 
 _MIB = 1 << 20
@@ -108,7 +108,7 @@ def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations
     share it. Each bucket of `--overlap-grad-reduce` adds less than one such padding, which is ignored.
     """
     layout = choice.layout
-    shares = ((stage.dense, layout.data * layout.context), (stage.experts, layout.expert_data))
+    shares = ((stage.dense, choice.optimizer_ranks), (stage.experts, choice.expert_optimizer_ranks))
     weights = gradients = optimizer = host = gathered = 0
     steps = []
     for holding, ranks in shares:

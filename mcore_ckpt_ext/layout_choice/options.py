@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from enum import Enum
 
+from mcore_ckpt_ext.errors import UsageError, shorten
+
+_MOST = 1 << 20
+
 PINS = {
     "tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "ep": "expert", "etp": "expert_tensor",
     "cp": "context",
@@ -17,3 +21,25 @@ class Recomputation(Enum):
     NONE = "none"
     SELECTIVE = "selective"
     FULL = "full"
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """Parse the sizes of dimensions, by their names in `PINS`: `tp=8 pp=8`, also separated by commas.
+
+    Raises:
+        UsageError: the text has another form, or names a dimension twice.
+    """
+    sizes: dict[str, int] = {}
+    for word in text.replace(",", " ").split():
+        label, _, number = word.partition("=")
+        label = {"vp": "vpp"}.get(label.lower(), label.lower())
+        if label not in PINS or not (number.isascii() and number.isdigit() and 0 < int(number) < _MOST):
+            raise UsageError(
+                "invalid dimension or size of a layout",
+                found=shorten(word, 40),
+                expected=f"{', '.join(PINS)} (vp means vpp), each with a whole number: tp=8 pp=8",
+            )
+        if label in sizes:
+            raise UsageError("a dimension is given twice", found=shorten(word, 40), expected="each of them once")
+        sizes[label] = int(number)
+    return sizes

@@ -8,53 +8,11 @@ read in core_v0.12.0 to 0.19.2 and the development head of August 2026.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 
-from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.job_arguments import is_hybrid
 from mcore_ckpt_ext.job.releases import SHARES_QUERY_GROUPS
-from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout_choice.model_table import ModelTable
-from mcore_ckpt_ext.layout_choice.stage_split import StageSplit
-from mcore_ckpt_ext.versions import Version
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A parallel layout for a model, with the batch to train under it.
-
-    Attributes:
-        job: arguments of the model; its old layout in them is ignored.
-        layout: the parallel sizes; `world` is the number of GPUs.
-        split: the layers of each stage; None if they cannot be divided.
-        micro_batch: samples that one data-parallel rank processes at once.
-        global_batch: samples of an iteration.
-        version: the Megatron release that would run.
-    """
-
-    job: JobArguments
-    table: ModelTable
-    layout: ParallelLayout
-    split: StageSplit | None
-    micro_batch: int
-    global_batch: int
-    version: Version
-
-    @property
-    def microbatches(self) -> int:
-        """Micro batches that each pipeline processes in an iteration."""
-        return self.global_batch // (self.micro_batch * self.layout.data)
-
-    @property
-    def has_sequence_parallelism(self) -> bool:
-        """True if activations are also divided along the sequence.
-
-        The job's flag is kept. To train experts under tensor parallelism it is required (`MoELayer.forward`,
-        megatron/core/transformer/moe/moe_layer.py). `validate_args` disables it without tensor parallelism.
-        """
-        wanted = bool(self.job.raw.get("sequence_parallel")) or bool(self.job.num_experts)
-        return self.layout.tensor > 1 and wanted
-
+from mcore_ckpt_ext.layout_choice.choice import Choice
 
 Rule = Callable[[Choice], "str | None"]
 
@@ -104,6 +62,22 @@ def _rank_order(choice: Choice) -> str | None:
     if layout.expert_data == layout.data:
         return None
     return "--use-tp-pp-dp-mapping needs as many data-parallel ranks for experts"
+
+
+def _optimizer_instances(choice: Choice) -> str | None:
+    """`initialize_model_parallel`: optimizer instances divide the data-parallel ranks, those of experts too.
+
+    Source: parallel_state.py, "Data parallel size should be divisible by partial DistOpt shard factor", core_v0.10.0 to
+    0.19.2.
+    """
+    layout, instances = choice.layout, choice.instances
+    for ranks, what in (
+        (layout.data * layout.context, "data-parallel ranks"),
+        (layout.expert_data, "ranks of experts"),
+    ):
+        if ranks % instances:
+            return f"--num-distributed-optimizer-instances {instances} does not divide the {ranks} {what}"
+    return None
 
 
 def _heads(choice: Choice) -> str | None:
@@ -260,18 +234,44 @@ def _interleaving(choice: Choice) -> str | None:
     return None if layout.pipeline >= least else f"VPP {layout.virtual_pipeline} needs PP {least} or more"
 
 
+def _overlapped_experts(choice: Choice) -> str | None:
+    """`TransformerConfig.__post_init__`: overlapped communication of experts needs EP, and virtual stages with PP.
+
+    It applies from core_v0.15.0 on.
+    """
+    layout = choice.layout
+    if not choice.job.raw.get("overlap_moe_expert_parallel_comm"):
+        return None
+    if layout.expert == 1:
+        return "--overlap-moe-expert-parallel-comm needs EP 2 or more"
+    if layout.pipeline > 1 and layout.virtual_pipeline == 1:
+        return "--overlap-moe-expert-parallel-comm needs virtual stages with PP"
+    return None
+
+
 def _micro_batches(choice: Choice) -> str | None:
     """The global batch is a multiple of the micro batch x DP.
 
     Source: `_build_num_microbatches_calculator` (num_microbatches_calculator.py). With virtual stages, the number of
-    micro batches is a multiple of PP (`forward_backward_pipelining_with_interleaving`, schedules.py).
+    micro batches is a multiple of PP, or `--microbatch-group-size-per-virtual-pipeline-stage` and what remains of it
+    are at least PP (`forward_backward_pipelining_with_interleaving`, schedules.py).
     """
     layout = choice.layout
     share = choice.micro_batch * layout.data
     if choice.global_batch % share:
         return f"global batch {choice.global_batch} is no multiple of micro batch x DP = {share}"
-    if layout.virtual_pipeline > 1 and choice.microbatches % layout.pipeline:
+    if layout.virtual_pipeline == 1:
+        return None
+    group = choice.microbatch_group
+    if group == layout.pipeline and choice.microbatches % group:
         return f"with VPP, {choice.microbatches} micro batches must be a multiple of PP {layout.pipeline}"
+    if not layout.pipeline <= group <= choice.microbatches:
+        limits = f"PP {layout.pipeline} to {choice.microbatches} micro batches"
+        return f"with VPP, --microbatch-group-size-per-virtual-pipeline-stage {group} must be within {limits}"
+    if 0 < choice.microbatches % group < layout.pipeline:
+        return (
+            f"with VPP, {choice.microbatches} micro batches in groups of {group} leave fewer than PP {layout.pipeline}"
+        )
     return None
 
 
@@ -290,15 +290,19 @@ EXPERT_RULES: tuple[NamedRule, ...] = (
     ("experts", _experts),
     ("expert world size", _expert_world_size),
     ("rank order", _rank_order),
+    ("optimizer instances", _optimizer_instances),
     ("parameter shapes", _parameters),
 )
 """Rules that also depend on EP and ETP."""
+BATCH_RULES: tuple[NamedRule, ...] = (("batch sizes", _micro_batches),)
+"""Rules that depend on the batch."""
 STAGE_RULES: tuple[NamedRule, ...] = (
     ("hybrid pattern", _hybrid_stages),
     ("layers per stage", _layers),
     ("shared indexers", _shared_indexers),
     ("interleaved schedule", _interleaving),
-    ("batch sizes", _micro_batches),
+    ("overlapped experts", _overlapped_experts),
+    *BATCH_RULES,
 )
 """Rules that depend on virtual stages, the division of the layers, and the batch."""
 RULES = (*DENSE_RULES, *EXPERT_RULES, *STAGE_RULES)

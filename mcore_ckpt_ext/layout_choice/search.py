@@ -11,11 +11,19 @@ from math import isqrt, log2, prod
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.layer_wise import layer_wise_stages
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, bubble_fraction, memory_of
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, StageHolding
 from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
-from mcore_ckpt_ext.layout_choice.rules import DENSE_RULES, EXPERT_RULES, STAGE_RULES, Choice, NamedRule, violations
+from mcore_ckpt_ext.layout_choice.rules import (
+    BATCH_RULES,
+    DENSE_RULES,
+    EXPERT_RULES,
+    STAGE_RULES,
+    NamedRule,
+    violations,
+)
 from mcore_ckpt_ext.layout_choice.stage_activations import ActivationEstimate
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, stage_splits
 from mcore_ckpt_ext.versions import Version
@@ -55,7 +63,8 @@ class FoundLayout:
         memory: the memory of the fullest GPU.
         fits: whether that is within a GPU's memory; None if unknown.
         bubble: the idle fraction of the pipeline, 0 to 1.
-        keeps_batch: whether both batch sizes are unchanged.
+        keeps_batch: whether both batch sizes are unchanged, as far as they are known.
+        changes: how much of the job's form changes; see `_changes`.
         holdings: the totals on a rank of each pipeline stage.
     """
 
@@ -64,6 +73,7 @@ class FoundLayout:
     fits: bool | None
     bubble: float
     keeps_batch: bool
+    changes: int
     holdings: tuple[StageHolding, ...]
 
 
@@ -141,7 +151,7 @@ def search(
                 split = splits(staged.pipeline, staged.virtual_pipeline)
                 choice = with_batch(choice_of(staged, split))
                 if not is_excluded(choice, STAGE_RULES) and split is not None:
-                    result.found.append(_weighed(choice, shared_out(split, staged), request, buffers, estimate))
+                    result.found.append(_weighed(choice, shared_out(split, staged), old, request, buffers, estimate))
     result.found.sort(key=lambda one: _rank(one, old, request))
     return result
 
@@ -149,6 +159,7 @@ def search(
 def _weighed(
     choice: Choice,
     held: tuple[StageHolding, ...],
+    old: ParallelLayout,
     request: SearchRequest,
     buffers: Buffers,
     estimate: ActivationEstimate,
@@ -162,7 +173,8 @@ def _weighed(
         memory,
         _fits(memory, request),
         bubble_fraction(choice),
-        (choice.micro_batch, choice.global_batch) == batch_of(choice.job),
+        batch_of(choice.job) in ((choice.micro_batch, choice.global_batch), (choice.micro_batch, None)),
+        _changes(choice, old),
         held,
     )
 
@@ -174,18 +186,33 @@ def _fits(memory: Memory, request: SearchRequest) -> bool | None:
 
 
 def _rank(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tuple[object, ...]:
-    """Return a sort key: fits, keeps the batch, idles least, TP within a node, similar to the old layout."""
+    """Return a sort key: fits, keeps batch and form of the job, idles least, TP within a node, like the old layout."""
     layout = one.choice.layout
     crosses = layout.tensor > request.gpus_per_node
     return (
         not one.fits,
         one.fits is False,
         not one.keeps_batch,
+        one.changes,
         int(one.bubble / _BUBBLE_STEP),
         crosses,
         _distance(layout, old),
         one.memory.total,
     )
+
+
+def _changes(choice: Choice, old: ParallelLayout) -> int:
+    """Return how much of the job's form changes, besides sizes that every layout may change.
+
+    0 for the old layout in the old flags; otherwise 1, and 1 more for another context parallel size, 1 for other
+    numbers of layers in the first or last stage than the job had, 2 for another `--pipeline-model-parallel-layout`.
+    """
+    split = dict(choice.split.arguments) if choice.split else {}
+    new = {name for name, value in split.items() if value and value != choice.job.value(name)}
+    if not new and choice.layout == replace(old, unknown=choice.layout.unknown):
+        return 0
+    is_described = "pipeline_model_parallel_layout" in new
+    return 1 + (choice.layout.context != old.context) + (2 if is_described else bool(new))
 
 
 def _distance(layout: ParallelLayout, old: ParallelLayout) -> float:
@@ -234,7 +261,9 @@ class _Sizes:
     def stage_layouts(self, layout: ParallelLayout) -> Iterator[ParallelLayout]:
         """Yield the layout with every number of virtual stages."""
         # With more pipeline ranks than layers, some ranks have only the embedding or the loss.
-        most = max(1, min(_MOST_VIRTUAL_STAGES, self._layers // layout.pipeline)) if layout.pipeline > 1 else 1
+        # Two virtual stages may be more than the layers, too (`E|t|t||L`).
+        least = 2 if layout.pipeline <= self._layers else 1
+        most = max(least, min(_MOST_VIRTUAL_STAGES, self._layers // layout.pipeline)) if layout.pipeline > 1 else 1
         for stages in self._of("virtual_pipeline", range(1, most + 1)):
             yield replace(layout, virtual_pipeline=stages)
 
@@ -245,11 +274,10 @@ class _Sizes:
         return _distance(layout, self._old)
 
 
-def batch_of(job: JobArguments) -> tuple[int, int]:
-    """Return the micro batch and the global batch of a job."""
+def batch_of(job: JobArguments) -> tuple[int, int | None]:
+    """Return the micro batch, 1 if unknown, and the global batch of a job, None if unknown."""
     micro = job.raw.get("micro_batch_size")
-    micro = micro if isinstance(micro, int) and micro > 0 else 1
-    return micro, job.global_batch_size or micro
+    return micro if isinstance(micro, int) and micro > 0 else 1, job.global_batch_size
 
 
 def with_batch(choice: Choice) -> Choice:
@@ -259,10 +287,12 @@ def with_batch(choice: Choice) -> Choice:
     """
     micro, whole = batch_of(choice.job)
     data = choice.layout.data
+    if whole is None:  # as many micro batches as the pipeline has stages
+        return replace(choice, micro_batch=micro, global_batch=micro * data * max(choice.microbatch_group, 1))
     fitting = next((size for size in range(micro, 0, -1) if whole % (size * data) == 0), None)
     if fitting is not None:
         kept = replace(choice, micro_batch=fitting, global_batch=whole)
-        if kept.layout.virtual_pipeline == 1 or kept.microbatches % kept.layout.pipeline == 0:
+        if next(violations(kept, BATCH_RULES), None) is None:
             return kept
-    step = micro * data * (choice.layout.pipeline if choice.layout.virtual_pipeline > 1 else 1)
+    step = micro * data * (choice.microbatch_group if choice.layout.virtual_pipeline > 1 else 1)
     return replace(choice, micro_batch=micro, global_batch=max(1, round(whole / step)) * step)

@@ -11,9 +11,9 @@ from math import ceil
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.activations import ActivationOptions, LayerTerms, Shares, terms_of
-from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part, number_of
+from mcore_ckpt_ext.layout_choice.choice import Choice
+from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part
 from mcore_ckpt_ext.layout_choice.options import Recomputation
-from mcore_ckpt_ext.layout_choice.rules import Choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,6 @@ class ActivationEstimate:
     def __init__(self, job: JobArguments, recomputation: Recomputation) -> None:
         self._sizes = ModelSizes.of(job)
         self._options = ActivationOptions.of(job, recomputation)
-        self._group = number_of(job, "microbatch_group_size_per_virtual_pipeline_stage", 0)
         self._logit_bytes = _loss_bytes(job)
         self._terms = cache(self._terms_of)
         self._parts = cache(self._parts_of)
@@ -72,7 +71,7 @@ class ActivationEstimate:
         terms = self._terms(shares)
         last = layout.pipeline - 1
         for rank, spans in enumerate(split.ranges()):
-            flying = chunks_in_flight(layout, rank, max(choice.microbatches, 1), self._group or layout.pipeline)
+            flying = chunks_in_flight(layout, rank, max(choice.microbatches, 1), choice.microbatch_group)
             kept = sum(count * self._kept(span, terms, shares) for count, span in zip(flying, spans, strict=True))
             kept += flying[0] * self._of_embedding(shares) if rank == 0 else 0
             loss = 0.0

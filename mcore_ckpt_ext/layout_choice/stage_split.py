@@ -52,7 +52,8 @@ def stage_splits(
 ) -> Iterator[StageSplit]:
     """Yield divisions of the layers among `pipeline` ranks of `virtual` stages each, the simplest first.
 
-    The flags of the job are kept if they divide the layers. An even split needs no flag. Otherwise the last stage, or
+    The job's own flags are kept for its own number of stages. Otherwise an even split needs no flag. If there is none,
+    the job's own flags may divide the layers, or the last stage, or
     the first and the last one, may have fewer layers (`--decoder-last-pipeline-num-layers`,
     `--decoder-first-pipeline-num-layers`). If that fails, a layout string names every stage.
 
@@ -81,10 +82,17 @@ def _candidates(
         # A pattern may name its segments; `layers_by_chunk` checks whether they fit.
         yield {name: job.value(name) for name in _SPLIT_ARGUMENTS if not name.startswith("account_for")}
         return
+    own = {name: job.value(name) for name in _SPLIT_ARGUMENTS}
+    old, text = ParallelLayout.from_arguments(job), own["pipeline_model_parallel_layout"]
+    has_own = any(own.values()) and (text is None or isinstance(text, str))
+    if has_own and (old.pipeline, old.virtual_pipeline) == (pipeline, virtual):
+        yield own
     accounted = {name: bool(job.value(name)) for name in _SPLIT_ARGUMENTS if name.startswith("account_for")}
     if any(accounted.values()):
         yield accounted
     yield {}
+    if has_own:
+        yield own
     share = -(-total // pipeline)
     for full in (share, share + share % virtual):
         last = total - full * (pipeline - 1)
@@ -93,7 +101,7 @@ def _candidates(
         ends = total - full * (pipeline - 2)
         if pipeline > 2 and 1 < ends < 2 * full:
             yield {"decoder_first_pipeline_num_layers": -(-ends // 2), "decoder_last_pipeline_num_layers": ends // 2}
-    if TAKES_STAGE_LAYOUTS.is_of(version) and total >= pipeline * virtual - 2 and pipeline > 1:
+    if TAKES_STAGE_LAYOUTS.is_of(version) and 2 * total >= pipeline * virtual - 2 and pipeline > 1:
         yield {"pipeline_model_parallel_layout": layout_string(_balanced(total, pipeline * virtual), extra_layers)}
 
 
@@ -121,7 +129,7 @@ def layout_string(counts: list[int], extra_layers: int = 0) -> str:
     stages[0] = f"E{stages[0]}"
     stages[-1] += "m" * extra_layers + "L"
     runs = [(stage, len(list(run))) for stage, run in groupby(stages[:-1])]
-    parts = [f"({stage}|)*{count}" if count > 1 else f"{stage}|" for stage, count in runs]
+    parts = [f"({stage}|)*{count}" if count > 1 and stage else f"{stage}|" * count for stage, count in runs]
     return "".join([*parts, stages[-1]])
 
 
@@ -135,7 +143,8 @@ def applied_split(
     """
     chosen = {name: arguments.get(name) for name in _SPLIT_ARGUMENTS}
     items = tuple(chosen.items())
-    if (text := chosen["pipeline_model_parallel_layout"]) and not is_hybrid(job):
+    text = chosen["pipeline_model_parallel_layout"]
+    if text and text != job.pipeline_model_parallel_layout and not is_hybrid(job):
         counts = _balanced(job.num_layers or 0, pipeline * virtual)
         if layout_string(counts, extra_layers) != text:
             return None

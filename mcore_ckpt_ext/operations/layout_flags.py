@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
@@ -22,11 +24,22 @@ def arguments_of(one: FoundLayout) -> dict[str, Any]:
         "data_parallel_size": layout.data,
         "world_size": layout.world,
         **(dict(choice.split.arguments) if choice.split else {}),
+        **({"make_vocab_size_divisible_by": divisor} if (divisor := _divisor(one)) else {}),
     }
 
 
-def flags_of(one: FoundLayout) -> list[str]:
-    """Return the job's flags for a layout, as Megatron spells them."""
+def _divisor(one: FoundLayout) -> int | None:
+    """Return the value of `--make-vocab-size-divisible-by` that keeps the rows of the checkpoint's vocabulary."""
+    return one.choice.table.padded_rows.divisor_for(one.choice.layout.tensor)
+
+
+def flags_of(one: FoundLayout, changes: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+    """Return the job's flags for a layout, as Megatron spells them.
+
+    Args:
+        one: the layout.
+        changes: what the job changes besides, by the name of the argument.
+    """
     choice, layout = one.choice, one.choice.layout
     flags = [
         f"--tensor-model-parallel-size {layout.tensor}",
@@ -51,10 +64,16 @@ def flags_of(one: FoundLayout) -> list[str]:
             flags.append(f"{flag} '{value}'" if isinstance(value, str) else f"{flag} {value}")
     if choice.has_sequence_parallelism:
         flags.append("--sequence-parallel")
-    if not choice.job.is_set("global_batch_size"):
+    if (divisor := _divisor(one)) and "make_vocab_size_divisible_by" not in changes:
+        flags.append(f"--make-vocab-size-divisible-by {divisor}")
+    if choice.job.global_batch_size is None:
         return flags
     flags += [f"--micro-batch-size {choice.micro_batch}", f"--global-batch-size {choice.global_batch}"]
-    if choice.global_batch != batch_of(choice.job)[1]:
+    # Megatron asserts that the two flags are not given together (`OptimizerParamScheduler.__init__`).
+    keeps_schedule = changes.get("use_checkpoint_opt_param_scheduler") or choice.job.raw.get(
+        "use_checkpoint_opt_param_scheduler"
+    )
+    if choice.global_batch != batch_of(choice.job)[1] and not keeps_schedule:
         flags.append("--override-opt_param-scheduler")
     return flags
 
@@ -64,13 +83,21 @@ def notes_of(one: FoundLayout, job: JobArguments, keeps_random_state: bool) -> l
     choice = one.choice
     micro, whole = batch_of(job)
     notes = []
-    if choice.global_batch != whole:
+    if whole is None:
+        notes.append("the global batch is unknown: state it with --argument global_batch_size=NUMBER")
+    elif choice.global_batch != whole:
         notes.append(
             f"the global batch changes from {whole} to {choice.global_batch}: the schedule is counted in samples, and "
             "takes the values of the command line"
         )
     elif choice.micro_batch != micro:
         notes.append(f"the micro batch changes from {micro} to {choice.micro_batch}; the global batch stays")
+    rows = choice.table.padded_rows
+    if rows.stored and rows(choice.layout.tensor) != rows.stored:
+        notes.append(
+            f"the vocabulary is padded from {rows.stored} to {rows(choice.layout.tensor)} rows: untrained rows take "
+            "part in the softmax"
+        )
     if job.raw.get("use_megatron_fsdp"):
         notes.append("planned for the distributed optimizer: --use-megatron-fsdp divides weights and gradients, too")
     if any(job.raw.get(name, 1) not in (None, 1) for name in WEIGHT_SHARDS):
@@ -82,3 +109,22 @@ def notes_of(one: FoundLayout, job: JobArguments, keeps_random_state: bool) -> l
     if choice.has_sequence_parallelism and not job.raw.get("sequence_parallel"):
         notes.append("--sequence-parallel is needed to train experts under tensor parallelism")
     return notes
+
+
+_STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+
+
+def removed_flags_of(one: FoundLayout, job: JobArguments) -> list[str]:
+    """Return flags of the old job that contradict a layout, and that a new command line must not have.
+
+    `validate_args` (megatron/training/arguments.py, core_v0.12.0 to 0.19.2) accepts one way of dividing the layers.
+    """
+    choice = one.choice
+    split = dict(choice.split.arguments) if choice.split else {}
+    removed = {name: value for name in split if (value := job.value(name)) and value != split[name]}
+    removed |= {name: value for name in _STAGE_FLAGS if isinstance(value := job.raw.get(name), int) and value > 0}
+    if choice.layout.virtual_pipeline > 1 and not split.get("pipeline_model_parallel_layout"):
+        removed.pop("num_virtual_stages_per_pipeline_rank", None)  # given anew
+    if job.raw.get("pipeline_model_parallel_layout") and not split.get("pipeline_model_parallel_layout"):
+        removed.setdefault("pipeline_model_parallel_layout", "...")
+    return [f"--{name.replace('_', '-')}" for name in removed]

@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
 from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.target import version_number
+from mcore_ckpt_ext.formats.target import is_installed, version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.arguments.kinds import MOST_RANKS
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, PACKS_LAYER_WISE_BY_COMPUTATION, splits_layer_wise
+from mcore_ckpt_ext.job.releases import HAS_KNOWN_FORMATS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
-from mcore_ckpt_ext.layout_choice.layer_wise import LayerWise
-from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, Sharding
-from mcore_ckpt_ext.layout_choice.model_sizes import fraction_of
+from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
 from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, search
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
-from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of
+from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.operations.versions import has_job, writer_of
-from mcore_ckpt_ext.optimizers.model_space_formats import is_layer_wise
 from mcore_ckpt_ext.optimizers.table import stock_can_load
-from mcore_ckpt_ext.versions import Version
+from mcore_ckpt_ext.versions import NEWEST, Version, parse_version
 
 SCHEMA = SCHEMAS["plan"]
 _NO_MEMORY = "unknown: pass --gpu-memory"
@@ -42,6 +40,7 @@ class PlannedLayout:
     """One layout that Megatron accepts; sizes in bytes, of the fullest GPU.
 
     Attributes:
+        gpus: the number of GPUs that it uses.
         layout: its sizes, in words.
         sizes: the size of each dimension.
         layers_per_stage: the number of decoder layers of each pipeline rank.
@@ -49,7 +48,7 @@ class PlannedLayout:
         memory: weights, gradients, optimizer, and the terms of the estimate.
         bubble: the idle share of the pipeline, 0 to 1.
         micro_batch_size: the number of samples that a rank processes at once.
-        global_batch_size: the number of samples of an iteration.
+        global_batch_size: the number of samples of an iteration; None if that of the job is unknown.
         read_per_rank: bytes that the fullest rank reads.
         read_in_all: bytes that all ranks read.
         read_once: bytes that are read with `--ckpt-ext-read-once`.
@@ -57,9 +56,11 @@ class PlannedLayout:
         stock_resumes: stock Megatron resumes the optimizer without this package.
         keeps_random_state: random states are restored.
         flags: flags for the job's command line.
+        removed_flags: flags of the old job that contradict these, and must not be given.
         notes: changes for the user.
     """
 
+    gpus: int
     layout: str
     sizes: Mapping[str, int]
     layers_per_stage: tuple[int, ...]
@@ -67,7 +68,7 @@ class PlannedLayout:
     memory: Memory
     bubble: float
     micro_batch_size: int
-    global_batch_size: int
+    global_batch_size: int | None
     read_per_rank: int
     read_in_all: int
     read_once: int
@@ -75,6 +76,7 @@ class PlannedLayout:
     stock_resumes: bool
     keeps_random_state: bool
     flags: str
+    removed_flags: tuple[str, ...]
     notes: tuple[str, ...]
 
 
@@ -84,7 +86,12 @@ class LayoutPlan:
 
     Attributes:
         old_layout: the layout of the job that saved the checkpoint; empty without a job.
+        megatron_version: the release that will run.
+        megatron_version_source: where that number is from.
+        parameters: the number of parameters in the checkpoint, rows of padding included.
         layouts: accepted layouts, best first, as many as requested.
+        fewer: the best layouts of fewer GPUs that keep the tensor parallel size and the batch, if the best layout of
+            all GPUs does not.
         accepted: the number of accepted layouts.
         least_memory: the least memory of a GPU, in bytes, with which any accepted layout works; None if none is
             accepted.
@@ -101,8 +108,10 @@ class LayoutPlan:
     gpus: int
     old_layout: str
     megatron_version: str
+    megatron_version_source: str
     parameters: int
     layouts: tuple[PlannedLayout, ...]
+    fewer: tuple[PlannedLayout, ...]
     accepted: int
     least_memory: int | None
     least_layout: str | None
@@ -130,7 +139,7 @@ def plan(
     read_rate: int | None = None,
     most: int | None = 10,
     facts: Facts = NOTHING,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> LayoutPlan:
     """List the layouts that Megatron accepts for a checkpoint on a number of GPUs; reads only metadata.
 
@@ -150,13 +159,20 @@ def plan(
     Raises:
         UsageError: a value is invalid.
         CheckpointError: the checkpoint cannot be read, or does not describe its model completely.
+
+    Example:
+        >>> found = plan("run", 4, pins={"pp": 1})
+        >>> [one.layout for one in found.layouts], found.fits
+        (['TP2 x PP1 x DP2', 'TP4 x PP1 x DP1', 'TP1 x PP1 x DP4'], True)
+        >>> found.layouts[0].flags.split(" --")[0]
+        '--tensor-model-parallel-size 2'
     """
     check_gpus(gpus, gpus_per_node)
     with reraise_as_unreadable(path):
         checkpoint = open_checkpoint(path, facts=facts)
         refuse_unknown_names(arguments or {})
         job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**(arguments or {})))
-        version = version_number(megatron_version)
+        version, release_source = _release_of(checkpoint, megatron_version)
         old = ParallelLayout.from_arguments(job)
         table = table_of(checkpoint, job)
         buffers = buffers_of(job, table, version)
@@ -172,14 +188,21 @@ def plan(
         result = search(job, table, old, request, buffers)
         least = min(result.found, key=lambda one: one.memory.total, default=None)
         chosen = result.found if most is None else result.found[:most]
+
+        def planned(one: FoundLayout) -> PlannedLayout:
+            return _planned(one, checkpoint, job, old, version, read_rate)
+
+        fewer = [] if pins else _with_fewer_gpus(job, table, old, request, buffers, result.found)
         return LayoutPlan(
             schema=SCHEMA,
             path=str(checkpoint.folder),
             gpus=gpus,
             old_layout=str(old) if trained else "",
             megatron_version=str(version),
-            parameters=table.elements,
-            layouts=tuple(_planned(one, checkpoint, job, old, version, read_rate) for one in chosen),
+            megatron_version_source=release_source,
+            parameters=_parameters(checkpoint),
+            layouts=tuple(map(planned, chosen)),
+            fewer=tuple(map(planned, fewer)),
             accepted=len(result.found),
             least_memory=least.memory.total if least else None,
             least_layout=str(least.choice.layout) if least else None,
@@ -191,6 +214,56 @@ def plan(
             ),
             unknown=unknown_arguments(job),
         )
+
+
+def _release_of(checkpoint: CheckpointView, wanted: str | None) -> tuple[Version, str]:
+    """Return the release that will run, and where it is from: stated, installed, or the checkpoint's."""
+    if wanted is not None:
+        return version_number(wanted), "as stated"
+    if is_installed():
+        return version_number(None), "installed"
+    written = parse_version(writer_of(checkpoint).version)
+    if written is None or written > NEWEST or not HAS_KNOWN_FORMATS.is_of(written):
+        return version_number(None), "the newest known; none is installed"
+    return written, "that of the checkpoint; none is installed"
+
+
+def _parameters(checkpoint: CheckpointView) -> int:
+    """Return the number of parameters in a checkpoint, as `inspect` counts them."""
+    tensors = (checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT))
+    return sum(prod(tensor.shape) for tensor in tensors if tensor is not None)
+
+
+_MOST_FEWER = 64
+
+
+def _with_fewer_gpus(
+    job: JobArguments,
+    table: ModelTable,
+    old: ParallelLayout,
+    request: SearchRequest,
+    buffers: Buffers,
+    found: Sequence[FoundLayout],
+) -> list[FoundLayout]:
+    """Return the best layout for each of the next smaller numbers of GPUs that keep TP and the batch.
+
+    Returns:
+        At most two; none if the best layout of all GPUs keeps both.
+    """
+
+    def keeps(one: FoundLayout) -> bool:
+        return one.fits is not False and one.keeps_batch and one.choice.layout.tensor == old.tensor
+
+    if found and keeps(found[0]):
+        return []
+    fewer: list[FoundLayout] = []
+    for gpus in range(request.gpus - 1, max(request.gpus - _MOST_FEWER, request.gpus // 2) - 1, -1):
+        if gpus == 0 or gpus % old.tensor or len(fewer) == 2:
+            continue
+        smaller = replace(request, gpus=gpus, pins={"tensor": old.tensor})
+        best = next(filter(keeps, search(job, table, old, smaller, buffers).found), None)
+        fewer += [best] if best is not None else []
+    return fewer
 
 
 def check_gpus(*numbers: int) -> None:
@@ -213,70 +286,6 @@ def _as_before(
     if not before or old.unknown:
         return request, _NO_MEMORY
     return replace(request, memory=before[0].memory.total, is_least=True), f"at least: {old} needs it, and its job ran"
-
-
-def buffers_of(job: JobArguments, table: ModelTable, version: Version) -> Buffers:
-    """Return how a job of a release keeps its weights, its gradients and its optimizer, by its arguments."""
-    is_fp32 = bool(job.accumulate_allreduce_grads_in_fp32) or not (job.bf16 or job.fp16)
-    layer_wise = _layer_wise(job, table, version)
-    is_aware = bool(job.use_precision_aware_optimizer)
-    copies_gradients = not is_fp32 and not is_aware
-    moments = [str(job.raw.get(name, "fp32")) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
-    return Buffers(
-        4 if is_fp32 else 2,
-        bool(job.use_distributed_optimizer) or layer_wise not in (None, LayerWise.DEALT),
-        bool(job.ddp_pad_buckets_for_high_nccl_busbw),
-        fraction_of(job, "optimizer_offload_fraction", 0.0) if job.optimizer_cpu_offload else 0.0,
-        layer_wise,
-        kept_on_device=0 if is_aware or not (job.bf16 or job.fp16) else 4,
-        quantized_bytes=_quantized_bytes(job, table),
-        # `_copy_model_grads_to_main_grads` (megatron/core/optimizer/distrib_optimizer.py): gradients in fp32.
-        step_bytes=4 if copies_gradients else 0,
-        # `FusedAdam.step` (transformer_engine/pytorch/optimizers/fused_adam.py): moments in fp32, if they are not.
-        step_bytes_in_turn=4 * sum("32" not in one for one in moments) if is_aware else 0,
-        sharding=_sharding(job),
-    )
-
-
-def _quantized_bytes(job: JobArguments, table: ModelTable) -> float:
-    """Return the bytes of an average element of a weight for its copies in fp8, kept beside the weight in bf16.
-
-    A linear layer keeps its quantized weight and the transposed one between micro batches
-    (`TransformerEngineBaseModule.get_weight_workspace`, transformer_engine/pytorch/module/base.py); with
-    `--fp8-param-gather` there is no weight in bf16, and two bytes in fp8 take its place.
-    """
-    if not job.raw.get("fp8") or job.fp8_param_gather:
-        return 0.0
-    linear = sum(prod(one.shape) for one in table.parameters if len(one.shape) == 2 and not one.is_vocabulary)
-    return 2 * linear / max(table.elements, 1)
-
-
-def _sharding(job: JobArguments) -> Sharding:
-    """Return what data-parallel ranks share beside the optimizer: with FSDP, gradients or weights, too."""
-    if job.raw.get("use_torch_fsdp2"):
-        return Sharding.PARAMETERS
-    strategy = job.raw.get("data_parallel_sharding_strategy")
-    if not job.raw.get("use_megatron_fsdp") or strategy not in {one.value for one in Sharding}:
-        return Sharding.OPTIMIZER
-    return Sharding(strategy)
-
-
-def _layer_wise(job: JobArguments, table: ModelTable, version: Version) -> LayerWise | None:
-    """Return how a layer-wise optimizer distributes parameters; None for other optimizers.
-
-    With biases in the experts, no part of it can be a DistributedOptimizer (`_get_megatron_emerging_optimizer`,
-    megatron/core/optimizer/__init__.py, core_v0.19.1 and the development head of August 2026).
-    """
-    if not is_layer_wise(job):
-        return None
-    has_plain_experts = all(len(one.shape) == 2 for one in table.parameters if one.expert is not None)
-    if job.raw.get("use_layer_wise_param_layout") is False or not has_plain_experts:
-        return LayerWise.DEALT
-    was_split = any(one.is_distributed for one in table.parameters)
-    if not splits_layer_wise(version) and not (was_split and MAY_SPLIT_LAYER_WISE.is_of(version)):
-        return LayerWise.DEALT
-    by_computation = PACKS_LAYER_WISE_BY_COMPUTATION.is_of(version)
-    return LayerWise.PACKED_BY_COMPUTATION if by_computation else LayerWise.PACKED_BY_SIZE
 
 
 def recomputation_of(job: JobArguments, wanted: str | None) -> Recomputation:
@@ -316,11 +325,12 @@ def _planned(
     is_moved = bool(placement_changes(job, running))
     keeps = (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline)
     per_rank = [
-        stage.dense.bytes_read(layout.data * layout.context) + stage.experts.bytes_read(layout.expert_data)
+        stage.dense.bytes_read(choice.optimizer_ranks) + stage.experts.bytes_read(choice.expert_optimizer_ranks)
         for stage in one.holdings
     ]
     in_all = sum(per_rank) * (layout.world // layout.pipeline)
     return PlannedLayout(
+        gpus=layout.world,
         layout=str(layout),
         sizes={label: getattr(layout, name) for label, name in PINS.items()} | {"dp": layout.data},
         layers_per_stage=tuple(map(sum, choice.split.layers)) if choice.split else (),
@@ -328,7 +338,7 @@ def _planned(
         memory=one.memory,
         bubble=round(one.bubble, 4),
         micro_batch_size=choice.micro_batch,
-        global_batch_size=choice.global_batch,
+        global_batch_size=choice.global_batch if job.global_batch_size is not None else None,
         read_per_rank=max(per_rank),
         read_in_all=in_all,
         read_once=choice.table.stored_bytes,
@@ -337,5 +347,6 @@ def _planned(
         or stock_can_load(checkpoint.optimizer_format, is_moved, version),
         keeps_random_state=keeps,
         flags=" ".join(flags_of(one)),
+        removed_flags=tuple(removed_flags_of(one, job)),
         notes=tuple(notes_of(one, job, keeps)),
     )

@@ -12,10 +12,10 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.layer_form import LAYER_FORM, check_layer_form
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, PaddedRows
-from mcore_ckpt_ext.layout_choice.options import PINS
+from mcore_ckpt_ext.layout_choice.options import PINS, parse_sizes
 from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
+from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of
-from mcore_ckpt_ext.operations.layout_plan import buffers_of
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.versions import Version
 
@@ -42,19 +42,7 @@ def sizes_in(text: str) -> dict[str, int]:
     Raises:
         UsageError: the text has another form.
     """
-    sizes: dict[str, int] = {}
-    for word in text.replace(",", " ").split():
-        label, _, number = word.partition("=")
-        name = _NAMES.get(label.lower())
-        if name is None or not (number.isascii() and number.isdigit() and 0 < int(number) < _MOST):
-            raise UsageError(
-                "the layout to rehearse has an invalid dimension or size",
-                found=shorten(word, 40),
-                expected=f"{', '.join(PINS)} (vp means vpp), each with a whole number: tp=8 pp=8",
-            )
-        if name in sizes:
-            raise UsageError("a dimension is given twice", found=shorten(word, 40), expected="each of them once")
-        sizes[name] = int(number)
+    sizes = {PINS[label]: size for label, size in parse_sizes(text).items()}
     if not sizes:
         raise UsageError("the layout to rehearse is empty", expected="tp=8 pp=8")
     defaults = dict.fromkeys(PINS.values(), 1) | {"expert_tensor": sizes.get("tensor", 1)}
@@ -124,7 +112,7 @@ def target_job(
     changed = {**arguments_of(best), **changes}
     changed.setdefault("padded_vocab_size", _rows(checkpoint, written.replace(**changed), sizes["tensor"]))
     running = written.replace(source="the arguments of the job that resumes", **changed)
-    return TargetJob(running, ParallelLayout.from_arguments(running), " ".join(flags_of(best)))
+    return TargetJob(running, ParallelLayout.from_arguments(running), " ".join(flags_of(best, changes)))
 
 
 def _with_stages_of(written: JobArguments, changes: Mapping[str, Any]) -> JobArguments:
