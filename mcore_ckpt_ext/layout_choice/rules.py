@@ -13,6 +13,7 @@ from itertools import chain
 from mcore_ckpt_ext.job.job_arguments import is_hybrid
 from mcore_ckpt_ext.job.releases import SHARES_QUERY_GROUPS
 from mcore_ckpt_ext.layout_choice.choice import Choice
+from mcore_ckpt_ext.layout_choice.option_rules import check_options
 
 Rule = Callable[[Choice], "str | None"]
 
@@ -237,7 +238,7 @@ def _interleaving(choice: Choice) -> str | None:
 def _overlapped_experts(choice: Choice) -> str | None:
     """`TransformerConfig.__post_init__`: overlapped communication of experts needs EP, and virtual stages with PP.
 
-    It applies from core_v0.15.0 on.
+    It applies from core_v0.14.0 on.
     """
     layout = choice.layout
     if not choice.job.raw.get("overlap_moe_expert_parallel_comm"):
@@ -302,6 +303,7 @@ STAGE_RULES: tuple[NamedRule, ...] = (
     ("shared indexers", _shared_indexers),
     ("interleaved schedule", _interleaving),
     ("overlapped experts", _overlapped_experts),
+    ("options of the job", check_options),
     *BATCH_RULES,
 )
 """Rules that depend on virtual stages, the division of the layers, and the batch."""

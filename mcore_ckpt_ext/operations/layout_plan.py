@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
@@ -170,8 +171,9 @@ def plan(
     check_gpus(gpus, gpus_per_node)
     with reraise_as_unreadable(path):
         checkpoint = open_checkpoint(path, facts=facts)
-        refuse_unknown_names(arguments or {})
-        job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**(arguments or {})))
+        stated: Mapping[str, Any] = arguments or {}
+        refuse_unknown_names(stated)
+        job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**stated))
         version, release_source = _release_of(checkpoint, megatron_version)
         old = ParallelLayout.from_arguments(job)
         table = table_of(checkpoint, job)
