@@ -293,11 +293,6 @@ SHARES_QUERY_GROUPS = Capability(
     "megatron/core/transformer/transformer_config.py, `TransformerConfig.__post_init__`",
     since=Version(0, 16),
 )
-HAS_NO_BIAS_IN_PARTS_OF_EXPERTS = Capability(
-    "refuses biases in experts that tensor-parallel ranks divide",
-    "megatron/core/transformer/transformer_config.py, `TransformerConfig.__post_init__`",
-    since=Version(0, 15),
-)
 TAKES_STAGE_LAYOUTS = Capability(
     "takes --pipeline-model-parallel-layout",
     "megatron/training/arguments.py",

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
-from mcore_ckpt_ext.job.releases import HAS_NO_BIAS_IN_PARTS_OF_EXPERTS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice
 
@@ -63,11 +62,12 @@ def _hierarchical(choice: Choice) -> str | None:
 
 
 def _bias(choice: Choice) -> str | None:
-    """`TransformerConfig.__post_init__`: experts with biases are not divided (core_v0.15.0 to 0.19.2)."""
+    """`TransformerConfig.__post_init__`: experts with biases are not divided.
+
+    core_v0.15.0 to 0.19.2; earlier releases do not check it.
+    """
     job = choice.job
     if not job.num_experts or job.raw.get("add_bias_linear") is not True or choice.layout.expert_tensor == 1:
-        return None
-    if not HAS_NO_BIAS_IN_PARTS_OF_EXPERTS.is_of(choice.version):
         return None
     return "experts with biases need --expert-tensor-parallel-size 1"
 

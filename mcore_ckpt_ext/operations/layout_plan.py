@@ -12,25 +12,24 @@ from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
 from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.target import is_installed, version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.arguments.kinds import MOST_RANKS
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.releases import HAS_KNOWN_FORMATS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
 from mcore_ckpt_ext.layout_choice.search import FoundLayout, SearchRequest, search
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.operations.versions import has_job, writer_of
 from mcore_ckpt_ext.optimizers.table import stock_can_load
-from mcore_ckpt_ext.versions import NEWEST, Version, parse_version
+from mcore_ckpt_ext.versions import Version
 
 SCHEMA = SCHEMAS["plan"]
 _NO_MEMORY = "unknown: pass --gpu-memory"
@@ -174,7 +173,7 @@ def plan(
         stated: Mapping[str, Any] = arguments or {}
         refuse_unknown_names(stated)
         job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**stated))
-        version, release_source = _release_of(checkpoint, megatron_version)
+        version, release_source = release_of(checkpoint, megatron_version)
         old = ParallelLayout.from_arguments(job)
         table = table_of(checkpoint, job)
         buffers = buffers_of(job, table, version)
@@ -216,18 +215,6 @@ def plan(
             ),
             unknown=unknown_arguments(job),
         )
-
-
-def _release_of(checkpoint: CheckpointView, wanted: str | None) -> tuple[Version, str]:
-    """Return the release that will run, and where it is from: stated, installed, or the checkpoint's."""
-    if wanted is not None:
-        return version_number(wanted), "as stated"
-    if is_installed():
-        return version_number(None), "installed"
-    written = parse_version(writer_of(checkpoint).version)
-    if written is None or written > NEWEST or not HAS_KNOWN_FORMATS.is_of(written):
-        return version_number(None), "the newest known; none is installed"
-    return written, "that of the checkpoint; none is installed"
 
 
 def _parameters(checkpoint: CheckpointView) -> int:

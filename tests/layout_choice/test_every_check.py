@@ -17,7 +17,7 @@ import pytest
 
 from mcore_ckpt_ext.layout_choice.option_rules import OPTION_RULES, OptionRule
 from mcore_ckpt_ext.layout_choice.rules import RULES
-from tests.operations.test_plan_of_an_expert import found_for
+from tests.harness.layout_search import found_for
 
 ANSWERS = Path(__file__).parents[1] / "data" / "layout_checks.json"
 PLACES = {

@@ -11,26 +11,13 @@ import pytest
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UsageError
-from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout_choice.memory import Buffers
-from mcore_ckpt_ext.layout_choice.model_table import ModelTable, PaddedRows
+from mcore_ckpt_ext.layout_choice.model_table import PaddedRows
 from mcore_ckpt_ext.layout_choice.options import parse_sizes
-from mcore_ckpt_ext.layout_choice.search import FoundLayout, Search, SearchRequest, search
+from mcore_ckpt_ext.layout_choice.search import FoundLayout
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.layout_plan import plan
-from mcore_ckpt_ext.versions import NEWEST
 from tests.harness.checkpoints import fixture_named
-
-SIZES = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64, "micro_batch_size": 1}
-
-
-def found_for(gpus: int, rows: PaddedRows | None = None, pins: dict[str, int] | None = None, **more: Any) -> Search:
-    """The layouts of a model of eight layers without parameters."""
-    job = JobArguments.of({**SIZES, "global_batch_size": 96, "tensor_model_parallel_size": 1, **more})
-    table = ModelTable([], 8, copies=0, padded_rows=rows or PaddedRows(1, 0, 1))
-    request = SearchRequest(gpus, 8, NEWEST, pins=pins or {})
-    return search(job, table, ParallelLayout.from_arguments(job), request, Buffers(4))
+from tests.harness.layout_search import SIZES, found_for
 
 
 def best_of(gpus: int, **more: Any) -> FoundLayout:
