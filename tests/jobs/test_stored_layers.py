@@ -46,7 +46,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         ]
         turns.append(Turn(folder / f"{form}, weights", MOVED, load=load, more=[*model, *WEIGHTS]))
     portable = folder / "portable" / "checkpoints"
-    strict = ["--dist-ckpt-strictness", "raise_all"]
+    strict = ["--dist-ckpt-strictness", "raise_unexpected"]
     turns.append(Turn(folder / "portable, moved", MOVED, load=portable, more=LISTED))
     turns.append(Turn(folder / "strict", SAVING, load=portable, more=[*LISTED, *strict]))
     return run_in_turn(folder, turns, of_checkout=request.param)
@@ -75,4 +75,5 @@ def test_optimizers_that_megatron_loads_itself(name: str, results: Results) -> N
     """Their state is requested by the names of parameters, which are translated with those of the weights."""
     saved, loaded = results.job("portable"), results.job(name)
     assert_same_optimizer(saved.at_save, loaded.at_load)
-    assert "optimizer resumed" not in loaded.output
+    # With experts over several ranks the job has another number of optimizers, which this package fills.
+    assert ("optimizer resumed" in loaded.output) == (name == "portable, moved")

@@ -13,9 +13,9 @@ from mcore_ckpt_ext import FsdpDtensor
 from mcore_ckpt_ext.errors import ProofError, ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpTarget
+from mcore_ckpt_ext.megatron import fsdp_load
 from mcore_ckpt_ext.megatron.fsdp_load import load_into_fsdp
 from mcore_ckpt_ext.megatron.load_session import LoadSession
-from mcore_ckpt_ext.megatron.sources import torch_fsdp
 from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import VirtualStorageReader
 from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.operations.conversion import convert
@@ -89,12 +89,12 @@ def test_its_own_format_is_left_to_stock() -> None:
 )
 def test_jobs_of_torch_fsdp_get_a_hint(own: str, says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(torch_fsdp, "announce", said.append)
+    monkeypatch.setattr(fsdp_load, "announce", said.append)
     arguments = Namespace(
         use_torch_fsdp2=True, ckpt_format=own, no_load_optim=False, finetune=False, ckpt_step=None,
         non_persistent_ckpt_type=None,
     )  # fmt: skip
-    torch_fsdp.advise_torch_fsdp(arguments, str(fixture_named("p10").run))
+    fsdp_load.advise_torch_fsdp(arguments, str(fixture_named("p10").run))
     assert [line.partition("; ")[2] for line in said] == [
         "with --ckpt-format torch_dcp this package resumes a checkpoint of any format"
     ] * says
