@@ -6,6 +6,7 @@ depend on how a format stacks layers or experts into one array.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 WEIGHT = "weight"
@@ -16,6 +17,19 @@ EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
 KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
 """The kinds of a model that Adam trains."""
+
+_INTEGERS = re.compile(r"bool|u?int\d+")
+# Moments of fp8 that FusedAdam keeps as bytes (transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2).
+_BYTES = ("uint8", "int8")
+
+
+def contradicts_kind(kind: str, dtype: str) -> bool:
+    """Return whether no tensor of a kind that is trained has a dtype; the fp32 master is checked elsewhere."""
+    if kind == PARAM_REMAINDER:
+        return dtype != "int16"
+    if kind in (EXP_AVG, EXP_AVG_SQ) and dtype in _BYTES:
+        return False
+    return kind in (*KINDS, PARAM_REMAINDER) and _INTEGERS.fullmatch(dtype) is not None
 
 
 @dataclass(frozen=True, slots=True)

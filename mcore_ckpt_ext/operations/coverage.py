@@ -10,7 +10,15 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.grid import grid_of
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    FP32_PARAM,
+    PARAM_REMAINDER,
+    WEIGHT,
+    LogicalTensor,
+    contradicts_kind,
+)
 from mcore_ckpt_ext.operations.findings import COVERED, Finding, error, warning
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers, FlatArray
 from mcore_ckpt_ext.optimizers.groups import LION, rule_of
@@ -140,6 +148,7 @@ def check_kinds(checkpoint: CheckpointView) -> Iterator[Finding]:
     has_lion = any(rule_of(group) == LION for group in checkpoint.param_groups())
     all_kept = set(kinds_of.values()) if not has_lion else set()
     for name, kept in kinds_of.items():
+        yield from _check_dtypes(checkpoint, name, kept)
         if known and name not in known:
             yield error(COVERED, name, f"it has {_listed(kept)}, but no weight: the model has no such parameter")
         lacking = sorted((more - kept for more in all_kept if kept < more), key=sorted)
@@ -149,6 +158,17 @@ def check_kinds(checkpoint: CheckpointView) -> Iterator[Finding]:
         if any(lacking) and not _needs_no_master(checkpoint, name, lacking[0]):
             what = " or ".join(map(_listed, lacking))
             yield error(COVERED, name, f"it has {_listed(kept)}, but no {what}")
+
+
+def _check_dtypes(checkpoint: CheckpointView, name: str, kinds: Collection[str]) -> Iterator[Finding]:
+    """Check that a parameter that is trained, and its state, have dtypes of training.
+
+    Formats without checksums, such as zarr, have nothing else that contradicts a wrong dtype of the same size.
+    """
+    for kind in sorted({WEIGHT, *kinds}):
+        tensor = checkpoint.logical_tensor(kind, name)
+        if tensor is not None and contradicts_kind(kind, tensor.dtype):
+            yield error(COVERED, f"{kind} {name}", f"it is stored as {tensor.dtype}, which no training writes")
 
 
 def _needs_no_master(checkpoint: CheckpointView, name: str, lacking: Collection[str]) -> bool:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.quantised import QUANTISED, quantises
 from mcore_ckpt_ext.layout.weight_shards import expert_weight_shards, weight_shards
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, contradicts_kind
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.optimizer_format import Holder, StoredKeys
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
+from mcore_ckpt_ext.storage.index_entries import StoredArray
 
 _QUANTISING = ("fp8_param_gather", "fp4_param_gather")
 # FusedAdam divides such moments by a scale for each tensor, and Megatron stores them multiplied by it, in fp32
 # (`get_unscaled_state`, transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2).
 _SCALED = ("float16", "uint8", "int8", "float8_e4m3fn", "float8_e5m2")
 _MODEL_SPACE_MASTER = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.(?:fp32_param|param)\.")
+
+_MOMENT = re.compile(rf"optimizer(?=\.).*\.({EXP_AVG}|{EXP_AVG_SQ})(?:\.|$)")
 
 
 def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[str]) -> None:
@@ -29,8 +33,10 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
         encodings: the names of the state's encodings.
 
     Raises:
+        UnreadableCheckpointError: an array has a dtype that no optimizer keeps.
         UnsupportedCheckpointError: the state cannot be verified, or its parameters cannot be located.
     """
+    _check_dtypes(holder, keys.arrays if keys else {})
     found = _unprovable(holder, keys)
     if found:
         raise UnsupportedCheckpointError(
@@ -67,6 +73,20 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
             hint="resume under the layout that wrote it and save once with --dist-ckpt-optim-fully-reshardable "
             "(Megatron 0.15, 0.16); or resume with --no-load-optim",
         )
+
+
+def _check_dtypes(holder: Holder, arrays: Mapping[str, StoredArray]) -> None:
+    """Refuse masters and moments that are stored as integers: nothing else contradicts a wrong dtype of their size."""
+    for key, array in arrays.items():
+        moment = _MOMENT.search(key)
+        kind = FP32_PARAM if is_master(key) and array.dtype != "int16" else moment[1] if moment else ""
+        if contradicts_kind(kind, array.dtype):
+            raise UnreadableCheckpointError(
+                "an array of the optimizer's state has a dtype that no optimizer keeps: its metadata is damaged",
+                found=f"{kind} of {array.dtype}",
+                where=f"{key}, {holder.folder}",
+                hint="use another iteration, or another copy of this one",
+            )
 
 
 def _unprovable(holder: Holder, keys: StoredKeys | None) -> str | None:

@@ -109,6 +109,20 @@ def _array(path: Path) -> StoredArray:
     return StoredArray(path.name, shape, _DTYPES[dtype], tuple(_chunks(path, shape, sizes, separator, _DTYPES[dtype])))
 
 
+def _check_size(folder: Path, file: str, expected: int, dtype: str) -> None:
+    """Compare the size of a chunk's file with its description: zarr always writes whole chunks, without checksums."""
+    path = folder / file
+    size = path.stat().st_size if path.is_file() else None
+    if size is not None and size != expected:
+        raise UnreadableCheckpointError(
+            "a chunk of an array has another size than the array's description says: one of them is damaged",
+            found=f"{size:,} bytes",
+            expected=f"{expected:,} bytes, for {dtype}",
+            where=str(path),
+            hint="use another iteration, or another copy of this one",
+        )
+
+
 def _is_filled(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     """Return whether the last chunk ends with the array on all axes but the first."""
     if len(shape) != len(sizes) or min(sizes, default=1) < 1 or min(shape, default=0) < 0:
@@ -130,11 +144,12 @@ def _chunks(
             where=str(path),
             hint=INTERRUPTED,
         )
+    length = prod(sizes) * ITEM_SIZE[dtype]
     if not stored:
         return  # one axis has no elements, so the lengths of other axes are not limited by chunks
     for number in product(*(range(count) for count in counts)):
         offsets = tuple(index * size for index, size in zip(number, sizes, strict=True))
         inside = tuple(min(size, whole - start) for size, whole, start in zip(sizes, shape, offsets, strict=True))
         file = f"{path.name}/{separator.join(map(str, number)) or '0'}"
-        length = prod(sizes) * ITEM_SIZE[dtype]
+        _check_size(path.parent, file, length, dtype)
         yield StoredChunk(offsets, inside, RawArray(file, 0, length, dtype, prod(inside)))

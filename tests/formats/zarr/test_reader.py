@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_ckpt_ext import Canonical, convert
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.torch_dist.stacked_weights import StackedWeights
 from mcore_ckpt_ext.formats.zarr.reader import ZarrCheckpoint, read_index
 from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 from tests.harness.checkpoints import Fixture, fixture_named
@@ -55,6 +57,11 @@ def shortened(array: Path) -> None:
     os.truncate(array / "0.1.0", 100)
 
 
+def lengthened(array: Path) -> None:
+    with (array / "0.1.0").open("ab") as file:
+        file.write(b"more")
+
+
 def garbage(array: Path) -> None:
     (array / ".zarray").write_text("[1, 2]")
 
@@ -63,7 +70,13 @@ def garbage(array: Path) -> None:
     ("damage", "error", "says"),
     [
         (lacking("1.2.0"), UnreadableCheckpointError, "lacks chunks; found: 7 of them; expected: 8"),
-        (shortened, UnreadableCheckpointError, r"shorter than its metadata says; found: 100 bytes.*0\.1\.0"),
+        (shortened, UnreadableCheckpointError, r"another size than .* says.*found: 100 bytes; expected: .*0\.1\.0"),
+        (lengthened, UnreadableCheckpointError, r"another size than .* says.*0\.1\.0"),
+        *(
+            (described(dtype=dtype), UnreadableCheckpointError, "another size than .* says.*for " + name)
+            for dtype, name in (("<f2", "float16"), ("|b1", "bool"), ("|u1", "uint8"), ("bfloat16", "bfloat16"))
+        ),
+        (described(dtype="<i4"), UnreadableCheckpointError, "dtype that no optimizer keeps.*of int32"),
         (garbage, UnreadableCheckpointError, "description of an array is damaged"),
         (described(shape=[10**8, 10**6, 32]), UnreadableCheckpointError, "lacks chunks"),
         (described(shape=[10**9, 10**9, 32]), UnreadableCheckpointError, "description of an array is damaged"),
@@ -81,6 +94,16 @@ def test_damage_is_refused(
     damage(copied.iteration / MASTER)
     with pytest.raises(error, match=says):
         read_all(copied)
+
+
+@pytest.mark.parametrize("kind", ["fp32_param", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize("dtype", ["<f2", "|b1", "<i4", "|u1", "bfloat16"])
+def test_another_dtype_is_not_sound_and_not_converted(kind: str, dtype: str, copied: Fixture, tmp_path: Path) -> None:
+    """Nothing else contradicts it: an array of zarr has no checksum."""
+    described(dtype=dtype)(copied.iteration / f"optimizer.state.{kind}.{MATRIX}")
+    assert not verify(copied.run, quick=True).sound
+    with pytest.raises(UnreadableCheckpointError):
+        convert(copied.run, tmp_path / "out", Canonical())
 
 
 def test_an_exchange_of_two_chunks_is_seen_by_the_proof(copied: Fixture) -> None:
