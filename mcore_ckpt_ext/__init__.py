@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         ResumeRefusedError,
         SaveFailedError,
         StorageError,
+        UnknownNameError,
         UnreadableCheckpointError,
         UnsafePickleError,
         UnsupportedCheckpointError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.layout_choice.memory import Memory
     from mcore_ckpt_ext.megatron.api import load_optimizer, save_sidecar
     from mcore_ckpt_ext.megatron.installation import install, status, uninstall
+    from mcore_ckpt_ext.model_space.slices import Region
     from mcore_ckpt_ext.operations.comparison import compare
     from mcore_ckpt_ext.operations.comparison_result import Comparison, KindComparison, PaddingRows, TensorDifference
     from mcore_ckpt_ext.operations.conversion import Report, convert
@@ -76,6 +78,7 @@ __all__ = [
     "ParallelLayout",
     "PlannedLayout",
     "ProofError",
+    "Region",
     "Report",
     "ResumeRefusedError",
     "Resumption",
@@ -89,6 +92,7 @@ __all__ = [
     "TensorDifference",
     "TensorHandle",
     "TorchDist",
+    "UnknownNameError",
     "UnreadState",
     "UnreadableCheckpointError",
     "UnsafePickleError",
@@ -137,6 +141,8 @@ _MODULES = {
     "ParallelLayout": "mcore_ckpt_ext.layout.parallel",
     "PlannedLayout": "mcore_ckpt_ext.operations.layout_plan",
     "ProofError": "mcore_ckpt_ext.errors",
+    "Region": "mcore_ckpt_ext.model_space.slices",
+    "UnknownNameError": "mcore_ckpt_ext.errors",
     "Report": "mcore_ckpt_ext.operations.conversion",
     "ResumeRefusedError": "mcore_ckpt_ext.errors",
     "Resumption": "mcore_ckpt_ext.operations.versions",

@@ -115,6 +115,13 @@ class UsageError(CheckpointError):
     """An option is invalid: by itself, combined with the others, or for this checkpoint."""
 
 
+class UnknownNameError(UsageError, KeyError):
+    """A program asks an open checkpoint for a kind or a tensor that it does not have; also a KeyError."""
+
+    def __str__(self) -> str:
+        return RuntimeError.__str__(self)  # that of KeyError is the `repr` of the text
+
+
 class DestinationError(CheckpointError):
     """The destination exists already or cannot be written; it was left unchanged."""
 

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.registry import FORMATS
 from mcore_ckpt_ext.formats.target import Target
 
-__all__ = ["TARGETS", "Target"]
+__all__ = ["TARGETS", "Target", "target_of"]
 
 TARGETS: dict[str, type[Target]] = {one.target.name: one.target for one in FORMATS if one.target is not None}
 """The class of options for each format that this package writes."""
+
+
+def target_of(target: Target | str) -> Target:
+    """Return what a caller passes as the format to write: its options, or its name for the default options.
+
+    Raises:
+        UsageError: no format has this name.
+        TypeError: it is something else.
+    """
+    if isinstance(target, Target):
+        return target
+    options = " or ".join(f"{one.__name__}()" for one in TARGETS.values())
+    if not isinstance(target, str):
+        given = target.__name__ if isinstance(target, type) else type(target).__name__
+        raise TypeError(f"the target of a conversion is {options}, or a name: {', '.join(TARGETS)}; not {given}")
+    if target not in TARGETS:
+        raise UsageError("no format has this name", found=target, expected=f"{', '.join(TARGETS)}; or {options}")
+    return TARGETS[target]()

@@ -28,13 +28,13 @@ PUBLIC = {
     # what the results are made of
     "BufferMap", "Check", "Checkpoint", "Comparison", "DifferenceMap", "Evidence", "Finding", "Inspection",
     "KindComparison", "LayoutPlan", "Memory", "MetadataDifference", "PaddingRows", "ParallelLayout", "PatchPointStatus",
-    "PlannedLayout", "Report", "Resumption",
+    "PlannedLayout", "Region", "Report", "Resumption",
     "Setting", "Stage", "StoredFile", "StoredTensor", "TensorDifference", "TensorHandle", "UnreadState",
     "Verification", "Writer",
     # the errors
     "CheckpointError", "DestinationError", "ModelMismatchError", "PackingError", "ProofError", "ResumeRefusedError",
-    "SaveFailedError", "StorageError", "UnreadableCheckpointError", "UnsafePickleError", "UnsupportedCheckpointError",
-    "UsageError",
+    "SaveFailedError", "StorageError", "UnknownNameError", "UnreadableCheckpointError", "UnsafePickleError",
+    "UnsupportedCheckpointError", "UsageError",
 }  # fmt: skip
 WITH_EXAMPLE = sorted(name for name in PUBLIC if name[0].islower()) + sorted(
     ["Canonical", "FsdpDtensor", "HuggingFace", "Legacy", "TorchDist", "CheckpointError"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from mcore_ckpt_ext.errors import reraise_as_unreadable
+from mcore_ckpt_ext.errors import UsageError, format_value, reraise_as_unreadable
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
@@ -40,15 +40,52 @@ class TensorHandle:
         found: torch.dtype = getattr(torch, self.logical.dtype)
         return found
 
-    def read(self, region: Region | None = None) -> torch.Tensor:
-        """Read the tensor, or the given region of it; optimizer state is verified as it is read.
+    def __repr__(self) -> str:
+        return f"<TensorHandle {self.kind} {self.logical.name}, {self.logical.dtype}, shape {self.shape}>"
+
+    def read(self, region: Region | slice | tuple[slice, ...] | None = None) -> torch.Tensor:
+        """Read the tensor, or a region of it; optimizer state is verified as it is read.
+
+        Args:
+            region: offsets and sizes, or slices of the first axes as in `tensor[2:4, :8]`; by default all elements.
 
         Raises:
+            UsageError: the region is not one of this tensor.
             ProofError: the masters of that region do not round to its weights.
             CheckpointError: the checkpoint is damaged or incomplete, or its packing cannot be recovered.
         """
+        wanted = self._region(() if region is None else region)
         with reraise_as_unreadable(self.checkpoint.folder):
-            return self._proven(region or Region.whole(self.logical.name, self.logical.shape))
+            return self._proven(wanted)
+
+    def _region(self, selected: object) -> Region:
+        """Return what a caller selects as a region of this tensor."""
+        name, shape = self.logical.name, self.shape
+        if isinstance(selected, Region):
+            region = selected
+        else:
+            slices = selected if isinstance(selected, tuple) else (selected,)
+            steps = [one.step for one in slices if isinstance(one, slice)]
+            if len(steps) < len(slices) or len(slices) > len(shape) or not {None, 1}.issuperset(steps):
+                raise self._no_region(selected)
+            whole = (slice(None),) * (len(shape) - len(slices))
+            bounds = [one.indices(size)[:2] for one, size in zip((*slices, *whole), shape, strict=True)]
+            sizes = tuple(max(stop - start, 0) for start, stop in bounds)
+            region = Region(name, tuple(start for start, _ in bounds), sizes)
+        if region.name != name or len(region.offsets) != len(shape) or len(region.sizes) != len(shape):
+            raise self._no_region(selected)
+        axes = zip(region.offsets, region.sizes, shape, strict=True)
+        if not all(offset >= 0 and count >= 0 and offset + count <= size for offset, count, size in axes):
+            raise self._no_region(selected)
+        return region
+
+    def _no_region(self, selected: object) -> UsageError:
+        return UsageError(
+            "this is not a region of the tensor",
+            found=format_value(selected),
+            expected=f"slices with step 1, or Region({self.logical.name!r}, offsets, sizes), within {self.shape}",
+            where=f"{self.kind} {self.logical.name}",
+        )
 
     def _proven(self, wanted: Region) -> torch.Tensor:
         values = self._read(self.kind, wanted)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnknownNameError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.description import stored_arguments
 from mcore_ckpt_ext.formats.lazy_tensor import TensorHandle
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights, WholeModel
@@ -30,14 +31,14 @@ from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.layout.weight_spec import WeightSpec
 from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
 from mcore_ckpt_ext.model_space.names import ShardedKey
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, KINDS, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, derivation_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CheckpointView:
     """An open checkpoint.
 
@@ -279,10 +280,20 @@ class CheckpointView:
         return (WEIGHT, *(self.optimizer.carried_kinds if self.optimizer_format else ()))
 
     def names(self, kind: str) -> list[str]:
-        """Return the model-space names of one kind."""
+        """Return the model-space names of one kind; none of a kind of Adam that the checkpoint lacks.
+
+        Raises:
+            UnknownNameError: there is no such kind.
+        """
         if kind == WEIGHT:
             return self.weights.names()
-        return self.optimizer.names(kind) if kind in self.optimizer.kinds else []
+        if kind in self.optimizer.kinds:
+            return self.optimizer.names(kind)
+        if kind in (*KINDS, PARAM_REMAINDER):
+            return []
+        raise UnknownNameError(
+            "there is no such kind of tensor", found=kind, expected=" or ".join(self.kinds()), where=str(self.folder)
+        )
 
     def _source(self, kind: str) -> Source:
         return self.weights if kind == WEIGHT else self.optimizer
@@ -325,8 +336,14 @@ class CheckpointView:
         """Return the handle of one tensor.
 
         Raises:
-            KeyError: the checkpoint does not contain it.
+            UnknownNameError: the checkpoint does not contain it.
         """
         if (logical := self.logical_tensor(kind, name)) is None:
-            raise KeyError(f"no {kind} {name} in {self.folder}")
+            similar = " or ".join(get_close_matches(name, self.names(kind))) or None
+            raise UnknownNameError(
+                "the checkpoint has no such tensor", found=f"{kind} {name}", expected=similar, where=str(self.folder)
+            )
         return TensorHandle(self, kind, logical)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.format}, iteration {self.iteration}, {self.folder}>"

@@ -41,7 +41,7 @@ from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.planning.write_plan import Output
 from mcore_ckpt_ext.storage.file_digests import compare_digests, with_digests
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
-from mcore_ckpt_ext.targets import Target
+from mcore_ckpt_ext.targets import Target, target_of
 from mcore_ckpt_ext.writing import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Report:
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    target: Target,
+    target: Target | str,
     *,
     family: str | None = None,
     accept_keys: Sequence[str] = (),
@@ -117,7 +117,7 @@ def convert(
         source: a run folder (its newest iteration), an iteration folder, a Hugging Face or a canonical folder.
         destination: the run folder to make (for `HuggingFace` and `Canonical` the folder itself).
         target: the format to write: `TorchDist(...)`, `Legacy(...)`, `FsdpDtensor()`, `HuggingFace(...)` or
-            `Canonical()`.
+            `Canonical()`; or its name, such as `torch_dist`.
         family: the model family of a Hugging Face folder, if it is not recognized: a name, or `path.py:Class`, which is
             executed.
         accept_keys: keys of a Hugging Face folder's `config.json` that have no effect on what the model computes.
@@ -138,6 +138,7 @@ def convert(
 
     Raises:
         UsageError: an option is invalid for this source.
+        TypeError: the target is no format to write.
         CheckpointError: the source cannot be read, verified or represented, or the destination cannot be written.
             Nothing is published then.
 
@@ -149,6 +150,7 @@ def convert(
         'fully_reshardable'
     """
     begun = time.monotonic()
+    target = target_of(target)
     team = team or SingleProcess()
     of_family = _family_named(family) if family else None
     seen = state_before(as_path(source))

@@ -1,0 +1,83 @@
+"""Test what a program asks of an open checkpoint, and what it hears of its mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.formats.view import CheckpointView
+from tests.harness.checkpoints import fixture_named
+from tests.harness.damage import MATRIX
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> CheckpointView:
+    return mcore_ckpt_ext.open_checkpoint(fixture_named("p01").run)
+
+
+def test_a_region_is_read_by_slices_and_by_offsets(checkpoint: CheckpointView) -> None:
+    for kind in ("weight", "exp_avg"):
+        tensor = checkpoint.tensor(kind, MATRIX)
+        whole = tensor.read()
+        assert tensor.read((slice(2, 4), slice(None, 8))).equal(whole[2:4, :8])
+        assert tensor.read(slice(-3, None)).equal(whole[-3:])
+        assert tensor.read((slice(5, 3),)).shape == (0, *whole.shape[1:])
+        assert tensor.read(mcore_ckpt_ext.Region(MATRIX, (1, 2), (3, 4))).equal(whole[1:4, 2:6])
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        (slice(0, 4, 2),),
+        (0, 1),
+        "all",
+        (slice(None),) * 3,
+        mcore_ckpt_ext.Region(MATRIX, (0,), (1,)),
+        mcore_ckpt_ext.Region(MATRIX, (0, 0), (1, 1 << 40)),
+        mcore_ckpt_ext.Region(MATRIX, (-1, 0), (1, 1)),
+        mcore_ckpt_ext.Region("another", (0, 0), (1, 1)),
+    ],
+)
+def test_what_is_no_region_is_a_mistake_and_no_damage(checkpoint: CheckpointView, region: object) -> None:
+    with pytest.raises(mcore_ckpt_ext.UsageError, match="not a region of the tensor.*expected: slices with step 1"):
+        checkpoint.tensor("weight", MATRIX).read(region)  # type: ignore[arg-type]
+
+
+def test_an_unknown_tensor_names_similar_ones(checkpoint: CheckpointView) -> None:
+    with pytest.raises(mcore_ckpt_ext.UnknownNameError, match=f"no such tensor; .*expected: .*{MATRIX}") as caught:
+        checkpoint.tensor("weight", MATRIX.replace("fc1", "fc7"))
+    assert isinstance(caught.value, KeyError)
+    assert not str(caught.value).startswith(("'", '"'))
+
+
+def test_an_unknown_kind_is_a_mistake(checkpoint: CheckpointView) -> None:
+    with pytest.raises(mcore_ckpt_ext.UnknownNameError, match="no such kind.*found: exp; expected: weight or "):
+        checkpoint.names("exp")
+    with pytest.raises(mcore_ckpt_ext.UnknownNameError, match="no such kind"):
+        checkpoint.tensor("exp", MATRIX)
+    assert checkpoint.names("param_remainder") == []
+
+
+def test_a_checkpoint_is_printed_in_a_line(checkpoint: CheckpointView) -> None:
+    assert repr(checkpoint) == f"<Checkpoint torch_dist, iteration {checkpoint.iteration}, {checkpoint.folder}>"
+    assert len(repr(checkpoint.tensor("weight", MATRIX))) < 200
+
+
+def test_a_conversion_accepts_the_name_of_a_format(tmp_path: Path) -> None:
+    report = mcore_ckpt_ext.convert(fixture_named("p01").run, tmp_path / "out", "torch_dist", dry_run=True)
+    assert report.files
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "says"),
+    [
+        ("torchdist", mcore_ckpt_ext.UsageError, "no format has this name.*found: torchdist; expected: .*torch_dist"),
+        (mcore_ckpt_ext.TorchDist, TypeError, r"TorchDist\(\) .*or a name: .*torch_dist.*; not TorchDist"),
+        (None, TypeError, "not NoneType"),
+    ],
+)
+def test_what_is_no_format_is_a_mistake(target: object, error: type[Exception], says: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=says):
+        mcore_ckpt_ext.convert(fixture_named("p01").run, tmp_path / "out", target)  # type: ignore[arg-type]
