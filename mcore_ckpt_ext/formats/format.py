@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.open_options import OpenOptions
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
+    from mcore_ckpt_ext.job.job_arguments import JobArguments
     from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 
 
@@ -33,6 +34,8 @@ class Format:
         reader: the subclass of `FormatReader` that recognizes and opens its folders, as `module:class`.
         target: the class of its write options; None if the format is only read.
         writer: the function that lays out the files of a conversion, as `module:function`.
+        reader_arguments: the function that returns the arguments of the job that will read a conversion, as
+            `module:function`; empty if the files do not depend on its layout.
         takes_facts: whether a checkpoint may lack the arguments of its job, so that the user can pass them.
         is_adapter_folder: whether its folders contain adapters without their model.
         is_iteration: whether its folders are iterations of a run, with a tracker file in the run folder.
@@ -44,6 +47,7 @@ class Format:
     reader: str
     target: type[Target] | None = None
     writer: str = ""
+    reader_arguments: str = ""
     takes_facts: bool = False
     is_adapter_folder: bool = False
     is_iteration: bool = True
@@ -84,6 +88,17 @@ class Format:
             raise UnsupportedCheckpointError("the format is read, and not written", found=self.name)
         lay_out: Callable[[CheckpointView, Target, Family | None], OutputPlan] = _imported(self.writer)
         return lay_out(checkpoint, target, family)
+
+    def arguments_of_reader(self, checkpoint: CheckpointView, target: Target) -> JobArguments | None:
+        """Return the arguments of the job that will read a conversion; None if its layout does not matter.
+
+        Raises:
+            UsageError: neither the source nor the options name its layout.
+        """
+        if not self.reader_arguments:
+            return None
+        arguments: JobArguments = _imported(self.reader_arguments)(checkpoint, target)
+        return arguments
 
     def files_to_replace(self, folder: Path) -> tuple[str, ...]:
         """Return regular expressions that match the files of a folder in the format.

@@ -50,6 +50,7 @@ FORMATS: tuple[Format, ...] = (
         f"{_HERE}.legacy.reader:LegacyCheckpoint",
         Legacy,
         f"{_HERE}.legacy.writer:lay_out",
+        f"{_HERE}.legacy.target_arguments:reader_arguments",
         own_files=(r"mp_rank_[\d_]+/(model_optim_rng|model_rng|distrib_optim|optim|layer_wise_optimizer_\d+)\.pt",),
     ),
     Format("peft", f"{_HERE}.peft.reader:PeftCheckpoint", is_adapter_folder=True, is_iteration=False),

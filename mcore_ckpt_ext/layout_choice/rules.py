@@ -144,10 +144,22 @@ def _parameters(choice: Choice) -> str | None:
 
 def _experts(choice: Choice) -> str | None:
     """`validate_args`: experts exist, and are divided among the expert-parallel ranks."""
-    experts, ranks = choice.job.num_experts, choice.layout.expert
+    return undivided_experts(choice.job.num_experts, choice.layout.expert)
+
+
+def undivided_experts(experts: int | None, ranks: int) -> str | None:
+    """Return why experts cannot be divided among expert-parallel ranks; None if they can."""
     if ranks == 1 or (experts and experts % ranks == 0):
         return None
     return f"{experts or 0} experts cannot be divided by EP {ranks}"
+
+
+def _expert_biases(choice: Choice) -> str | None:
+    """`TransformerConfig.__post_init__`: experts with biases are not split (core_v0.12.0 to 0.19.2)."""
+    job, ranks = choice.job, choice.layout.expert_tensor
+    if ranks == 1 or not (job.num_experts and job.add_bias_linear):
+        return None
+    return f"experts with biases cannot be split by ETP {ranks}"
 
 
 def _sequence(choice: Choice) -> str | None:
@@ -289,6 +301,7 @@ DENSE_RULES: tuple[NamedRule, ...] = (
 """Rules that depend only on TP, PP and CP."""
 EXPERT_RULES: tuple[NamedRule, ...] = (
     ("experts", _experts),
+    ("biases of experts", _expert_biases),
     ("expert world size", _expert_world_size),
     ("rank order", _rank_order),
     ("optimizer instances", _optimizer_instances),

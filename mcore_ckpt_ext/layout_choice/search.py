@@ -92,6 +92,14 @@ class Search:
     excluded: Counter[str] = field(default_factory=Counter)
     nearest: dict[str, tuple[float, ParallelLayout, str]] = field(default_factory=dict)
 
+    @property
+    def refusal(self) -> tuple[ParallelLayout, str] | None:
+        """The excluded layout that is nearest to the old one, and the reason; None if a layout is accepted."""
+        if self.found:
+            return None
+        _, layout, reason = min(self.nearest.values(), key=lambda one: one[0])
+        return layout, reason
+
     def exclude(self, rule: str, distance: float, layout: ParallelLayout, reason: str) -> None:
         """Count a layout that a rule excludes."""
         self.excluded[rule] += 1

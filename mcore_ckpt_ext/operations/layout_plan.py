@@ -27,8 +27,7 @@ from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of
 from mcore_ckpt_ext.operations.parameter_table import table_of
-from mcore_ckpt_ext.operations.versions import has_job, writer_of
-from mcore_ckpt_ext.optimizers.table import stock_can_load
+from mcore_ckpt_ext.operations.versions import has_job, stock_resumes, writer_of
 from mcore_ckpt_ext.versions import Version
 
 SCHEMA = SCHEMAS["plan"]
@@ -53,7 +52,7 @@ class PlannedLayout:
         read_in_all: bytes that all ranks read.
         read_once: bytes that are read with `--ckpt-ext-read-once`.
         seconds: the duration of reading at the given rate; None without one.
-        stock_resumes: stock Megatron resumes the optimizer without this package.
+        stock_resumes: stock Megatron resumes it, with its optimizer, without this package.
         keeps_random_state: random states are restored.
         flags: flags for the job's command line.
         removed_flags: flags of the old job that contradict these, and must not be given.
@@ -332,8 +331,7 @@ def _planned(
         read_in_all=in_all,
         read_once=choice.table.stored_bytes,
         seconds=None if read_rate is None else round(in_all / read_rate, 1),
-        stock_resumes=checkpoint.optimizer_format is None
-        or stock_can_load(checkpoint.optimizer_format, is_moved, version),
+        stock_resumes=stock_resumes(checkpoint, is_moved, version),
         keeps_random_state=keeps,
         flags=" ".join(flags_of(one)),
         removed_flags=tuple(removed_flags_of(one, job)),

@@ -8,10 +8,12 @@ from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.laid_out import OutputPlan
 from mcore_ckpt_ext.formats.registry import format_written
 from mcore_ckpt_ext.formats.steps import check_step
-from mcore_ckpt_ext.formats.target import Target
+from mcore_ckpt_ext.formats.target import Target, version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.layout_choice.rules import undivided_experts
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.layout_rules import check_files, refused_layout
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
@@ -21,13 +23,16 @@ def lay_out(checkpoint: CheckpointView, target: Target, family: Family | None) -
     """Plan the files of a conversion.
 
     Raises:
-        UnsupportedCheckpointError: the format cannot hold this checkpoint.
+        UnsupportedCheckpointError: the format cannot hold this checkpoint, or Megatron refuses the layout.
     """
     _check_vocabulary(checkpoint, target.vocab_size)
     if not target.is_model_folder:
         _check_experts(checkpoint, target.expert_model_parallel_size)
         check_step(checkpoint)
-    return format_written(target).lay_out(checkpoint, target, family)
+    written = format_written(target)
+    if (job := written.arguments_of_reader(checkpoint, target)) is not None:
+        check_files(checkpoint, job, version_number(target.megatron_version))
+    return written.lay_out(checkpoint, target, family)
 
 
 def _check_vocabulary(checkpoint: CheckpointView, requested: int | None) -> None:
@@ -52,10 +57,11 @@ def _check_vocabulary(checkpoint: CheckpointView, requested: int | None) -> None
 
 
 def _check_experts(checkpoint: CheckpointView, requested: int | None) -> None:
-    """Refuse expert parallelism for a model without experts.
+    """Refuse expert parallelism that the model's experts do not allow.
 
     Raises:
         UsageError: the model has no experts.
+        UnsupportedCheckpointError: the ranks cannot have equally many of them.
     """
     if requested is not None and requested > 1 and not any(map(of_experts, checkpoint.names(WEIGHT))):
         raise UsageError(
@@ -63,3 +69,6 @@ def _check_experts(checkpoint: CheckpointView, requested: int | None) -> None:
             found=f"--expert-model-parallel-size {requested}", where=str(checkpoint.folder),
             hint="leave the option out",
         )  # fmt: skip
+    experts = checkpoint.arguments.num_experts
+    if requested is not None and experts and (reason := undivided_experts(experts, requested)):
+        raise refused_layout(checkpoint, reason)

@@ -47,6 +47,7 @@ from mcore_ckpt_ext.operations.findings import (
     warning,
 )
 from mcore_ckpt_ext.operations.integrity import StoredChecksums, check_file_digests
+from mcore_ckpt_ext.operations.layout_rules import refusal_of_stored_files
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
 from mcore_ckpt_ext.operations.recording import Content, Digests, check_destination, compare, compare_tensors
 from mcore_ckpt_ext.operations.recording import record as write_manifest
@@ -236,6 +237,9 @@ class _Run:
         for what in (*checkpoint.format_reader.problems, *contradictions(checkpoint)):
             findings.append(warning(COMPLETE, str(self.folder), what))
         failed = self._check_files(checkpoint)
+        if reason := refusal_of_stored_files(checkpoint):
+            what = f"no release of Megatron reads files of this layout, {checkpoint.layout}: {reason}"
+            findings.append(error(COMPLETE, str(self.folder), what))
         self._check_weights(checkpoint)
         if _has_optimizer_alone(checkpoint):
             what = f"it has an optimizer without weights, so its masters cannot be verified: {NAME_THEM}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mcore_ckpt_ext.errors import CheckpointError, PackingError
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.portable_state import WRITTEN_FOR
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -20,7 +21,7 @@ from mcore_ckpt_ext.job.releases import (
     releases_between,
     releases_by_arguments,
 )
-from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, MODEL_SPACE
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version, parse_version
 
@@ -140,8 +141,8 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
         return [*_of_another_loop(checkpoint)]
     releases = _readers(loading, writer)
     own = f"its own: {checkpoint.layout}; another DP if the gradient buffers stay the same"
-    same = [v for v in releases if _stock(checkpoint, False, v)]
-    other = [v for v in releases if _stock(checkpoint, True, v)]
+    same = [v for v in releases if stock_resumes(checkpoint, False, v)]
+    other = [v for v in releases if stock_resumes(checkpoint, True, v)]
     found = []
     if other:
         found.append(Resumption("stock Megatron", _span(other), "any", _stock_note(checkpoint)))
@@ -215,14 +216,37 @@ def _of_another_loop(checkpoint: CheckpointView) -> Iterator[Resumption]:
         yield Resumption("Megatron-Bridge with mcore_ckpt_ext", "", "any", "tested with 0.6.2 and 0.3.1")
 
 
-def _stock(checkpoint: CheckpointView, placement_changed: bool, version: Version) -> bool:
-    # Rank folders are found by the running layout (`get_checkpoint_name`), whatever they contain.
-    by_rank = checkpoint.format_reader.loading.by_rank
+def stock_resumes(checkpoint: CheckpointView, placement_changed: bool, version: Version) -> bool:
+    """Return whether stock Megatron resumes a checkpoint, with its optimizer if it has one.
+
+    Args:
+        checkpoint: the checkpoint.
+        placement_changed: whether the gradient buffers of the job differ from those of the job that wrote it.
+        version: the release of Megatron that runs.
+    """
+    loading = checkpoint.format_reader.loading
     return (
-        not (by_rank and placement_changed)
+        loading.in_megatron
+        and not loading.failure
+        # Rank folders are found by the running layout (`get_checkpoint_name`), whatever they contain.
+        and not (loading.by_rank and placement_changed)
         and not _lacks_natural_shapes(checkpoint)
         and stock_can_load(checkpoint.optimizer_format, placement_changed, version)
+        and not _is_shifted(checkpoint)
     )
+
+
+def _is_shifted(checkpoint: CheckpointView) -> bool:
+    """Return whether Megatron wrote masters shifted, or may have done so where it cannot be seen."""
+    encodings = encodings_named(checkpoint.optimizer_format)
+    if not any(encoding.may_be_shifted for encoding in encodings) or not checkpoint.names(WEIGHT):
+        return False
+    try:
+        return bool(checkpoint.optimizer.shifted)
+    except PackingError:
+        return True
+    except CheckpointError:  # what cannot be read says nothing about how it was written
+        return False
 
 
 def _lacks_natural_shapes(checkpoint: CheckpointView) -> bool:
@@ -232,7 +256,7 @@ def _lacks_natural_shapes(checkpoint: CheckpointView) -> bool:
     core_v0.8.0 to 0.15.3); this package derives them.
     """
     index = checkpoint.format_reader.stored_index
-    is_reshaped = any(encoding.name == MODEL_SPACE for encoding in encodings_named(checkpoint.optimizer_format))
+    is_reshaped = any(encoding.is_reshaped for encoding in encodings_named(checkpoint.optimizer_format))
     return is_reshaped and index is not None and index.may_lack_attributes and not index.natural_shapes
 
 
@@ -241,10 +265,12 @@ def _stock_note(checkpoint: CheckpointView) -> str:
         return "it holds no optimizer"
     if _lacks_natural_shapes(checkpoint):
         return "its index lacks the natural shapes of the optimizer state, as torch 2.9 to 2.11 write it"
+    if _is_shifted(checkpoint):
+        return "Megatron wrote its masters shifted, and stock loads them so"
     # A conversion does not repeat errors that Megatron may have made when it saved.
-    intact = FULLY_RESHARDABLE if _written_for(checkpoint) else None
+    intact = bool(_written_for(checkpoint))
     encodings = encodings_named(checkpoint.optimizer_format)
-    return "; ".join(encoding.note for encoding in encodings if encoding.note and encoding.name != intact)
+    return "; ".join(one.note for one in encodings if one.note and not (intact and one.may_be_shifted))
 
 
 def _span(versions: Sequence[Version]) -> str:

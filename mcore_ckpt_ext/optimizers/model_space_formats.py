@@ -160,6 +160,7 @@ ENCODINGS = (
         stock_loads=LOADS_MODEL_SPACE,
         # Up to 0.13 groups are matched by position; refused since commit 5ab481cb.
         note="0.8 to 0.13 load it, too, but exchange weight decay between groups when PP > 1",
+        is_reshaped=True,
     ),
     Encoding(
         name=FULLY_RESHARDABLE,
@@ -169,6 +170,7 @@ ENCODINGS = (
         read=_read_repaired,
         stock_loads=LOADS_FULLY_RESHARDABLE,
         note="0.15 to 0.19 may have written it shifted: mcore-ckpt verify PATH",
+        may_be_shifted=True,
     ),
     Encoding(
         name=FSDP_DTENSOR,

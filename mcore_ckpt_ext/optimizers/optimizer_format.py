@@ -118,6 +118,9 @@ class Encoding:
         shows_names: whether the keys of arrays identify parameters; otherwise they are recovered.
         distributed: whether it belongs to a DistributedOptimizer.
         opening_reads_elements: whether the content can be listed only by reading elements.
+        may_be_shifted: whether Megatron itself may have written parameters shifted (`OptimizerState.shifted`).
+        is_reshaped: whether arrays may have other shapes than their parameters.
+        keeps_buffers: whether arrays are the ranks' gradient buffers, which Megatron loads in place.
     """
 
     name: str
@@ -131,3 +134,6 @@ class Encoding:
     shows_names: bool = True
     distributed: bool = True
     opening_reads_elements: bool = False
+    may_be_shifted: bool = False
+    is_reshaped: bool = False
+    keeps_buffers: bool = False

@@ -13,10 +13,8 @@ from mcore_ckpt_ext.job.layer_form import LAYER_FORM, check_layer_form
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, PaddedRows
 from mcore_ckpt_ext.layout_choice.options import PINS, parse_sizes
-from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
-from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of
-from mcore_ckpt_ext.operations.parameter_table import table_of
+from mcore_ckpt_ext.operations.layout_rules import search_sizes
 from mcore_ckpt_ext.versions import Version
 
 _NAMES = {**PINS, "vp": PINS["vpp"]}
@@ -100,13 +98,9 @@ def target_job(
         UnsupportedCheckpointError: the checkpoint does not describe its model sufficiently.
     """
     check_layer_form(written, changes)
-    old = ParallelLayout.from_arguments(written)
-    table = table_of(checkpoint, written)
-    buffers = buffers_of(written, table, version)
-    model = _with_stages_of(written, changes)
-    result = search(model, table, old, SearchRequest(gpus, gpus, version, pins=sizes), buffers)
-    if not result.found:
-        _, layout, reason = min(result.nearest.values(), key=lambda one: one[0])
+    result = search_sizes(checkpoint, written, _with_stages_of(written, changes), gpus, sizes, version)
+    if (refusal := result.refusal) is not None:
+        layout, reason = refusal
         return TargetJob(written, layout, "", reason)
     best = result.found[0]
     changed = {**arguments_of(best), **changes}

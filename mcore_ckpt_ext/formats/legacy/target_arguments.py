@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 from mcore_ckpt_ext.errors import UsageError
@@ -30,7 +31,9 @@ def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments
     if virtual is None:
         virtual = source.virtual_pipeline if pipeline == source.pipeline else 1
     ranks = tensor * pipeline * source.context
-    data = max(1, source.world // ranks)
+    # The world size is a multiple of TP x PP x CP and of ETP x EP x PP, with ETP = TP.
+    step = expert // gcd(expert, source.context)
+    data = max(1, source.world // ranks // step) * step
     changes: dict[str, Any] = {}
     if pipeline != source.pipeline:
         changes |= {name: None for name in _SPREADING if written.is_set(name)}

@@ -220,13 +220,6 @@ def lay_out(checkpoint: CheckpointView, target: Legacy, family: Family | None) -
             where=str(checkpoint.folder),
             hint="use --to torch_dist, which Megatron-Bridge reads under any layout",
         )
-    if arguments.num_experts and arguments.add_bias_linear and (arguments.tensor_model_parallel_size or 1) > 1:
-        raise UnsupportedCheckpointError(  # `TransformerConfig.__post_init__`, core_v0.12 to 0.19.2
-            "Megatron does not split experts with biases across tensor-parallel ranks",
-            found=f"--tensor-model-parallel-size {arguments.tensor_model_parallel_size}",
-            where=str(checkpoint.folder),
-            hint="leave the size out, or use --to torch_dist, which a job reads under any layout",
-        )
     check_recoverable(checkpoint.names(WEIGHT))
     written = LegacyTarget(checkpoint, arguments, version_number(target.megatron_version))
     return iteration(checkpoint, target, written.output())
