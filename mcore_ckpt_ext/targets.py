@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.registry import FORMATS
-from mcore_ckpt_ext.formats.target import Target
+from mcore_ckpt_ext.formats.target import Target, is_target
 
 __all__ = ["TARGETS", "Target", "target_of"]
 
@@ -12,14 +12,14 @@ TARGETS: dict[str, type[Target]] = {one.target.name: one.target for one in FORMA
 """The class of options for each format that this package writes."""
 
 
-def target_of(target: Target | str) -> Target:
+def target_of(target: object) -> Target:
     """Return what a caller passes as the format to write: its options, or its name for the default options.
 
     Raises:
         UsageError: no format has this name.
         TypeError: it is something else.
     """
-    if isinstance(target, Target):
+    if is_target(target):
         return target
     options = " or ".join(f"{one.__name__}()" for one in TARGETS.values())
     if not isinstance(target, str):

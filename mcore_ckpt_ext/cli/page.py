@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
+from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_ckpt_ext import __version__
 from mcore_ckpt_ext.cli.output import json_text
 from mcore_ckpt_ext.storage.atomic_files import check_report, write_report
 
 if TYPE_CHECKING:
+    from mcore_ckpt_ext.operations.check_results import VerificationResult
     from mcore_ckpt_ext.operations.comparison_result import Comparison
     from mcore_ckpt_ext.operations.inspection import Inspection
     from mcore_ckpt_ext.operations.layout_plan import LayoutPlan
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
 _BEGINNING = b"<!doctype html>"
 _PAGE = "the page"
 _DATA, _STYLE, _SCRIPT = "/*DATA*/", "/*STYLE*/", "/*SCRIPT*/"
+_TITLE = "<title>mcore-ckpt</title>"
+_NAMED_BY = 2  # parts of a path: the run's folder and the iteration's
 
 
 def inspection_page(found: Inspection) -> str:
@@ -28,17 +34,22 @@ def inspection_page(found: Inspection) -> str:
     numbers: dict[str, int] = {}
     for file in data["files"]:
         file["tensors"] = [numbers.setdefault(name, len(numbers)) for name in file["tensors"]]
-    return _page("inspection.js", {**data, "names": list(numbers)})
+    return _page("inspection.js", "inspect", [found.path], {**data, "names": list(numbers)})
 
 
 def comparison_page(found: Comparison) -> str:
     """Return a page with the differences between two checkpoints, with a picture for each tensor."""
-    return _page("comparison.js", asdict(found))
+    return _page("comparison.js", "diff", [found.a, found.b], asdict(found))
 
 
 def plan_page(found: LayoutPlan | Rehearsal) -> str:
     """Return a page with the layouts that can resume a checkpoint, or with a rehearsal."""
-    return _page("plan.js", asdict(found))
+    return _page("plan.js", "plan", [found.path], asdict(found))
+
+
+def verification_page(found: VerificationResult) -> str:
+    """Return a page with the checks of a checkpoint and their findings."""
+    return _page("verification.js", "verify", [found.path], asdict(found))
 
 
 def check_place(path: Path) -> None:
@@ -72,14 +83,28 @@ def write_page(path: Path, text: str) -> None:
     write_report(path, text, what=_PAGE)
 
 
-def _page(script: str, data: dict[str, Any]) -> str:
+def _page(script: str, command: str, paths: list[str], data: dict[str, Any]) -> str:
     """Return the text of a page.
 
     Scripts read data with `JSON.parse` and show names as text, never as HTML.
+
+    Args:
+        script: the file that shows the data.
+        command: the command that made them.
+        paths: the checkpoints, which the page's title names.
+        data: the result.
     """
+    runs = [_name_of(path) for path in paths]
+    made = time.strftime(f"mcore-ckpt {command} {__version__}, %Y-%m-%d %H:%M UTC", time.gmtime())
     text = _resource("page.html").replace(_STYLE, _resource("style.css"), 1)
+    text = text.replace(_TITLE, f"<title>{escape(' and '.join(runs))} - mcore-ckpt {command}</title>", 1)
     text = text.replace(_SCRIPT, _resource("shared.js") + _resource(script), 1)
-    return text.replace(_DATA, embedded(json_text(data)), 1)
+    return text.replace(_DATA, embedded(json_text({**data, "page": {"runs": runs, "made": made}})), 1)
+
+
+def _name_of(path: str) -> str:
+    """Return the name by which people know a checkpoint: its run's folder and its iteration."""
+    return "/".join([part for part in path.split("/") if part][-_NAMED_BY:]) or path
 
 
 def _resource(name: str) -> str:

@@ -11,7 +11,8 @@ from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.folding import alike, without_numbers
 from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.json_output import print_result
-from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, message, table
+from mcore_ckpt_ext.cli.page import check_place, verification_page, write_page
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prometheus", metavar="FILE", type=as_path, help="also write the result as metrics for node_exporter"
     )
+    parser.add_argument("--html", metavar="FILE", type=as_path, help="also write a self-contained page")
     add_join(parser)
     add_weights(parser, "an optimizer-only checkpoint")
     add_facts(parser)
@@ -55,9 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify, and report the result."""
     from mcore_ckpt_ext.cli.processes import the_team
 
+    if arguments.html is not None:
+        check_place(arguments.html)
     with the_team(join=arguments.join) as team:
         is_measured = arguments.prometheus is not None and team.rank == 0
         found = _measured(arguments, team) if is_measured else _verify(arguments, team)
+        if team.rank == 0 and arguments.html is not None:
+            from mcore_ckpt_ext.operations.check_results import verification_result
+
+            write_page(arguments.html, verification_page(verification_result(found)))
+            message(f"wrote {arguments.html}")
         if team.rank == 0 and arguments.json:
             from mcore_ckpt_ext.operations.check_results import verification_result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from inspect import signature
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, TypeGuard
 
 from mcore_ckpt_ext.errors import UsageError, shorten
 from mcore_ckpt_ext.job.releases import HAS_KNOWN_FORMATS
@@ -78,6 +78,11 @@ class Target:
     def reads(self) -> Sequence[str | os.PathLike[str]]:
         """Return additional folders to read."""
         return ()
+
+
+def is_target(value: object) -> TypeGuard[Target]:
+    """Return whether a value is the options of some format."""
+    return isinstance(value, Target)
 
 
 def version_number(version: str | None) -> Version:

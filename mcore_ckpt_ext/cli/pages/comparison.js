@@ -63,7 +63,7 @@ const unread = [["A", data.account_a], ["B", data.account_b]].flatMap(([side, ac
 const isEqual = (kind) => !(kind.only_in_a.length + kind.only_in_b.length + kind.different.length);
 const settings = data.settings.filter((setting) => !setting.equal);
 const verdict = data.equal ? "equal in every bit" : data.tensors_equal ? "different settings, tensors equal in every bit" : data.kinds.every(isEqual) ? "not known to be equal" : "different";
-document.title = `${verdict}: ${data.a} and ${data.b} - mcore-ckpt diff`;
+document.title = `${data.page.runs.join(" and ")}: ${verdict} - mcore-ckpt diff`;
 const page = document.getElementById("page");
 page.append(
   ...headed(verdict, `A is ${data.a}, B is ${data.b}`),

@@ -128,7 +128,7 @@ function files() {
 }
 
 const LAYOUT = data.layout_text || "no layout", ITERATION = data.iteration === null ? "no iteration" : `iteration ${count(data.iteration)}`;
-const TITLE = `${LAYOUT}, ${ITERATION} - ${data.path}`;
+const TITLE = `${LAYOUT}, ${ITERATION} - ${data.page.runs[0]} - mcore-ckpt inspect`;
 document.title = TITLE;
 const bound = (item) => (item.first && item.last ? (item.first === item.last ? item.first : `${item.first} to ${item.last}`)
   : item.first ? `${item.first} or later` : `${item.last} or earlier`);

@@ -44,7 +44,8 @@ function excluded() {
 }
 
 function listed() {
-  const title = data.layouts.length ? `${count(data.accepted)} layouts of ${count(data.gpus)} GPUs` : `no layout of ${count(data.gpus)} GPUs is accepted`;
+  const some = data.layouts.length < data.accepted ? `the best ${count(data.layouts.length)} of ${count(data.accepted)}` : count(data.accepted);
+  const title = data.layouts.length ? `${some} ${data.accepted === 1 ? "layout" : "layouts"} of ${count(data.gpus)} GPUs` : `no layout of ${count(data.gpus)} GPUs is accepted`;
   const known = [
     ["written by", data.old_layout || "no job"], ["Megatron", data.megatron_version], ["parameters", count(data.parameters)],
     ["memory of a GPU", `${data.gpu_memory === null ? "" : `${size(data.gpu_memory)}, `}${data.gpu_memory_source}`],
@@ -85,5 +86,5 @@ function rehearsed() {
 }
 
 const [title, parts] = "will_succeed" in data ? rehearsed() : listed();
-document.title = `${title}: ${data.path} - mcore-ckpt plan`;
+document.title = `${data.page.runs[0]}: ${title} - mcore-ckpt plan`;
 document.getElementById("page").append(...parts);

@@ -116,5 +116,7 @@ function themed() {
 }
 
 function headed(title, sub) {
-  return [element("header", {}, element("h1", {}, title), themed()), element("p", { class: "sub" }, sub)];
+  return [
+    element("header", {}, element("h1", {}, title), themed()), element("p", { class: "sub" }, sub), element("p", { class: "note" }, data.page.made),
+  ];
 }
