@@ -60,6 +60,11 @@ class Report:
             return text.strip()
         return ""
 
+    def failure(self) -> str | None:
+        """Return that the writer failed, and its output; None if it has reported no failure."""
+        problem = "its writer failed"
+        return None if (text := self.added_to(problem)) == problem else text
+
     def added_to(self, problem: str) -> str:
         """Return the problem, followed by the writer's own output."""
         output = self.read()

@@ -269,6 +269,20 @@ class Coordinator:
         writing = self._at(State.WRITING)
         return writing[0].report.added_to(problem) if writing else problem
 
+    def _fail_reported(self) -> list[tuple[Save, str]]:
+        """Give up the saves of which a writer has reported a failure; others may still be completed.
+
+        Returns:
+            These saves, the newest first, with the reports of all ranks.
+        """
+        failed = []
+        for save in reversed(self._at(State.WRITING)):
+            if reason := self._ranks.agree(Point.REPORT, save.report.failure()):
+                save.become(State.FAILED)
+                self._saves.remove(save)
+                failed.append((save, reason))
+        return failed
+
     def _fail(self, what: str, saves: Sequence[Save] = ()) -> None:
         """Remove what failed saves have left, and continue or stop by the user's choice, on all ranks.
 
@@ -280,9 +294,14 @@ class Coordinator:
         for save in saves:
             save.become(State.FAILED)
         self._saves = [save for save in self._saves if save not in saves]
+        goes_on = self._goes_on()
+        if not goes_on:  # otherwise, the next poll reports them
+            for earlier, reason in self._fail_reported():
+                what = f"iteration {earlier.iteration} was not saved:\n  {reason}\n{what}"
+                saves.append(earlier)
         if self._ranks.is_first:
             self._publisher.clear_away(saves)
-        if self._goes_on():
+        if goes_on:
             return self._log(f"{what}; training goes on, the next checkpoint will be tried as planned")
         gone = [str(save.iteration) for save in saves if save.writes_over and save.has_place]
         untouched = "other checkpoints are unchanged"

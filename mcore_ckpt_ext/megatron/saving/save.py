@@ -42,6 +42,7 @@ class Point(Enum):
     INDEX = 2  # of a synchronous save: rank 0 has written the index, and every file is there
     FINALIZE = 3  # of an asynchronous save: the same, and each rank has run its finalization functions
     OUTCOME = 4  # of a commit
+    REPORT = 5  # of a failure that stops the job, for each earlier save: has one of its writers failed, too?
 
 
 class Ranks(Protocol):

@@ -282,6 +282,8 @@ class Rank:
             request = Request(order, [*steps, self.own_step(order, named)], order.writing[self.number])
             if order.asynchronous:
                 self.coordinator.schedule(request, self, self.queue.append)
+                if order.has("result", self.number):
+                    self.write(order)  # this writer ends with an error while others still write
                 if order.waits:
                     self.coordinator.drain(self, self.finalise_calls, self.finalise_calls, ending=False)
                 return

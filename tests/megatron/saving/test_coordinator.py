@@ -183,6 +183,41 @@ def test_the_cause_is_reported_on_every_rank(fault: str, rank: int, said: str, t
             raise member.raised or AssertionError
 
 
+@pytest.mark.parametrize("fault", ["prepare", "plan"])
+def test_a_full_disk_names_the_save_that_filled_it_and_removes_its_part(fault: str, tmp_path: Path) -> None:
+    """The next save finds the disk full before all ranks have finished the one that failed."""
+    failing = Order(4, faults=frozenset({("result", 1)}), writing=(9, 0, 9))
+    job = Job(tmp_path, [Order(2), failing, Order(6, faults=frozenset({(fault, 0)}))], goes_on=False).train()
+    assert_sound(job)
+    assert job.states() == [State.COMMITTED, State.FAILED, State.FAILED]
+    assert [folder.name for folder in job.folders] == ["iter_0000002"]
+    assert (tmp_path / TRACKER).read_text() == "2"
+    said = (
+        r"iteration 4 was not saved:\n  rank 1: its writer failed\n(.*\n)+.*ValueError: invalid literal.*\niteration 6 "
+    )
+    for member in job.members:
+        with pytest.raises(SaveFailedError, match=said):
+            raise member.raised or AssertionError
+
+
+def test_a_save_without_a_report_stays_when_the_next_has_no_place(tmp_path: Path) -> None:
+    """Its writers may still complete it."""
+    job = Job(tmp_path, [Order(2, writing=(9, 0, 9)), Order(4, faults=frozenset({("prepare", 0)}))], goes_on=False)
+    assert_sound(job.train())
+    assert job.states() == [State.WRITING, State.FAILED]
+    assert [folder.name for folder in job.folders] == ["iter_0000002"]
+    assert "iteration 2" not in str(job.members[0].raised)
+
+
+def test_each_of_two_failed_saves_is_named_where_training_goes_on(tmp_path: Path) -> None:
+    failing = Order(2, faults=frozenset({("result", 1)}), writing=(2, 0, 2))
+    job = Job(tmp_path, [failing, Order(4, faults=frozenset({("prepare", 0)}), steps=4), Order(6)]).train()
+    assert_sound(job)
+    assert_kept(job)
+    named = [line.split(" ", 2)[1] for line in job.members[0].said]
+    assert named == ["4", "2", "6"]
+
+
 def test_an_older_save_of_the_same_iteration_is_withdrawn_first(tmp_path: Path) -> None:
     Job(tmp_path, [Order(2), Order(4)]).train()
     job = Job(tmp_path, [Order(4, faults=frozenset({("writer", 1)}))]).train()
