@@ -38,12 +38,16 @@ from scripts.scaled_configs import VOCABULARY, scaled
 _BASE = "PretrainedConfig"
 _TOKENS = torch.arange(24).view(1, 24) % VOCABULARY
 # Sizes that a class requires without a default.
-_NEEDED = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_key_value_heads": 1}
+_NEEDED = {
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_key_value_heads": 1, "n_routed_experts": 4,
+    "n_shared_experts": 1,
+}  # fmt: skip
 
 # Frequencies of a scaled head for each axis of images, for classes that do not scale them.
 _AXES = {
     "Qwen2VLTextConfig": [3, 3, 2], "Qwen2_5_VLTextConfig": [3, 3, 2], "Qwen3VLTextConfig": [3, 3, 2],
-    "Qwen3VLMoeTextConfig": [3, 3, 2],
+    "Qwen3VLMoeTextConfig": [3, 3, 2], "Qwen2_5OmniTextConfig": [3, 3, 2], "Qwen3OmniMoeTextConfig": [3, 3, 2],
+    "Glm4vMoeTextConfig": [2, 1, 1],
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, join_some
 from mcore_ckpt_ext.families.config_keys import WITHOUT_EFFECT
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rules import Rule, matching
-from mcore_ckpt_ext.families.text_parts import text_names
+from mcore_ckpt_ext.families.text_parts import text_names, text_section
 from mcore_ckpt_ext.families.unsupported import (
     ALIBI,
     CLIPPED,
@@ -59,8 +59,7 @@ def unknown_family(
         families: the known families.
         where: path of the file, for the message.
     """
-    inside = config.get("text_config")
-    text = inside if isinstance(inside, Mapping) else config
+    text = text_section(config) or config
     names = [name for name in text_names(names).values() if name is not None]
     nearest = nearest_families(text, names, families)
     traits = deciding_traits(text, names)

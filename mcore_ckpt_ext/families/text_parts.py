@@ -1,7 +1,8 @@
-"""The language model of vision-language models: its configuration and the names of its tensors.
+"""The language model of models that also see or hear: its configuration and the names of its tensors.
 
 In a text without images, the three axes of positions are equal, so `mrope` equals RoPE.
-Sources: the classes for conditional generation of transformers 4.49 to 5.23.
+Sources: the classes for conditional generation of transformers 4.49 to 5.23; for Nemotron Nano VL and Omni, which have
+none, models/nemotron_vl and nemotron_omni of Megatron-Bridge 0.6.2.
 """
 
 from __future__ import annotations
@@ -18,25 +19,39 @@ from mcore_ckpt_ext.families.family import HuggingFaceTensor
 TEXT_OF: Mapping[str, str] = {
     "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
     "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text", "kimi_vl": "deepseek_v3",
-    "kimi_k25": "deepseek_v3", "mistral3": "mistral",
+    "kimi_k25": "deepseek_v3", "mistral3": "mistral", "glm4v_moe": "glm4_moe", "voxtral": "llama",
+    "qwen2_audio": "qwen2", "qwen3_asr": "qwen3", "qwen2_5_omni": "qwen2", "qwen2_5_omni_thinker": "qwen2",
+    "qwen3_omni_moe": "qwen3_moe", "qwen3_omni_moe_thinker": "qwen3_moe", "NemotronH_Nano_VL_V2": "nemotron_h",
+    "NemotronH_Nano_Omni_Reasoning_V3": "nemotron_h",
 }  # fmt: skip
 # Types with language models of several families, which `text_config` names.
-_NAMED_INSIDE: Mapping[str, Collection[str]] = {"mistral3": ("mistral", "ministral3")}
+_NAMED_INSIDE: Mapping[str, Collection[str]] = {"mistral3": ("mistral", "ministral3"), "voxtral": ("llama", "mistral")}
+# Keys of the part that understands, in a model that also speaks, and of the language model.
+_THINKER, _TEXT = "thinker_config", ("text_config", "llm_config")
 # Values that a class uses regardless of its `config.json`.
 _ALWAYS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
+# Defaults of the class that differ from those of the family's own class.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "glm4v_moe": {"attention_bias": True}, "qwen3_omni_moe": {"norm_topk_prob": True},
+    "qwen3_omni_moe_thinker": {"norm_topk_prob": True},
+}  # fmt: skip
 _OF_IMAGES = (
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
     "vision_token_id", "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image",
     "media_placeholder_token_id", "ignore_index", "multimodal_projector_bias", "projector_hidden_act",
     "spatial_merge_size", "vision_feature_layer",
 )  # fmt: skip
-_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "torch_dtype", "dtype")
+_TIED, _OF_THE_FILE = "tie_word_embeddings", ("quantization_config", "torch_dtype", "dtype")
 _ROPE, _AXES = ("rope_scaling", "rope_parameters"), ("mrope_section", "mrope_interleaved")
 _NAMES = (
-    (re.compile(r"^(model\.language_model\.|language_model\.model\.)"), "model."),
-    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+    (re.compile(r"^(model\.language_model\.|language_model\.model\.|thinker\.model\.)"), "model."),
+    (re.compile(r"^(language_model|thinker)\.lm_head\."), "lm_head."),
+    (re.compile(r"^language_model\.backbone\."), "backbone."),
 )
-_IMAGES = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector)\.")
+_OTHERS = re.compile(
+    r"^(model\.|thinker\.)?(visual|vision_tower|audio_tower|multi_modal_projector|mm_projector)\."
+    r"|^(talker|token2wav|code2wav|vision_model|mlp1|sound_encoder|sound_projection)\."
+)
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -45,7 +60,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     Returns:
         None if it is no part of a larger model.
     """
-    whole_kind, inside = str(config.get("model_type")), config.get("text_config")
+    whole_kind, inside = str(config.get("model_type")), text_section(config)
     if whole_kind == "ministral3" and isinstance(inside, Mapping):  # the first release of Ministral 3
         whole_kind = "mistral3"
     kind = TEXT_OF.get(whole_kind)
@@ -53,15 +68,30 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if isinstance(inside, Mapping) and inside.get("model_type") in _NAMED_INSIDE.get(whole_kind, ()):
         kind = str(inside["model_type"])
-    whole = {key: config[key] for key in _OF_THE_WHOLE if key in config}
-    found = {**(inside if isinstance(inside, Mapping) else config), **whole}  # the whole model ties embeddings
-    for key in (*_OF_IMAGES, "text_config"):
+    owner = _owner_of_text(config)
+    whole = {key: config[key] for key in _OF_THE_FILE if key in config}
+    if _TIED in owner:  # the model around the text ties its embeddings
+        whole[_TIED] = owner[_TIED]
+    found = {**_DEFAULTS.get(whole_kind, {}), **(config if inside is None else inside), **whole}
+    for key in (*_OF_IMAGES, *_TEXT):
         found.pop(key, None)
     for key in _ROPE:
         if isinstance(found.get(key), Mapping):
             found[key] = _of_one_axis(found[key])
     always = _ALWAYS.get(str(config["model_type"]), {})
     return {**found, **always, "model_type": kind, "architectures": None}
+
+
+def text_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the part of a `config.json` about the language model; None if it has none."""
+    parts = (_owner_of_text(config).get(key) for key in _TEXT)
+    return next((part for part in parts if isinstance(part, Mapping)), None)
+
+
+def _owner_of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a `config.json` that contains that of the language model."""
+    thinker = config.get(_THINKER)
+    return thinker if isinstance(thinker, Mapping) else config
 
 
 def _of_one_axis(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -106,12 +136,12 @@ def text_names(names: Iterable[str]) -> dict[str, str | None]:
     """Return the names of tensors in a folder of the language model only.
 
     Returns:
-        The name in such a folder by given name; None for tensors of the vision tower.
+        The name in such a folder by given name; None for tensors of other parts, such as a vision tower.
     """
     found: dict[str, str | None] = {}
     for name in names:
         text = name
         for pattern, ours in _NAMES:
             text = pattern.sub(ours, text)
-        found[name] = None if _IMAGES.match(name) else text
+        found[name] = None if _OTHERS.match(name) else text
     return found

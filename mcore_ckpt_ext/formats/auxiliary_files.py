@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, join_some, shorten
 from mcore_ckpt_ext.families.config_keys import TOKENS
+from mcore_ckpt_ext.families.text_parts import text_section
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
@@ -123,14 +124,13 @@ def json_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 def configured_tokens(files: Mapping[str, bytes]) -> int | None:
     """Return the vocabulary size in `config.json`: the rows of the embedding, often more than the tokenizer has tokens.
 
-    Vision-language models have it in `text_config`, ChatGLM as `padded_vocab_size`.
+    Models that also see or hear have it in the part about their language model, ChatGLM as `padded_vocab_size`.
 
     Returns:
         None if no key gives it.
     """
     config = json_of(files, CONFIG)
-    inside = config.get("text_config")
-    for part in (inside if isinstance(inside, dict) else {}, config):
+    for part in (text_section(config) or {}, config):
         sizes = (part.get(key) for key in ("padded_vocab_size", "vocab_size"))
         if (size := next((size for size in sizes if type(size) is int), None)) is not None:
             return size

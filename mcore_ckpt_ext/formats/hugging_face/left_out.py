@@ -27,7 +27,7 @@ def left_out_tensors(
     Args:
         names: the tensors that are not read.
         stored: all tensors.
-        vision: the tensors of the vision part.
+        vision: the tensors of other parts, such as a vision tower.
         of_activations: the scales of activations.
     """
     for name in names:
@@ -35,7 +35,7 @@ def left_out_tensors(
             continue
         tensor, kind, why = stored.get(name), WEIGHT, "no equivalent in Megatron"
         if name in vision:
-            why = "of the vision part: only the text is read"
+            why = "not of the language model: only the text is read"
         elif name in of_activations:
             kind, why = OTHER, "a scale of activations, which only quantized inference uses"
         elif name.endswith(_BUFFERS):

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.errors import (
     join_some,
     shorten,
 )
-from mcore_ckpt_ext.families.text_parts import text_names
+from mcore_ckpt_ext.families.text_parts import text_names, text_section
 from mcore_ckpt_ext.families.vision_shapes import unprefixed, vision_shapes
 from mcore_ckpt_ext.formats.hugging_face.folder import (
     CONFIG,
@@ -186,8 +186,7 @@ def _check_dtypes(listing: Listing, config: Mapping[str, Any], is_quantised: boo
 
     Vectors in float32 are skipped, because many models keep norms and biases of routers in it.
     """
-    inside = config.get("text_config")
-    places = (config, inside if isinstance(inside, Mapping) else {})
+    places = (config, text_section(config) or {})
     declared = next((place[key] for place in places for key in ("dtype", "torch_dtype") if place.get(key)), None)
     if not isinstance(declared, str) or declared.removeprefix("torch.") not in _FLOATS:
         return

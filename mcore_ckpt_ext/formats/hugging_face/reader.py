@@ -283,10 +283,10 @@ class HuggingFaceCheckpoint(WeightsAlone):
         found += [*self.family.notices(self.model), *dynamic_notices(self.config, self.model)]
         found += [*self._neutral.notices(self.family.mapped_keys), *chosen_family_notes(self.family, self.config)]
         if self.whole:
-            whole = "; --for bridge also converts the vision tower" if self.whole in VISION_TOWERS else ""
-            found.append(
-                f"of {self.whole} only the text is read, as {with_indefinite_article(self.family.name)}{whole}"
-            )
+            text = f"of {self.whole} only the text is read, as {with_indefinite_article(self.family.name)}"
+            has_tower = self.whole in VISION_TOWERS
+            rest = "--for bridge also converts the vision tower" if has_tower else "other parts are not converted yet"
+            found.append(f"{text}; {rest}")
         if TIED_COPY in self.left_out:
             found.append(f"{TIED_COPY} is not read: the output layer is tied to the embedding")
         listed = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
