@@ -150,7 +150,10 @@ class BlockReader:
                 # These masters are not stored: padding of the vocabulary (zero on both sides), or accepted losses.
                 masters[fill.start : fill.stop] = weights[fill.start : fill.stop]
         proof_at_stored_scales(self._source, wanted.tensors, self._proof, self._transfer).check(
-            masters, weights, lambda position: f"element {position} of {wanted.slice}", ": use another iteration"
+            masters,
+            weights,
+            lambda position: f"element {position} of a part of {wanted.slice.regions[0].name}",
+            ": use another iteration",
         )
         with self._lock:
             self.proven += masters.numel()

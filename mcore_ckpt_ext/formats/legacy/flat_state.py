@@ -99,6 +99,8 @@ class FlatStates:
             raise UnsupportedCheckpointError(
                 "the packing of the gradient buffers under that layout is unknown", where=str(place)
             )
+        for buffer in packed:
+            check_within_buckets(buffer, place)
         return packed
 
     def _buffer_states(self, rank: LegacyRank, child: int) -> dict[Any, Any]:
@@ -121,6 +123,26 @@ class FlatStates:
                 wanted = self._models.state_in_buffer(kind, buffer.names[index], buffer.regions[index])
                 placed.append(WriteItem(origin + start, wanted))
         return tuple(sorted(placed, key=lambda part: part.start))
+
+
+def check_within_buckets(buffer: PackedBuffer, place: ModelRank) -> None:
+    """Refuse a buffer with a parameter that starts before its bucket, so that its optimizer lacks the first elements.
+
+    Up to 0.12, the shared embedding starts where the bucket before it is closed without its padding, if the data
+    parallel size divides that position (`_ParamAndGradBuffer.__init__`, core_v0.9.0 to 0.12.x). `PackingRule` has more.
+
+    Raises:
+        UnsupportedCheckpointError: there is such a parameter.
+    """
+    for bucket in buffer.buckets:
+        for index, start, _ in bucket.placements:
+            if start < 0:
+                raise UnsupportedCheckpointError(
+                    "Megatron before 0.13 does not optimize all elements of the shared embedding under that layout",
+                    found=f"{-start} elements of {buffer.names[index]} before the start of their bucket",
+                    where=str(place),
+                    hint="write for --megatron-version 0.13 or later, or choose another pipeline or tensor size",
+                )
 
 
 def _alone_or_all(states: list[Any]) -> Any:

@@ -9,6 +9,11 @@ import torch
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext import Legacy, convert
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.legacy.flat_state import check_within_buckets
+from mcore_ckpt_ext.layout.grad_buffer import BufferParameter, PackingRule, pack
+from mcore_ckpt_ext.layout.local_model import ModelRank
+from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from tests.harness.checkpoints import fixture_named
 
@@ -29,3 +34,16 @@ def test_model_chunks_that_the_source_had_are_named(virtual: int | None, is_name
     target = Legacy(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=virtual)
     notes = convert(fixture_named("p03").run, tmp_path / "legacy", target, dry_run=True).notes
     assert any("each pipeline rank has 2 model chunks" in note for note in notes) == is_named
+
+
+@pytest.mark.parametrize(("rule", "is_refused"), [(PackingRule.UNTIL_0_12, True), (PackingRule.SINCE_0_13, False)])
+def test_a_shared_embedding_before_its_bucket_is_refused(rule: PackingRule, is_refused: bool) -> None:
+    """Up to 0.12 the bucket before it ends at 64, which 2 ranks divide, and is padded to 128."""
+    parameters = [BufferParameter(640, shared_embedding=True), BufferParameter(60)]
+    buckets = pack(parameters, bucket_size=None, data_parallel=2, rule=rule)
+    buffer = PackedBuffer("(torch.bfloat16, torch.float32)", ["embedding", "norm"], [(), ()], buckets)
+    if not is_refused:
+        check_within_buckets(buffer, ModelRank(0, 0, None))
+        return
+    with pytest.raises(UnsupportedCheckpointError, match="64 elements of embedding before .* 0.13 or later"):
+        check_within_buckets(buffer, ModelRank(0, 0, None))
