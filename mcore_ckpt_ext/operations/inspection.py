@@ -275,7 +275,8 @@ def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
         found["vocabulary, padded"] = contradiction
     if not arguments.group_query_attention:
         found.pop("query groups", None)
-    found["embeddings"] = "untied" if arguments.untie_embeddings_and_output_weights else "tied"
+    if arguments.is_complete or arguments.is_set("untie_embeddings_and_output_weights"):
+        found["embeddings"] = "untied" if arguments.untie_embeddings_and_output_weights else "tied"
     found["weights"] = ", ".join(sorted({dtype for _, dtype in shapes}))
     return {key: value if isinstance(value, (int, float, str)) else str(value) for key, value in found.items()}
 

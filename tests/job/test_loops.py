@@ -111,6 +111,13 @@ def test_values_inferred_from_the_index_are_right(name: str, with_grid: bool) ->
     assert of_model == {size: recorded[size] for size in of_model}
 
 
+def test_an_optimizer_alone_does_not_say_whether_embeddings_are_tied(bridge: Fixture) -> None:
+    (bridge.iteration / "run_config.yaml").unlink()
+    assert inspect(bridge.iteration).model["embeddings"] == "untied"
+    edit_index(bridge, lambda key: not key.startswith(("optimizer", "rng_state")))
+    assert "embeddings" not in inspect(bridge.iteration).model
+
+
 def test_values_without_a_source_are_unknown(bridge: Fixture, tmp_path: Path) -> None:
     """Neither is a default shown as a fact, nor are buffers cut by one; weights can be had, and facts help."""
     (bridge.iteration / "run_config.yaml").unlink()
