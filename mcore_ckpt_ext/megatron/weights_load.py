@@ -40,6 +40,7 @@ def load_weights_alone(scope: Scope, directory: str | None, chunks: Chunks, stoc
     session = LoadSession(folder)
     with presented(scope, session, chunks):
         result = stock()
-    form = session.checkpoint.format
+    checkpoint = session.checkpoint
+    form = "legacy" if checkpoint.format_reader.loading.by_rank else checkpoint.format
     announce(f"weights of the {form} checkpoint {folder} divided for the running layout; random state is reinitialized")
     return result

@@ -65,6 +65,10 @@ def refusal_of_files(checkpoint: CheckpointView, job: JobArguments, version: Ver
     }
     model_ranks = lcm(layout.tensor * layout.context, layout.expert_tensor * layout.expert)
     model = with_shown_arguments(checkpoint, checkpoint.arguments)
+    pattern, stages = model.hybrid_layer_pattern or "", layout.pipeline * sizes["virtual_pipeline"]
+    if pattern and pattern.count("|") + 1 != stages:
+        # The files are those of a job that divides the same layers otherwise.
+        model = model.replace(hybrid_layer_pattern=pattern.replace("|", ""))
     refusal = search_sizes(checkpoint, model, model, layout.pipeline * model_ranks, sizes, version).refusal
     return None if refusal is None else refusal[1]
 
@@ -101,5 +105,5 @@ def refused_layout(checkpoint: CheckpointView, reason: str) -> UnsupportedCheckp
         "Megatron refuses this layout for the model",
         found=reason,
         where=str(checkpoint.folder),
-        hint="mcore-ckpt plan SRC --gpus N lists the layouts that it accepts; a job reads --to torch_dist under each",
+        hint="mcore-ckpt plan SRC --gpus 8 lists the layouts that it accepts; a job reads --to torch_dist under each",
     )

@@ -11,6 +11,7 @@ from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.target import Target, version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout_choice.rules import undivided_experts
+from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.layout_rules import check_files, refused_layout
@@ -30,7 +31,8 @@ def lay_out(checkpoint: CheckpointView, target: Target, family: Family | None) -
         _check_experts(checkpoint, target.expert_model_parallel_size)
         check_step(checkpoint)
     written = format_written(target)
-    if (job := written.arguments_of_reader(checkpoint, target)) is not None:
+    holds_model = not any(map(is_adapter, checkpoint.names(WEIGHT)))
+    if holds_model and (job := written.arguments_of_reader(checkpoint, target)) is not None:
         check_files(checkpoint, job, version_number(target.megatron_version))
     return written.lay_out(checkpoint, target, family)
 

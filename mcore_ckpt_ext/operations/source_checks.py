@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mcore_ckpt_ext.formats.portable_state import once, portable_group
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.unread_state import OTHER, optimizer_kind
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -34,7 +33,6 @@ def source_findings(checkpoint: CheckpointView, *, with_optimizer: bool, incompl
         return
     groups = checkpoint.param_groups()
     check_step(checkpoint)
-    once(map(portable_group, groups))
     yield from check_settings(checkpoint, groups)
     yield from check_group_of_each(checkpoint, groups)
     yield from check_stored_once(checkpoint, checkpoint.carried_kinds())

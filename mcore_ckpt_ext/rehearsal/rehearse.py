@@ -27,15 +27,13 @@ from mcore_ckpt_ext.rehearsal.ranks import SimulatedJob
 from mcore_ckpt_ext.rehearsal.result import SCHEMA, Rehearsal
 from mcore_ckpt_ext.rehearsal.scheduler import SimulatedScheduler
 from mcore_ckpt_ext.rehearsal.simulated_ranks import BeyondRehearsalError, SimulatedRanks, arguments_to_load
-from mcore_ckpt_ext.rehearsal.target import TargetJob, check_changes, target_job
+from mcore_ckpt_ext.rehearsal.target import OTHER_OPTIMIZERS, TargetJob, check_changes, target_job
 from mcore_ckpt_ext.settings import ACCEPT_LOST, VERIFY_ALL
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_number
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.versions import Version
 
-# Modes of Megatron with their own optimizers.
-_WITHOUT_DISTRIBUTED = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
 STOCK, PACKAGE = "stock Megatron", "mcore_ckpt_ext"
 
 
@@ -205,7 +203,7 @@ class _Rehearsing:
             yield "who loads the optimizer, stock Megatron or this package, is decided by the job: it is not simulated"
         yield "the job builds the model, and its optimizer, by the same arguments as the job that wrote the checkpoint"
         yield "not rehearsed: random states, extra states of modules, warm-up and decay, tokenizer, data, and memory"
-        for name in _WITHOUT_DISTRIBUTED:
+        for name in OTHER_OPTIMIZERS:
             if running.raw.get(name):
                 yield f"the job runs without --{name.replace('_', '-')}: that optimizer is not simulated"
         if unknown := unknown_arguments(written):

@@ -19,6 +19,8 @@ from mcore_ckpt_ext.versions import Version
 
 _NAMES = {**PINS, "vp": PINS["vpp"]}
 _MOST = 1 << 20
+OTHER_OPTIMIZERS = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
+"""Modes of Megatron with optimizers of their own, which a rehearsal does not simulate."""
 CHANGEABLE = frozenset({
     "bf16", "fp16", "padded_vocab_size", "vocab_size", "make_vocab_size_divisible_by", "overlap_grad_reduce",
     "ddp_bucket_size", "ddp_num_buckets", "lr", "min_lr", "lr_decay_style", "override_opt_param_scheduler",
@@ -98,7 +100,10 @@ def target_job(
         UnsupportedCheckpointError: the checkpoint does not describe its model sufficiently.
     """
     check_layer_form(written, changes)
-    result = search_sizes(checkpoint, written, _with_stages_of(written, changes), gpus, sizes, version)
+    # The job is one with optimizers that a rehearsal can simulate.
+    simulated: dict[str, Any] = dict.fromkeys(OTHER_OPTIMIZERS, False)
+    model = _with_stages_of(written, changes).replace(**simulated)
+    result = search_sizes(checkpoint, written, model, gpus, sizes, version)
     if (refusal := result.refusal) is not None:
         layout, reason = refusal
         return TargetJob(written, layout, "", reason)

@@ -198,7 +198,7 @@ def _of_deepspeed(path: Path) -> UnreadableCheckpointError:
     return UnreadableCheckpointError(
         "DeepSpeed wrote this folder, and its checkpoints are not read", where=str(path),
         expected="a checkpoint of Megatron or ColossalAI, or a Hugging Face folder",
-        hint="zero_to_fp32.py, which DeepSpeed puts into the folder, writes the weights (--safe_serialization); with "
+        hint="zero_to_fp32.py, which DeepSpeed puts into the folder, writes the weights as safetensors; with "
         "the model's config.json beside them they are a Hugging Face folder",
     )  # fmt: skip
 

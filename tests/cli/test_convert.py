@@ -99,7 +99,7 @@ def test_each_target_has_its_own_options_in_the_help(capsys: pytest.CaptureFixtu
         "--from": "--to hf",
         "--max-shard-size": "--to hf",
         "--bin": "--to hf",
-        "--argument": "--to hf",
+        "--argument": "--to torch_dist or hf",
         "--tensor-model-parallel-size": "--to legacy",
         "--pipeline-model-parallel-size": "--to legacy",
         "--virtual-pipeline-model-parallel-size": "--to legacy",

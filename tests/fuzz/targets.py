@@ -15,7 +15,7 @@ from pathlib import Path
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.formats.auxiliary_files import auxiliary_files, tokens_of
+from mcore_ckpt_ext.formats.auxiliary_files import auxiliary_files, configured_tokens, tokenizer_tokens
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.inspection import inspect
@@ -89,7 +89,8 @@ def watch_execution() -> None:
 
 def use(folder: Path, original: Path, whole: bool) -> None:
     """What the commands do with a checkpoint, short of writing; with `whole` they read every element."""
-    tokens_of(auxiliary_files(folder))
+    configured_tokens(auxiliary_files(folder))
+    tokenizer_tokens(auxiliary_files(folder))
     inspect(folder, buffers=True)
     verify(folder, quick=not whole)
     if whole:

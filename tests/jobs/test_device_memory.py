@@ -23,6 +23,7 @@ from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.layout.additive_checksum import digest_of, written
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
 from mcore_ckpt_ext.operations.iteration_health import problems_of
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from tests.harness.cases import Case, Outcomes, load_all
 from tests.harness.checkpoints import everything_in, fixture_named
 from tests.harness.device_group import BACKENDS_VARIABLE
@@ -114,7 +115,7 @@ def test_a_save_is_what_lies_on_the_device(
     run, fixture = saved_by(folder, name) / how, fixture_named(LOADS[name][0])
     iteration = run / ITERATION
     assert problems_of(iteration) == ()
-    assert find_sidecar(iteration).sidecar is not None
+    assert find_sidecar(FolderIndex(iteration)).sidecar is not None
     found = everything_in(open_checkpoint(run))
     assert differing(*(with_vocabulary(one, VOCABULARY) for one in (fixture.truth, found))) == []
     stored = sum(
@@ -180,7 +181,7 @@ def test_a_save_without_memory_is_complete_all_the_same(shared: Outcomes) -> Non
         assert problems_of(iteration) == ()
         found = everything_in(open_checkpoint(iteration))
         assert differing(*(with_vocabulary(one, VOCABULARY) for one in (truth, found))) == []
-        sidecar = find_sidecar(iteration).sidecar
+        sidecar = find_sidecar(FolderIndex(iteration)).sidecar
         assert sidecar is not None
         digested.append(bool(sidecar.digests))
     assert digested == [False] * (len(folders) - 1) + [True]

@@ -138,6 +138,6 @@ def test_an_index_that_is_gone_binds_nothing(tmp_path: Path, remainders: Fixture
     content = json.loads((tmp_path / FILE_NAME).read_text())
     del content["index"]
     (tmp_path / FILE_NAME).write_text(json.dumps(content))
-    assert find_sidecar(tmp_path).sidecar is not None
+    assert find_sidecar(FolderIndex(tmp_path)).sidecar is not None
     Disk().publish(tmp_path, json.dumps(content), None, "")
-    assert find_sidecar(tmp_path).sidecar is not None
+    assert find_sidecar(FolderIndex(tmp_path)).sidecar is not None
