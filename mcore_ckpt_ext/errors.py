@@ -108,7 +108,7 @@ class SaveFailedError(CheckpointError):
 
 
 class StorageError(CheckpointError):
-    """A disk, a file system or a remote store does not let a file be read, which says nothing about its content."""
+    """A disk, a file system or a store does not let a file be read; nothing is said of its content."""
 
 
 class UsageError(CheckpointError):
@@ -116,7 +116,7 @@ class UsageError(CheckpointError):
 
 
 class UnknownNameError(UsageError, KeyError):
-    """A program asks an open checkpoint for a kind or a tensor that it does not have; also a KeyError."""
+    """A program requests a kind or a tensor that an open checkpoint does not have; also a KeyError."""
 
     def __str__(self) -> str:
         return RuntimeError.__str__(self)  # that of KeyError is the `repr` of the text
@@ -229,7 +229,7 @@ _DISK_HINT = "try again; if it fails again, check the disk and the file system (
 
 
 def is_answer(error: OSError) -> bool:
-    """Return whether an error states what lies at a path, so that it says something about a checkpoint's content."""
+    """Return whether an error states what lies at a path, and so something of a checkpoint's content."""
     return isinstance(error, RefusedFileError) or error.errno in _ANSWERS
 
 

@@ -89,7 +89,7 @@ def prepare(
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
         arguments: Megatron's arguments of the run.
-        options: what the user asks for.
+        options: the user's options.
 
     Raises:
         ResumeRefusedError: on every rank, if some rank cannot resume.
@@ -262,7 +262,7 @@ class LiveRank:
         return f"verified {'equal to their weights' if proof is BY_ROUNDING else proof.words}"
 
     def proof(self, checkpoint: CheckpointView) -> Proof:
-        """Return the comparison of masters and weights that the checkpoint and live fp8 or fp4 weights permit."""
+        """Return the comparison of masters and weights that the checkpoint and live weights permit."""
         live = (quantization_check(shard.live.parameter) for shard in self.job.shards)
         return reduce(weaker_of, live, checkpoint.proof)
 

@@ -13,7 +13,7 @@ TARGETS: dict[str, type[Target]] = {one.target.name: one.target for one in FORMA
 
 
 def target_of(target: object) -> Target:
-    """Return what a caller passes as the format to write: its options, or its name for the default options.
+    """Return the options of the format to write, which a caller passes by themselves or by its name.
 
     Raises:
         UsageError: no format has this name.

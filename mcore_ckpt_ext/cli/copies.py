@@ -30,7 +30,7 @@ def installed_copies(package: str) -> dict[Path, str | None]:
 
 
 def _folders(distribution: Distribution, package: str) -> Iterator[Path]:
-    """Yield where a distribution may have its package: beside its metadata, or where an editable one was built."""
+    """Yield where a distribution may have its package: next to its metadata, or where it was built."""
     yield Path(str(distribution.locate_file(package)))
     url = urlparse(str(json.loads(distribution.read_text(_DIRECT_URL) or "{}").get("url", "")))
     if url.scheme == "file":

@@ -141,7 +141,7 @@ def _end(error: BaseException, command: str, *, as_json: bool) -> int:
 
 
 def _end_without_output(error: OutputError, code: int) -> int:
-    """Return the exit code of a command whose output cannot be written; `code` if only its reader has left.
+    """Return the exit code of a command whose output cannot be written; `code` if its reader has left.
 
     A pipe's reader, such as `head`, may close it. Python must not try to write again at exit.
     """

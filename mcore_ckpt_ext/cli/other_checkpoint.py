@@ -11,7 +11,7 @@ from mcore_ckpt_ext.storage.paths import is_remote
 
 
 def mention_non_persistent(path: str) -> None:
-    """Say on stderr that a run folder has a non-persistent checkpoint as new as its newest persistent one.
+    """Say on stderr that a run folder has a non-persistent checkpoint that is at least as new.
 
     Which of them a job takes depends on its `--non-persistent-ckpt-type`, so that a command looks at the persistent one
     unless it is given the folder of the other.

@@ -144,7 +144,7 @@ def _write(stream: TextIO | None, parts: Sequence[str | Painted]) -> None:
     except OSError as error:
         if stream is sys.stdout:
             raise OutputError(error) from error
-        # Nobody can be told that stderr cannot be written; the exit code and stdout are still right.
+        # There is no way to report that stderr cannot be written; the exit code and stdout are still right.
 
 
 def flush_output() -> None:

@@ -87,7 +87,7 @@ def metrics(
         seconds: duration of the command.
         result: result of the verification; None if the checkpoint could not be verified.
         disk: size and time of the checkpoint's files; None as for `result`.
-        quick: only metadata was checked; the label `depth` of each metric tells quick and full verifications apart.
+        quick: only metadata was checked; the label `depth` of each metric distinguishes quick and full verifications.
     """
     found = [*_of_run(exit_code, seconds), *(_of_result(result) if result else ()), *(_of_disk(disk) if disk else ())]
     labels = f'path="{_escaped(_absolute(path))}",depth="{"quick" if quick else "full"}"'

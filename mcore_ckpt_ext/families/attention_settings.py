@@ -178,7 +178,7 @@ def full_attention(*more: str, reaches: Callable[[Config], bool] = lambda config
 
 
 def has_window(absent: int | None) -> Callable[[Config], bool]:
-    """Return a function that tells whether a window has a size; `absent` is the class's default.
+    """Return a function that returns whether a window has a size; `absent` is the class's default.
 
     Without a size, there is no window (models/qwen3_moe/configuration_qwen3_moe.py and
     models/smollm3/configuration_smollm3.py, `__post_init__`, transformers 4.53 to 5.23).

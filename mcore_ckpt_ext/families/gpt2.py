@@ -74,7 +74,7 @@ def settings(activation: str) -> tuple[Setting, ...]:
 
 
 class GPT2(Family):
-    """Layer norms, learned positions, biases everywhere, embeddings mostly tied; transposed matrices (Conv1D)."""
+    """Layer norms, learned positions, biases everywhere, mostly tied embeddings, transposed matrices."""
 
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"

@@ -177,7 +177,7 @@ class DeepSeekV32(WithMtp):
 
 
 def _check_experts(config: Config) -> None:
-    """Check `num_experts`, which replaces `n_routed_experts` (`GlmMoeDsaConfig.__post_init__`, transformers 5.23)."""
+    """Check `num_experts`, which replaces `n_routed_experts` (`GlmMoeDsaConfig`, transformers 5.23)."""
     count = config.get("num_experts")
     if count is not None and count != config.get("n_routed_experts", 256):
         raise contradictory("num_experts", count, f"n_routed_experts {config.get('n_routed_experts', 256)}")

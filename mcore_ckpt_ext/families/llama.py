@@ -8,7 +8,7 @@ from mcore_ckpt_ext.families.family import Family
 
 
 class Llama(Family):
-    """RMS norms, RoPE (scaled or not), grouped queries, SwiGLU, biases everywhere or nowhere; tied or untied."""
+    """RMS norms, RoPE (scaled or not), grouped queries, SwiGLU, biases everywhere or nowhere."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"

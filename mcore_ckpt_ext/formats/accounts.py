@@ -1,4 +1,4 @@
-"""The account of a checkpoint: what a command did with each stored key. Verdicts, text and JSON derive from it."""
+"""The account of a checkpoint, from which verdicts, text and JSON derive: the fate of each key."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Account:
-    """What was done with the stored keys of a checkpoint, each of which is in exactly one class.
+    """The stored keys of a checkpoint by what was done with them; each is in exactly one class.
 
     Attributes:
         compared: the number of keys whose elements were read and compared or converted.
         by_form: the number of keys of which only name and shape were checked.
-        not_looked_at: all other keys, with the reason; those of one left-out kind together. Without a reason, nobody
-            knows the key.
+        not_looked_at: all other keys, with the reason; those of one left-out kind together. A key without a reason is
+            unknown.
     """
 
     compared: int = 0
@@ -30,12 +30,12 @@ class Account:
 
     @property
     def unknown(self) -> tuple[UnreadState, ...]:
-        """The keys that nobody knows."""
+        """The unknown keys."""
         return tuple(item for item in self.not_looked_at if not item.why)
 
     @property
     def in_words(self) -> str:
-        """The keys of model and optimizer, and the unknown ones, that were not looked at; empty if there are none.
+        """The keys of model and optimizer, and the unknown ones, that were not looked at.
 
         A verdict ends with it. State that belongs to the ranks of a job, or that a model computes, is listed above it.
         """

@@ -122,7 +122,7 @@ def json_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def configured_tokens(files: Mapping[str, bytes]) -> int | None:
-    """Return the vocabulary size in `config.json`: the rows of the embedding, often more than the tokenizer has tokens.
+    """Return the vocabulary size in `config.json`, often more than the tokenizer has tokens.
 
     Models that also see or hear have it in the part about their language model, ChatGLM as `padded_vocab_size`.
 
@@ -161,7 +161,7 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
 
 
 def _token_numbers(files: Mapping[str, bytes]) -> dict[str, int]:
-    """Return the number of each token by its text, by all files of a tokenizer; those of added tokens prevail."""
+    """Return the number of each token by its text, by all files of a tokenizer; added tokens prevail."""
     tokenizer = json_of(files, "tokenizer.json")
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None

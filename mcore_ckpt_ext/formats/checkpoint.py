@@ -55,7 +55,7 @@ def open_checkpoint(
         weights: the folder of the weights, any path as above, if the checkpoint contains only an optimizer;
             samples are compared to check that they belong together. If the checkpoint contains only adapters,
             the folder of their model.
-        index: the index of the iteration folder, if something has asked for it before; it is then not read again.
+        index: the index of the iteration folder, if it has been used before; it is then not read again.
 
     Raises:
         UsageError: `facts` are passed for a checkpoint that describes its job, or contradict its index; or

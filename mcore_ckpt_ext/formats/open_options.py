@@ -25,7 +25,7 @@ class OpenOptions:
         transformer_impl: the layer spec under whose names a Hugging Face folder is read.
         facts: properties of the job that wrote a checkpoint without Megatron's arguments.
         model: the model of the adapters, if the folder contains only adapters.
-        index: the folder's index; None if nothing has asked for it yet.
+        index: the folder's index; None if it has not been used yet.
     """
 
     order_sources: Sequence[ParameterOrder] = ()

@@ -100,7 +100,7 @@ def format_of(folder: Path, index: FolderIndex | None = None) -> Format | None:
 
     Args:
         folder: the folder.
-        index: its index, if something has asked for it before.
+        index: its index, if it has been used before.
     """
     stored = index or FolderIndex(folder)
     return next((one for one in FORMATS if one.recognizes(stored)), None)

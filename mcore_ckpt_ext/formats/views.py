@@ -51,7 +51,7 @@ def renamed(view: CheckpointView, names: Mapping[str, str]) -> CheckpointView:
 
 
 def with_layer_form(view: CheckpointView, changes: Mapping[str, Any]) -> CheckpointView:
-    """Return a view of a checkpoint for a job whose arguments differ in how layers are stored, and in nothing else.
+    """Return a view of a checkpoint for a job whose arguments differ only in how layers are stored.
 
     Args:
         view: the checkpoint.

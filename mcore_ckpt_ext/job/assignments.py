@@ -41,7 +41,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def _pattern(text: str) -> list[int] | None:
-    """Return the value of an expression of lists of numbers, joined by + and repeated by *; None for another text.
+    """Return the value of an expression of lists of numbers, joined by + and repeated by *, or None.
 
     Megatron evaluates such texts (`moe_freq_type`, megatron/training/arguments.py, core_v0.10.0 to 0.19.2).
     """

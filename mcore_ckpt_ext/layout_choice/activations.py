@@ -21,7 +21,7 @@ _DEFAULT_DROPOUT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ActivationOptions:
-    """What a job's arguments say about its activations.
+    """The statements of a job's arguments about its activations.
 
     Attributes:
         recomputation: `--recompute-granularity`.
@@ -93,7 +93,7 @@ def _offloaded(job: JobArguments) -> frozenset[str]:
 
 
 def _stores_scores(job: JobArguments) -> bool:
-    """Return whether attention is `DotProductAttention` of Megatron or the unfused one of Transformer Engine.
+    """Return whether attention is Megatron's `DotProductAttention` or Transformer Engine's unfused one.
 
     `--attention-backend auto`, the default, is flash or fused attention on a GPU
     (`DotProductAttention.__init__`, transformer_engine/pytorch/attention). The local spec always stores the scores
@@ -187,7 +187,7 @@ def _attention(sizes: ModelSizes, options: ActivationOptions, shares: Shares) ->
     """Self-attention: the projection of queries, keys and values, their rotated copies, and the output.
 
     Source: `Attention.forward` (megatron/core/transformer/attention.py). Values are a view of the projection, so all
-    of it stays beside the rotated queries and keys.
+    of it stays in addition to the rotated queries and keys.
     """
     tokens, ranks = shares.tokens, shares.tensor
     heads = sizes.heads / ranks
@@ -230,7 +230,7 @@ def _latent(
 
 
 def _linear_attention(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Terms:
-    """Gated delta net: the projection, its convolution, normalized keys and queries, the output and its gated norm.
+    """Gated delta net: the projection, its convolution, normalized keys and queries, and the output.
 
     Source: `GatedDeltaNet.forward` (megatron/core/ssm/gated_delta_net.py, core_v0.16.0 to 0.19.2).
     """
@@ -248,7 +248,7 @@ def _linear_attention(sizes: ModelSizes, options: ActivationOptions, shares: Sha
 
 
 def _mamba(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Terms:
-    """Mamba: the projection, which the scan saves and recomputes the rest from, its output, and the normalized one.
+    """Mamba: the projection, from which the scan recomputes the rest, and its outputs.
 
     Source: `MambaMixer._ssm_training` (megatron/core/ssm/mamba_mixer.py), `mamba_split_conv1d_scan_combined`
     (mamba_ssm/ops/triton/ssd_combined.py).

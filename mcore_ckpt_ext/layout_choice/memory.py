@@ -1,4 +1,4 @@
-"""Computes a GPU's memory under a layout: weights, gradients and optimizer exactly, everything else as an estimate."""
+"""Computes a GPU's memory under a layout: states exactly, everything else as an estimate."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Memory:
 
     @property
     def allocated(self) -> int:
-        """The peak of what torch allocates: in the loss, in a layer's backward pass, or in the optimizer's step."""
+        """The peak of what torch allocates: in the loss, a layer's backward pass, or the optimizer's step."""
         return self.static + max(self.activations + max(self.backward, self.loss), self.step)
 
     @property
@@ -63,7 +63,7 @@ class Memory:
 
 
 class Sharding(Enum):
-    """What data-parallel ranks share beside the optimizer (`--data-parallel-sharding-strategy` of Megatron-FSDP)."""
+    """The states that data-parallel ranks share besides the optimizer's, by Megatron-FSDP's strategy."""
 
     OPTIMIZER = "optim"
     GRADIENTS = "optim_grads"
@@ -83,7 +83,7 @@ class Buffers:
             `DistributedOptimizer`, of which `HybridDeviceOptimizer` has copies on the host
             (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.12.0 to 0.19.2).
         layer_wise: how a layer-wise optimizer distributes whole parameters; None for other optimizers.
-        quantized_bytes: bytes of an element of a weight in fp8, kept beside the weight in bf16.
+        quantized_bytes: bytes of an element of a weight in fp8, kept in addition to the weight in bf16.
         step_bytes: bytes of an element of fp32 copies in the optimizer's step, of all its parts at once.
         step_bytes_in_turn: the same, of one part of the optimizer at a time.
         sharding: what ranks share.
@@ -143,7 +143,7 @@ def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations
 
 
 def context_of(layout: ParallelLayout) -> int:
-    """Return the bytes outside torch's allocator: a constant for the process, and one for each communicator."""
+    """Return the bytes outside torch's allocator: constants for the process and each communicator."""
     groups = (
         layout.tensor, layout.pipeline, layout.context, layout.data * layout.context, layout.expert,
         layout.expert_data if layout.expert > 1 else 1,

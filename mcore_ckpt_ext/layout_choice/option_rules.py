@@ -73,7 +73,7 @@ def _bias(choice: Choice) -> str | None:
 
 
 def _sparse_attention(choice: Choice) -> str | None:
-    """`TransformerConfig.__post_init__`: sparse attention gathers under context parallelism (core_v0.19.0, 0.19.2)."""
+    """`TransformerConfig`: sparse attention gathers under context parallelism (0.19.0, 0.19.2)."""
     job = choice.job
     kinds: object = job.raw.get("cp_comm_type")
     if job.experimental_attention_variant != "dsa" or choice.layout.context == 1:

@@ -66,7 +66,7 @@ def _rank_order(choice: Choice) -> str | None:
 
 
 def _optimizer_instances(choice: Choice) -> str | None:
-    """`initialize_model_parallel`: optimizer instances divide the data-parallel ranks, those of experts too.
+    """`initialize_model_parallel`: optimizer instances divide all kinds of data-parallel ranks.
 
     Source: parallel_state.py, "Data parallel size should be divisible by partial DistOpt shard factor", core_v0.10.0 to
     0.19.2.
@@ -248,7 +248,7 @@ def _interleaving(choice: Choice) -> str | None:
 
 
 def _overlapped_experts(choice: Choice) -> str | None:
-    """`TransformerConfig.__post_init__`: overlapped communication of experts needs EP, and virtual stages with PP.
+    """`TransformerConfig`: overlapped communication of experts needs EP, and virtual stages with PP.
 
     It applies from core_v0.14.0 on.
     """

@@ -194,7 +194,7 @@ def _fits(memory: Memory, request: SearchRequest) -> bool | None:
 
 
 def _rank(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tuple[object, ...]:
-    """Return a sort key: fits, keeps batch and form of the job, idles least, TP within a node, like the old layout."""
+    """Return a sort key: fits, keeps batch and form, idles least, TP within a node, like the old one."""
     layout = one.choice.layout
     crosses = layout.tensor > request.gpus_per_node
     return (

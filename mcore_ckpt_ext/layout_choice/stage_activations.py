@@ -1,4 +1,4 @@
-"""Estimates the activations of each pipeline stage: layers, micro batches in flight, recomputation, and the loss."""
+"""Estimates the activations of each pipeline stage: layers, recomputation, schedule and loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StageActivations:
 
     Attributes:
         kept: what all micro batches in flight keep for their backward passes.
-        backward: what the backward pass of one layer holds beside that: recomputed activations and gradients.
+        backward: what the backward pass of one layer holds besides that: recomputed activations and gradients.
         loss: the logits and the softmax of the last stage.
     """
 
@@ -32,7 +32,7 @@ class StageActivations:
 
 
 def chunks_in_flight(layout: ParallelLayout, rank: int, microbatches: int, group: int) -> tuple[int, ...]:
-    """Return how many micro batches of each model chunk of a pipeline rank wait for their backward pass at the peak.
+    """Return how many micro batches of each model chunk wait for their backward pass at the peak.
 
     Source: `get_pp_rank_microbatches` and `get_schedule_table` (megatron/core/pipeline_parallel/schedules.py,
     core_v0.9.0 to 0.19.2): a rank runs a number of forward passes, and then one forward and one backward pass in turn.

@@ -50,7 +50,7 @@ def reading_fast(
     If some rank requests something unsupported, Megatron's own loader reads everything, before anything is written.
 
     Args:
-        session: the load; of another folder that Megatron loads meanwhile, the checkpoint is opened anew.
+        session: the load; of another folder that Megatron loads meanwhile, the checkpoint is opened by itself.
         opened: the checkpoint, if it has been opened and verified with further evidence.
         read_once: one rank reads data that several ranks need and sends them to the others.
 

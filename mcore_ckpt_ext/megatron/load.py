@@ -265,7 +265,7 @@ class _Load:
 
 
 def _options(arguments: Any) -> ResumeOptions:
-    """Return what the settings of this package ask of a resume."""
+    """Return the options of a resume by the settings of this package."""
     return ResumeOptions(
         verify_all=VERIFY_ALL.value,
         accept_lost=ACCEPT_LOST.value,

@@ -59,7 +59,7 @@ class LoadSession:
 
 
 class RunningLoad:
-    """The load of Megatron's own loop in this process, for wrappers of functions that Megatron calls meanwhile."""
+    """The load of Megatron's own loop in this process, for wrappers of what Megatron calls meanwhile."""
 
     session: Callable[[], LoadSession] | None = None
 

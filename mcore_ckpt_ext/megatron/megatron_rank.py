@@ -1,4 +1,4 @@
-"""This rank's part of a load by Megatron's own loop: what the phases of `load_phases` ask of it."""
+"""This rank's part of a load by Megatron's own loop: the work of the phases in `load_phases`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MegatronRank(LiveRank):
         self._scope, self._call, self._load_without_optimizer = scope, call, load_without_optimizer
 
     def observed(self, load: MegatronLoad) -> tuple[tuple[bool, ...], dict[str, str]]:
-        """Return what must be the same on all ranks: the tracker files that it sees, and this package's settings."""
+        """Return what must be the same on all ranks: visible tracker files, and this package's settings."""
         settings = {setting.name: str(setting.chosen(load.arguments)) for setting in SETTINGS}
         return trackers_seen(load.arguments, load.load_arg), settings
 

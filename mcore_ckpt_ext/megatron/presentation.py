@@ -1,4 +1,4 @@
-"""Determines if a checkpoint has to be presented to Megatron, whose own loader cannot read its files, and why."""
+"""Determines if a checkpoint has to be presented to Megatron, which cannot read it, and why."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DISTRIBUTED = "use_distributed_optimizer"
 def must_be_presented(
     session: LoadSession, arguments: Any, version: tuple[int, int], *, reads_zarr: Callable[[], bool]
 ) -> bool:
-    """Return True if stock Megatron may be unable to load a checkpoint by itself, by the traits of its format.
+    """Return True if stock Megatron may be unable to load a checkpoint, by the traits of its format.
 
     Args:
         session: the load.
@@ -41,7 +41,7 @@ def must_be_presented(
 
 
 def folder_to_present(directory: str | None, arguments: Any) -> LoadSession | None:
-    """Begin the load of the folder that Megatron would take, if stock may be unable to load it; else None."""
+    """Begin the load of the folder that Megatron would take, if stock may be unable to load it."""
     folder = folder_named(directory, arguments)
     session = None if folder is None else LoadSession(folder)
     if session is None or not must_be_presented(session, arguments, megatron_version(), reads_zarr=reads_zarr):

@@ -78,7 +78,7 @@ def _size(folder: Path) -> int:
 
 
 class TorchIndex:
-    """The index that torch's `FileSystemReader` returns within a scope, unpickled at most once for each folder.
+    """The index that torch's `FileSystemReader` returns within a scope, unpickled at most once.
 
     For small objects torch unpickles nothing if rank 0's index is shared. Megatron requests the index four times in
     a load: twice for the common state, an object in the folder since core_v0.19.0 (`load_common_state_dict`,

@@ -1,4 +1,4 @@
-"""Lets `dist_checkpointing.load` request layers by the keys of the checkpoint, stacked or with a number each.
+"""Lets `dist_checkpointing.load` request layers by the keys of the checkpoint, stacked or numbered.
 
 Megatron requests layers by the keys of the running model, and fails with a KeyError if the checkpoint has the other
 form (`LayerStacks`). Within a load, the requests are translated once the factories are expanded and before anything
@@ -29,7 +29,7 @@ _PREPROCESS = "load_preprocess"
 
 
 def request_stored_layers(load: Callable[..., Any], session: LoadSession) -> Callable[..., Any]:
-    """Wrap `dist_checkpointing.load` of a folder: request the layers of the model by the keys of the checkpoint."""
+    """Wrap `dist_checkpointing.load` of a folder: request layers by the keys of the checkpoint."""
     signature, scope = inspect.signature(load), inspect.unwrap(load).__globals__
 
     @functools.wraps(load)
@@ -85,7 +85,7 @@ def _translate(tree: Any, stacks: LayerStacks) -> set[bool]:
 
 
 def with_stored_layer(entry: Any, stacks: LayerStacks) -> Any:
-    """Return a ShardedTensor or ShardedObject with its layer as the checkpoint stores it; itself if it is.
+    """Return a ShardedTensor or ShardedObject with its layer as stored; itself if it already is so.
 
     Its axes: layers if they are stacked, then experts, then those of the tensor. An object has at least one axis
     (`make_sharded_object_for_checkpoint`, megatron/core/transformer/utils.py, core_v0.7.0 to 0.19.2).

@@ -1,4 +1,4 @@
-"""Loads weights without an optimizer; if Megatron cannot read the files, the checkpoint is presented to it."""
+"""Loads weights without an optimizer; files that Megatron cannot read are presented to it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _BYTES = ("uint8", "int8")
 
 
 def contradicts_kind(kind: str, dtype: str) -> bool:
-    """Return whether no tensor of a kind that is trained has a dtype; the fp32 master is checked elsewhere."""
+    """Return whether no trained tensor of a kind has a dtype; the fp32 master is checked elsewhere."""
     if kind == PARAM_REMAINDER:
         return dtype != "int16"
     if kind in (EXP_AVG, EXP_AVG_SQ) and dtype in _BYTES:

@@ -171,14 +171,14 @@ def _differing_copies(side: _Side, kinds: Sequence[str], team: Team) -> tuple[st
 
 
 def _account(side: _Side, chosen: Sequence[str], kinds: Sequence[str] | None) -> Account:
-    """Return what was compared of one checkpoint; kinds that derive from compared ones are compared with them."""
+    """Return what was compared of one checkpoint; derived kinds are compared with their sources."""
     left = set(side.checkpoint.carried_kinds()) - {*chosen}
     why = "of another kind than those to compare" if kinds is not None else "the other side has none"
     return account_of(side.checkpoint, leaves_out=left.__contains__, why=why)
 
 
 def _is_missed(item: UnreadState, counted: Sequence[str]) -> bool:
-    """Return True if a key of the compared kinds was not compared; `counted` is empty if these are all kinds."""
+    """Return True if a key of the compared kinds was not compared; `counted` is empty for all kinds."""
     is_weight = item.kind == WEIGHT and bool(item.nbytes) and (not counted or WEIGHT in counted)
     return is_weight or (not item.why and (not counted or item.kind in counted))
 

@@ -43,7 +43,7 @@ _WITHOUT = {
 
 @dataclass(frozen=True, slots=True)
 class LocatedCheckpoint:
-    """The iteration folder to verify, or None, the findings about its surroundings, and its index if it was used."""
+    """The iteration folder to verify, or None, findings about its surroundings, and its index if used."""
 
     folder: Path | None
     findings: tuple[Finding, ...]
@@ -55,7 +55,7 @@ def find_checkpoint(path: Path, index: FolderIndex | None = None) -> LocatedChec
 
     Args:
         path: a run folder, or an iteration folder.
-        index: the index of the iteration folder, if something has asked for it before.
+        index: the index of the iteration folder, if it has been used before.
 
     Raises:
         UnreadableCheckpointError: there is no checkpoint, not even a part of one.

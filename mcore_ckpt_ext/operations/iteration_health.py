@@ -42,7 +42,7 @@ def iteration_health_of(
     Args:
         run: the run folder.
         step: the iteration that the user names; None for the tracker's.
-        index: the index of that iteration, if something has asked for it before.
+        index: the index of that iteration, if it has been used before.
         full: read all bytes of the wanted iteration, and of others that may take its place.
 
     Returns:
@@ -81,7 +81,7 @@ def problems_of(folder: Path, index: FolderIndex | None = None, *, full: bool = 
 
     Args:
         folder: the iteration folder.
-        index: its index, if something has asked for it before.
+        index: its index, if it has been used before.
         full: whether to read all of its bytes, too.
 
     Raises:

@@ -38,7 +38,7 @@ def buffers_of(job: JobArguments, table: ModelTable, version: Version) -> Buffer
 
 
 def _quantized_bytes(job: JobArguments, table: ModelTable) -> float:
-    """Return the bytes of an average element of a weight for its copies in fp8, kept beside the weight in bf16.
+    """Return the bytes of an average element of a weight for its fp8 copies, in addition to bf16.
 
     A linear layer keeps its quantized weight and the transposed one between micro batches
     (`TransformerEngineBaseModule.get_weight_workspace`, transformer_engine/pytorch/module/base.py); with
@@ -51,7 +51,7 @@ def _quantized_bytes(job: JobArguments, table: ModelTable) -> float:
 
 
 def _sharding(job: JobArguments) -> Sharding:
-    """Return what data-parallel ranks share beside the optimizer: with FSDP, gradients or weights, too."""
+    """Return what data-parallel ranks share besides the optimizer: with FSDP, gradients or weights, too."""
     if job.raw.get("use_torch_fsdp2"):
         return Sharding.PARAMETERS
     strategy = job.raw.get("data_parallel_sharding_strategy")

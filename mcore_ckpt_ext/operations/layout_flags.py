@@ -29,7 +29,7 @@ def arguments_of(one: FoundLayout) -> dict[str, Any]:
 
 
 def _divisor(one: FoundLayout) -> int | None:
-    """Return the value of `--make-vocab-size-divisible-by` that keeps the rows of the checkpoint's vocabulary."""
+    """Return the value of `--make-vocab-size-divisible-by` that keeps the rows of the vocabulary."""
     return one.choice.table.padded_rows.divisor_for(one.choice.layout.tensor)
 
 
@@ -124,7 +124,7 @@ def removed_flags_of(one: FoundLayout, job: JobArguments) -> list[str]:
     removed = {name: value for name in split if (value := job.value(name)) and value != split[name]}
     removed |= {name: value for name in _STAGE_FLAGS if isinstance(value := job.raw.get(name), int) and value > 0}
     if choice.layout.virtual_pipeline > 1 and not split.get("pipeline_model_parallel_layout"):
-        removed.pop("num_virtual_stages_per_pipeline_rank", None)  # given anew
+        removed.pop("num_virtual_stages_per_pipeline_rank", None)  # given again
     if job.raw.get("pipeline_model_parallel_layout") and not split.get("pipeline_model_parallel_layout"):
         removed.setdefault("pipeline_model_parallel_layout", "...")
     return [f"--{name.replace('_', '-')}" for name in removed]

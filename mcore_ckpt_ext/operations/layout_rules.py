@@ -1,4 +1,4 @@
-"""Whether Megatron accepts a named layout for a model: one answer for `convert`, `verify` and the rehearsal."""
+"""One answer for `convert`, `verify` and rehearsals: does Megatron accept a layout for a model?"""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def refusal_of_files(checkpoint: CheckpointView, job: JobArguments, version: Ver
 
 
 def refusal_of_stored_files(checkpoint: CheckpointView) -> str | None:
-    """Return why no release of Megatron can read a checkpoint whose files belong to the ranks of its layout.
+    """Return why no release of Megatron can read a checkpoint with a file for each rank; else None.
 
     The newest release accepts every layout that an earlier one accepts.
 

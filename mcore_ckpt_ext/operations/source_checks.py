@@ -1,4 +1,4 @@
-"""The checks of `verify` that read no tensor, for a conversion: what `verify` calls an error is not carried."""
+"""The checks of `verify` that read no tensor, for a conversion, which carries no error."""
 
 from __future__ import annotations
 

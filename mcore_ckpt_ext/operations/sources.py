@@ -40,7 +40,7 @@ def open_source(
 ) -> CheckpointView:
     """Open the source of a conversion, under the names that the target needs.
 
-    `index`: that of the iteration folder, if something has asked for it before.
+    `index`: that of the iteration folder, if it has been used before.
 
     Raises:
         UsageError: an option is invalid for this source.

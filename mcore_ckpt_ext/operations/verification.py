@@ -94,7 +94,7 @@ def verify(
         tensors_only: compare only tensors with the manifest, since a conversion changes all files.
         team: the processes that share the reading, each with the same arguments; all return the same. Only the first
             writes a manifest.
-        index: the index of the iteration folder, if something has asked for it before.
+        index: the index of the iteration folder, if it has been used before.
 
     Raises:
         UsageError: options contradict each other, or facts contradict the index or the checkpoint's own description of
@@ -313,7 +313,7 @@ class _Run:
 
 
 def _account_without_model(listing: Listing) -> Account:
-    """Return the account of a folder whose model is unknown, so that only described tensors have known shapes."""
+    """Return the account of a folder of an unknown model: only described tensors have known shapes."""
     names = [tensor.name for tensor in listing if tensor.name not in listing.described]
     sizes = {tensor.name: prod(tensor.shape) * ITEM_SIZE[tensor.extent.dtype] for tensor in listing}
     left = (UnreadState(name, WEIGHT, sizes[name], _NO_MODEL) for name in names)

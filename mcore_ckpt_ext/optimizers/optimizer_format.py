@@ -120,7 +120,6 @@ class Encoding:
         opening_reads_elements: whether the content can be listed only by reading elements.
         may_be_shifted: whether Megatron itself may have written parameters shifted (`OptimizerState.shifted`).
         is_reshaped: whether arrays may have other shapes than their parameters.
-        keeps_buffers: whether arrays are the ranks' gradient buffers, which Megatron loads in place.
     """
 
     name: str
@@ -136,4 +135,3 @@ class Encoding:
     opening_reads_elements: bool = False
     may_be_shifted: bool = False
     is_reshaped: bool = False
-    keeps_buffers: bool = False

@@ -76,7 +76,7 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
 
 
 def _check_dtypes(holder: Holder, arrays: Mapping[str, StoredArray]) -> None:
-    """Refuse masters and moments that are stored as integers: nothing else contradicts a wrong dtype of their size."""
+    """Refuse masters and moments that are stored as integers: nothing else contradicts the dtype."""
     for key, array in arrays.items():
         moment = _MOMENT.search(key)
         kind = FP32_PARAM if is_master(key) and array.dtype != "int16" else moment[1] if moment else ""

@@ -82,7 +82,7 @@ def rehearse(
 
 @dataclass(frozen=True)
 class _Request:
-    """What is to be rehearsed; see `rehearse`."""
+    """The arguments of a rehearsal; see `rehearse`."""
 
     gpus: int
     sizes: Mapping[str, int]
@@ -94,7 +94,7 @@ class _Request:
 
 
 class _Rehearsing:
-    """One rehearsal: it finds the checkpoint, makes the job that would resume it, and lets its ranks do so."""
+    """One rehearsal: it finds the checkpoint, makes the job that would resume it, and performs it."""
 
     def __init__(self, path: Path, request: _Request, plain: Rehearsal) -> None:
         self._path, self._request, self._plain = path, request, plain

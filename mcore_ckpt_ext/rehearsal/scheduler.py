@@ -1,4 +1,4 @@
-"""Megatron's learning rate scheduler of a simulated job, as far as it compares its options with stored ones."""
+"""Megatron's learning rate scheduler of a simulated job, which compares options with stored ones."""
 
 from __future__ import annotations
 

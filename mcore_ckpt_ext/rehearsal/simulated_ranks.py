@@ -106,7 +106,7 @@ class SimulatedRanks:
             by_rank(phase.name, self._size, lambda rank: phase.work(load, rank, self._size))
             raise RefusedError(error, is_verbatim=False) from error
 
-    # What the phases ask of each rank.
+    # The work of each rank in the phases.
 
     def observed(self, load: MegatronLoad) -> None:
         """Do nothing: simulated ranks see the same folder and have the same settings."""

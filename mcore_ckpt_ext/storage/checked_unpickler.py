@@ -1,6 +1,6 @@
 """Unpickles with a check before each operation whose cost the size of the pickle does not limit.
 
-A pickle creates an object once and may refer to it many times, so a small pickle can ask for endless work:
+A pickle creates an object once and may refer to it many times, so a small pickle can request endless work:
 
 - nested tuples of two references each have 2**40 leaves in 400 bytes. If such a tuple is the key of a dict, all leaves
   are visited, because Python's tuples do not cache their hash; a deep one crashes Python;

@@ -85,7 +85,7 @@ def read_tracker(path: Path) -> Tracker | None:
 
 
 def newer_non_persistent(run: Path, place: Path | None = None, step: int | None = None) -> Tracker | None:
-    """Return the tracker of a run's global non-persistent checkpoints, if a job that saves them resumes from one.
+    """Return the tracker of a run's global non-persistent checkpoints, if a job resumes from one.
 
     With `--non-persistent-ckpt-type global`, Megatron takes the one that this tracker names unless the persistent one
     is newer (`_load_base_checkpoint`, megatron/training/checkpointing.py, core_v0.8.0 to 0.19.2).

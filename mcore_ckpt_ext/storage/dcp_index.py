@@ -93,7 +93,7 @@ class SharedIndex:
 
 
 class FolderIndex:
-    """The index of one folder, read and parsed once, by whoever asks for it first.
+    """The index of one folder, read and parsed once, on the first use.
 
     Attributes:
         folder: the iteration folder.

@@ -1,4 +1,4 @@
-"""What a pickle may call, and which keys it may hash: what intact checkpoints need, as picklers write it."""
+"""The calls that a pickle may make, and the keys it may hash: those that checkpoints need."""
 
 from __future__ import annotations
 

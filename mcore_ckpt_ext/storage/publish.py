@@ -161,7 +161,7 @@ class Publication:
         return list(self._tidy_up())
 
     def _tidy_up(self) -> Iterator[str]:
-        """Flush the rename and remove what is left; yield a note for what fails, since the result is published."""
+        """Flush the rename and remove what is left; yield a note for what fails after publishing."""
         try:
             os.fsync(self._parent.descriptor)
         except OSError as error:

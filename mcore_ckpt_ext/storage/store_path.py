@@ -1,4 +1,4 @@
-"""Paths in remote stores (`s3://bucket/run`), with the methods of `pathlib.Path` that checkpoints need, through fsspec.
+"""Paths in remote stores (`s3://bucket/run`), with methods of `pathlib.Path`, through fsspec.
 
 Some of fsspec's methods hide errors, so that a store that does not answer looks like an empty one (`exists`, `isfile`,
 `isdir` and `walk`, fsspec/spec.py, 2026.9). They are not used here.
@@ -25,7 +25,7 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """Size of a file in bytes, and time of its last modification in seconds since 1970; 0 if it is unknown."""
+    """Size of a file in bytes, and time of its last modification in seconds since 1970, or 0."""
 
     st_size: int
     st_mtime: float
@@ -217,7 +217,7 @@ class StorePath:
         yield from (self / name for name in self.files_below() if fnmatchcase(name.rpartition("/")[2], pattern))
 
     def find(self) -> dict[str, Mapping[str, Any]]:
-        """Return what the store knows about each file below a folder, by its path in the folder."""
+        """Return the store's information about each file below a folder, by its path in the folder."""
         # A library that lists a store by itself reports errors; fsspec's own walk omits what it cannot list.
         from fsspec.asyn import AsyncFileSystem
 

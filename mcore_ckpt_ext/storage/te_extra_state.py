@@ -222,7 +222,7 @@ class _Unpickler(SafeUnpickler):
 
 
 class _OfTensor(_Unpickler):
-    """Reads a tensor in the bytes of a file, which contains no further file: each level would multiply the work."""
+    """Reads a tensor in the bytes of a file, which contains no further file, as levels multiply work."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _OF_BYTES:

@@ -26,6 +26,7 @@ _IN_GENERAL = {
     "UnreadableCheckpointError": "Run `mcore-ckpt verify`. If it finds errors, use another iteration, or copy again.",
     "UnsafePickleError": "Do not load this file with anything else. Ask whoever wrote it; if it is yours, report it.",
     "UnsupportedCheckpointError": "Convert it to a format that is read, or resume it with the Megatron that wrote it.",
+    "UnknownNameError": "List what there is: `names(kind)`, `kinds()`, or `mcore-ckpt inspect PATH --all`.",
     "PackingError": "Resume under its own layout, save once with the package installed, and change the layout then.",
     "ProofError": "Run `mcore-ckpt verify`: the masters or the weights are damaged. Use another iteration.",
     "ModelMismatchError": "Compare the model arguments of your job with those that `mcore-ckpt inspect` shows.",

@@ -98,7 +98,7 @@ def dequantised(
 
 
 def quantization_of(config: Mapping[str, Any], folder: Path) -> Any:
-    """Return the section of `config.json` about quantization, or else ModelOpt's own file; None without either.
+    """Return the section of `config.json` about quantization, or else ModelOpt's own file, if any.
 
     Args:
         config: `config.json`.

@@ -274,7 +274,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @override
     def unread(self, *, objects: bool = True) -> list[UnreadState]:
-        """Return the tensors that Megatron's model does not have; of a tied output layer the embedding is read."""
+        """Return the tensors that Megatron's model does not have; a tied output layer is the embedding."""
         return [*left_out_tensors(self.left_out, self._stored, self._vision, self._of_activations)]
 
     @override

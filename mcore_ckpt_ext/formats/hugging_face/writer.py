@@ -194,7 +194,7 @@ class HuggingFaceTarget:
         )
 
     def _small_files(self, config: Mapping[str, Any], taken: Mapping[str, int]) -> list[OutputFile]:
-        """Return the small files; `taken`: special tokens of the tokenizer, for keys that `config` did not have."""
+        """Return the small files; `taken`: special tokens of the tokenizer, for keys absent from `config`."""
         tokens = {key: config[key] for key in TOKENS if config.get(key) is not None}
         generation = json_of(self.auxiliary_files, GENERATION_CONFIG) or {"_from_model_config": True, **tokens}
         if GENERATION_CONFIG not in self._tokenizer:  # otherwise the tokenizer's own is copied

@@ -126,7 +126,7 @@ class FlatStates:
 
 
 def check_within_buckets(buffer: PackedBuffer, place: ModelRank) -> None:
-    """Refuse a buffer with a parameter that starts before its bucket, so that its optimizer lacks the first elements.
+    """Refuse a buffer with a parameter that starts before its bucket, and so lacks elements in it.
 
     Up to 0.12, the shared embedding starts where the bucket before it is closed without its padding, if the data
     parallel size divides that position (`_ParamAndGradBuffer.__init__`, core_v0.9.0 to 0.12.x). `PackingRule` has more.

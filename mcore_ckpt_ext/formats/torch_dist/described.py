@@ -90,7 +90,7 @@ class DescribedCheckpoint(FormatReader):
             facts: properties of the job that the user passes, for a checkpoint without Megatron's arguments.
             external: the model, if the weights are not in the checkpoint.
             opened: the same checkpoint, opened without `external`; its index and common state are reused.
-            index: the folder's index, if something has asked for it before.
+            index: the folder's index, if it has been used before.
 
         Raises:
             UsageError: facts are passed for a checkpoint with arguments, or contradict the checkpoint.

@@ -110,7 +110,7 @@ def _array(path: Path) -> StoredArray:
 
 
 def _check_size(folder: Path, file: str, expected: int, dtype: str) -> None:
-    """Compare the size of a chunk's file with its description: zarr always writes whole chunks, without checksums."""
+    """Compare the size of a chunk's file with its description: zarr always writes whole chunks."""
     path = folder / file
     size = path.stat().st_size if path.is_file() else None
     if size is not None and size != expected:

@@ -1,4 +1,4 @@
-"""The state of a resume, which its phases advance: the same for ranks of a job and for simulated ones."""
+"""The state of a resume, which its phases advance, for ranks of a job and for simulated ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIVE_MODEL = "the live model"
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """What the user asks of a resume.
+    """The user's options of a resume.
 
     Attributes:
         verify_all: compare the checksums of all records, shared between the ranks.
@@ -44,7 +44,7 @@ class Resume:
     Attributes:
         session: the load of its checkpoint.
         running: the arguments of the running job.
-        options: what the user asks for.
+        options: the user's options.
         summaries: the models of all ranks.
         opened: the checkpoint with the evidence of the live model; None before it is opened.
         spell: maps live names to the checkpoint's.

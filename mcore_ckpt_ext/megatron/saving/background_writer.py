@@ -41,7 +41,7 @@ class Report:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Record within this scope what writers of this process, and of processes that it forks, log as errors.
+        """Record within this scope what writers of this process, and of its children, log as errors.
 
         In a synchronous save they log the cause, and raise an assertion that names only its class (`check_local_output`
         in `write_preloaded_data_multithread`, filesystem_async.py, core_v0.17.0 to 0.19.2).

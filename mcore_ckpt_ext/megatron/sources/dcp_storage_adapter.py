@@ -219,7 +219,7 @@ class DcpStorageAdapter(ABC):
 
 
 class _Request(NamedTuple):
-    """What this rank's job requests of a checkpoint; the arguments of `DcpStorageAdapter.plan`."""
+    """The request of this rank's job; the arguments of `DcpStorageAdapter.plan`."""
 
     adapter: DcpStorageAdapter
     state_dict: Mapping[str, Any]
