@@ -27,7 +27,11 @@ MAKERS = {
 CACHES = {"cache", "lru_cache", "cached_property"}
 THE_REGISTRY = "patching/singletons.py: PROCESS"
 # Tables of frozen values, and what a child process keeps, which imports no more than it needs.
-NOT_CONCERNED = {"megatron/policy.py", "megatron/load_facts.py", "megatron/saving/parent_watch.py"}
+NOT_CONCERNED = {"megatron/policy.py", "megatron/load_facts.py", "megatron/saving/parent_watch.py"} | {
+    # Phases, which are frozen.
+    "megatron/load_phases.py",
+    "megatron/sources/dcp_storage_adapter.py",
+}
 
 
 def name_of(node: ast.expr) -> str:

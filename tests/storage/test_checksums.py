@@ -25,6 +25,7 @@ from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage.archive_template import TensorLocations
 from mcore_ckpt_ext.storage.checksums import Checksums, Confirmed, Place
 from mcore_ckpt_ext.storage.crc32 import appended, checksum, crc32
+from mcore_ckpt_ext.storage.dcp_index import FolderIndex
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import TensorLocation
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -214,7 +215,7 @@ def test_verify_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.Monkey
     folder = mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", TorchDist()).destination
     checkpoint = mcore_ckpt_ext.open_checkpoint(folder)
     run = verification._Run(
-        checkpoint.folder, False, Workers(ONE_PROCESS, 1), lambda done, total: None, lambda: checkpoint
+        FolderIndex(checkpoint.folder), False, Workers(ONE_PROCESS, 1), lambda done, total: None, lambda: checkpoint
     )
     compared: list[str] = []
     monkeypatch.setattr(
@@ -231,7 +232,7 @@ def test_verify_reads_large_files_of_many_tensors_once(name: str, monkeypatch: p
     monkeypatch.setattr(Checksums, "WORTH", 1 << 9)
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run)
     run = verification._Run(
-        checkpoint.folder, False, Workers(ONE_PROCESS, 1), lambda done, total: None, lambda: checkpoint
+        FolderIndex(checkpoint.folder), False, Workers(ONE_PROCESS, 1), lambda done, total: None, lambda: checkpoint
     )
     run.verify_or_note()
     assert [finding for finding in run.results.findings if finding.severity == "error"] == []

@@ -72,8 +72,8 @@ def test_an_index_beyond_two_thousand_million_elements(
     def load(*_: Any) -> None:
         raise AssertionError("the long way")
 
-    monkeypatch.setattr(safe_pickle.SafeUnpickler, "load", load)
     (tmp_path / ".metadata").write_bytes(write())
+    monkeypatch.setattr(safe_pickle.SafeUnpickler, "load", load)
     array = read_index(tmp_path).arrays["buffer"]
     assert array.shape == (PIECES * PIECE,)
     assert [chunk.offsets for chunk in array.chunks] == [(number * PIECE,) for number in range(PIECES)]
