@@ -28,8 +28,9 @@ CACHES = {"cache", "lru_cache", "cached_property"}
 THE_REGISTRY = "patching/singletons.py: PROCESS"
 # Tables of frozen values, and what a child process keeps, which imports no more than it needs.
 NOT_CONCERNED = {"megatron/policy.py", "megatron/load_facts.py", "megatron/saving/parent_watch.py"} | {
-    # Phases, which are frozen.
+    # Phases, which are frozen; what one load has opened.
     "megatron/load_phases.py",
+    "megatron/load_session.py",
     "megatron/sources/dcp_storage_adapter.py",
 }
 
