@@ -94,16 +94,7 @@ def prepare(
     Raises:
         ResumeRefusedError: on every rank, if some rank cannot resume.
     """
-    return prepare_resume(Resume(session, arguments, options), chunks, optimizer)
-
-
-def prepare_resume(resume: Resume, chunks: Chunks, optimizer: Any) -> Prepared:
-    """Perform the phases of a resume that precede the load of the weights. Collective.
-
-    Raises:
-        ResumeRefusedError: on every rank, if some rank cannot resume.
-    """
-    ranks = LiveRank(chunks, optimizer)
+    resume, ranks = Resume(session, arguments, options), LiveRank(chunks, optimizer)
     perform(PREPARING, resume, ranks)
     return Prepared(resume, ranks)
 
@@ -114,9 +105,8 @@ class LiveRank:
     Attributes:
         job: the model and optimizer under the checkpoint's names.
         reading: the read plan; set by `plan`.
-        masters: the masters, by shard; set by `verify_masters`, and taken by `fill`.
         differing: number of masters of tied embeddings that differ between pipeline stages.
-        changed: number of weights, over all ranks, that changed in `fill`.
+        summary: what all ranks have done; set by `finish`.
     """
 
     job: LiveJob

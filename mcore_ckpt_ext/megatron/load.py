@@ -232,7 +232,7 @@ class _Load:
 
         lacking = agreed("looking at the random states", lacks)[0] if may_differ(arguments) else False
         with self._without_random_states(lacking):
-            return load_weights_alone(self._scope, load.directory, self._chunks, self._by_stock)
+            return load_weights_alone(self._scope, load.session, load.directory, self._chunks, self._by_stock)
 
     def _resume(self) -> tuple[Any, Proof]:
         """Plan the optimizer's state, let Megatron load the weights, then verify and fill the optimizer."""

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.collectives import agreed, attempt, is_first_rank
 from mcore_ckpt_ext.errors import escape
-from mcore_ckpt_ext.formats.description import ARGUMENTS
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
@@ -57,13 +56,20 @@ class LoadAssessment:
         return any(one.name == FULLY_RESHARDABLE for one in encodings_named(self.decision.optimizer_format))
 
 
-def assess(session: LoadSession, job: RunningJob, common: Mapping[str, Any] | None) -> LoadAssessment | None:
+def assess(
+    session: LoadSession,
+    job: RunningJob,
+    common: Mapping[str, Any] | None,
+    lacks_states: Callable[[JobArguments], bool] = lambda written: False,
+) -> LoadAssessment | None:
     """Assess a checkpoint for a job of Megatron's own loop, live or simulated.
 
     Args:
         session: the load.
         job: the job.
         common: see `facts_of`.
+        lacks_states: returns True if the checkpoint lacks random states that the job requests, given the arguments of
+            the job that wrote it.
 
     Returns:
         The assessment; None if there is no optimizer state that this package could fill.
@@ -75,7 +81,7 @@ def assess(session: LoadSession, job: RunningJob, common: Mapping[str, Any] | No
     decision = decision_on(facts)
     if decision is None:
         return None
-    lacking = are_too_few(facts.written, facts.running)
+    lacking = are_too_few(facts.written, facts.running) or lacks_states(facts.written)
     return LoadAssessment(session.folder, replace(decision, omits_random_states=lacking), is_presented=common is None)
 
 
@@ -151,12 +157,7 @@ def assess_live(
     if common is None or release or getattr(kind, "name", None) != "GLOBAL":
         return None
     session = session.for_folder(Path(name))
-    found = assess(session, job, common)
-    if found is None or found.decision.omits_random_states:
-        return found
-    written = JobArguments.of(vars(common[ARGUMENTS])) if ARGUMENTS in common else session.checkpoint.arguments
-    lacking = lacks_random_states(session, arguments, written)
-    return replace(found, decision=replace(found.decision, omits_random_states=lacking))
+    return assess(session, job, common, lambda written: lacks_random_states(session, arguments, written))
 
 
 def _common_state(scope: Scope, call: Mapping[str, Any], directory: str | None, session: LoadSession) -> Any:

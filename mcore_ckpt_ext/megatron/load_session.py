@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -32,19 +31,22 @@ class LoadSession:
             shared: its index, if another rank has read it for this one.
         """
         self.folder, self.index = folder, FolderIndex(folder, shared)
+        self._checkpoint: CheckpointView | None = None
 
     def for_folder(self, folder: Path) -> LoadSession:
         """Return this session, or another one if Megatron takes another folder than expected."""
         return self if self.index.is_of(folder) else LoadSession(folder)
 
-    @cached_property
+    @property
     def checkpoint(self) -> CheckpointView:
         """The checkpoint, opened without the parameter order of a live model.
 
         Raises:
             CheckpointError: see `open_checkpoint`.
         """
-        return self.with_orders(())
+        if self._checkpoint is None:
+            self._checkpoint = self.with_orders(())
+        return self._checkpoint
 
     def with_orders(self, orders: Sequence[ParameterOrder]) -> CheckpointView:
         """Return the checkpoint with further evidence of the order of its parameters.

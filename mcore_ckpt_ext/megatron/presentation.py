@@ -40,10 +40,13 @@ def must_be_presented(
     return not reads_zarr() if stored.name == ZARR else stored.name != arguments.ckpt_format
 
 
-def folder_to_present(directory: str | None, arguments: Any) -> LoadSession | None:
-    """Begin the load of the folder that Megatron would take, if stock may be unable to load it."""
+def folder_to_present(directory: str | None, arguments: Any, begun: LoadSession | None = None) -> LoadSession | None:
+    """Return the load of the folder that Megatron would take, if stock may be unable to load it.
+
+    `begun`: the load so far, which may be of this folder.
+    """
     folder = folder_named(directory, arguments)
-    session = None if folder is None else LoadSession(folder)
+    session = None if folder is None else begun.for_folder(folder) if begun is not None else LoadSession(folder)
     if session is None or not must_be_presented(session, arguments, megatron_version(), reads_zarr=reads_zarr):
         return None
     return session

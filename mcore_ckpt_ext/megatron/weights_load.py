@@ -16,11 +16,14 @@ from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import Scope
 
 
-def load_weights_alone(scope: Scope, directory: str | None, chunks: Chunks, stock: Callable[[], Any]) -> Any:
+def load_weights_alone(
+    scope: Scope, session: LoadSession, directory: str | None, chunks: Chunks, stock: Callable[[], Any]
+) -> Any:
     """Load without the optimizer by stock Megatron's function; present the checkpoint to it if necessary.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
+        session: the load.
         directory: the run folder.
         chunks: the unwrapped model chunks.
         stock: calls the original with all its arguments.
@@ -28,16 +31,19 @@ def load_weights_alone(scope: Scope, directory: str | None, chunks: Chunks, stoc
     Raises:
         ResumeRefusedError: on every rank, if some rank's part is unavailable.
     """
-    arguments = scope["get_args"]()
+    arguments, sessions = scope["get_args"](), [session]
 
     def inspect_here() -> Path | None:
-        here = folder_to_present(directory, arguments)
-        return here.folder if here is not None and changes_of(here, arguments, megatron_version()) else None
+        here = folder_to_present(directory, arguments, session)
+        if here is None:
+            return None
+        sessions.append(here)
+        return here.folder if changes_of(here, arguments, megatron_version()) else None
 
     folder = agreed("looking at the checkpoint", inspect_here)[0]
     if folder is None:
         return stock()
-    session = LoadSession(folder)
+    session = sessions[-1].for_folder(folder)
     with presented(scope, session, chunks):
         result = stock()
     checkpoint = session.checkpoint

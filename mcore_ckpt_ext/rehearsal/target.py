@@ -17,8 +17,6 @@ from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of
 from mcore_ckpt_ext.operations.layout_rules import search_sizes
 from mcore_ckpt_ext.versions import Version
 
-_NAMES = {**PINS, "vp": PINS["vpp"]}
-_MOST = 1 << 20
 OTHER_OPTIMIZERS = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
 """Modes of Megatron with optimizers of their own, which a rehearsal does not simulate."""
 CHANGEABLE = frozenset({

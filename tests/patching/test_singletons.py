@@ -23,16 +23,12 @@ MAKERS = {
     "MappingProxyType",
     "PatchPoint",
     "_patch_point",
+    "Phase",
 }
 CACHES = {"cache", "lru_cache", "cached_property"}
 THE_REGISTRY = "patching/singletons.py: PROCESS"
 # Tables of frozen values, and what a child process keeps, which imports no more than it needs.
-NOT_CONCERNED = {"megatron/policy.py", "megatron/load_facts.py", "megatron/saving/parent_watch.py"} | {
-    # Phases, which are frozen; what one load has opened.
-    "megatron/load_phases.py",
-    "megatron/load_session.py",
-    "megatron/sources/dcp_storage_adapter.py",
-}
+NOT_CONCERNED = {"megatron/policy.py", "megatron/load_facts.py", "megatron/saving/parent_watch.py"}
 
 
 def name_of(node: ast.expr) -> str:
@@ -42,6 +38,8 @@ def name_of(node: ast.expr) -> str:
 def is_constant(value: ast.expr) -> bool:
     if isinstance(value, ast.Tuple):
         return all(is_constant(item) for item in value.elts)
+    if isinstance(value, ast.Starred):
+        return is_constant(value.value)
     if isinstance(value, ast.Call):
         return name_of(value.func) in MAKERS
     return isinstance(value, CONSTANT)

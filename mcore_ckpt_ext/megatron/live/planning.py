@@ -118,6 +118,7 @@ LOST_STATE = Phase(
     applies=lambda resume: not resume.options.accept_lost,
 )
 RECORDED_DIGESTS = Phase("planning the resume", Who.EACH_SHARE, check_recorded_digests)
+PLAN = Phase("planning the resume", Who.EACH_RANK, lambda resume, ranks: ranks.plan(resume))
 
 PREPARING = (
     Phase(
@@ -139,7 +140,7 @@ PREPARING = (
     CHECKSUMS,
     LOST_STATE,
     RECORDED_DIGESTS,
-    Phase("planning the resume", Who.EACH_RANK, lambda resume, ranks: ranks.plan(resume)),
+    PLAN,
     Phase(
         "planning what is read once",
         Who.EACH_RANK,

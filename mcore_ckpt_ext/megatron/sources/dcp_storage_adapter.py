@@ -31,7 +31,7 @@ from mcore_ckpt_ext.job.differences import SAME_MODEL
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.job_ranks import perform
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
-from mcore_ckpt_ext.megatron.live.planning import CHECKSUMS, LOST_STATE, RECORDED_DIGESTS
+from mcore_ckpt_ext.megatron.live.planning import CHECKSUMS, LOST_STATE, PLAN, RECORDED_DIGESTS
 from mcore_ckpt_ext.megatron.live.resume import Resume, ResumeOptions
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import VirtualStorageReader
@@ -162,7 +162,7 @@ class DcpStorageAdapter(ABC):
             key.startswith("optimizer.") and self.is_wanted(key, is_tensor=True) for key in every
         )
         of_optimizer = (_STORED_OPTIMIZER, LOST_STATE, RECORDED_DIGESTS) if self._fills_optimizer else ()
-        perform((_STEP, CHECKSUMS, *of_optimizer, _PLAN), self.resume, _Request(self, state_dict, live, others, every))
+        perform((_STEP, CHECKSUMS, *of_optimizer, PLAN), self.resume, _Request(self, state_dict, live, others, every))
         try:
             load(state_dict, self._reader, planner=DefaultLoadPlanner(allow_partial_load=True))
         except CheckpointException as error:
@@ -227,7 +227,7 @@ class _Request(NamedTuple):
     others: Set[str]
     every: Set[str]
 
-    def plan(self) -> None:
+    def plan(self, resume: Resume) -> None:
         self.adapter.plan(self.live, self.others, self.every)
         self.adapter.complete(self.state_dict)
 
@@ -246,7 +246,6 @@ _STEP = Phase(
     consequence="nothing of the checkpoint is written yet",
 )
 _STORED_OPTIMIZER = Phase("planning the resume", Who.EVERY_RANK, _check_stored_optimizer)
-_PLAN = Phase("planning the resume", Who.EACH_RANK, lambda resume, request: request.plan())
 
 
 def _no_files(*_: Any, **__: Any) -> Any:
