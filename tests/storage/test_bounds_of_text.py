@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.families.qwen3_moe import Qwen3MoE
-from mcore_ckpt_ext.formats.auxiliary_files import auxiliary_files, tokens_of
+from mcore_ckpt_ext.formats.auxiliary_files import auxiliary_files, tokenizer_tokens
 from mcore_ckpt_ext.formats.canonical.reader import INDEX_FILE
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.zarr import reader as zarr
@@ -141,7 +141,7 @@ def test_json_that_says_no_one_thing_is_refused(content: str, tmp_path: Path) ->
         path.write_bytes(content.encode("utf-8", "surrogatepass"))
         with pytest.raises(UnreadableCheckpointError):
             open_checkpoint(tmp_path)
-        assert tokens_of(auxiliary_files(tmp_path)) is None
+        assert tokenizer_tokens(auxiliary_files(tmp_path)) is None
         path.unlink()
 
 
@@ -150,14 +150,14 @@ def test_json_that_says_no_one_thing_is_refused(content: str, tmp_path: Path) ->
     [
         ({"model": {"vocab": {"a": 0, "b": 4}}, "added_tokens": [{"id": 7}]}, 8),
         ({"model": {"vocab": [["a", 0.5], ["b", 0.1]]}}, 2),
-        ({"model": {"vocab": {"a": [], "b": "4"}}, "added_tokens": [{"id": None}, 3, {}]}, 0),
+        ({"model": {"vocab": {"a": [], "b": "4"}}, "added_tokens": [{"id": None}, 3, {}]}, None),
         ({"model": {"vocab": {"a": 1}}, "added_tokens": 3}, 2),
         ({"model": [], "added_tokens": {}}, None),
     ],
 )
 def test_an_untrusted_tokenizer_is_counted_or_not(content: object, expected: int | None, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    assert tokens_of(auxiliary_files(tmp_path)) == expected
+    assert tokenizer_tokens(auxiliary_files(tmp_path)) == expected
 
 
 def test_layers_without_experts_are_looked_up_in_no_long_list() -> None:
