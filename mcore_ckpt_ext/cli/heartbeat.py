@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import socket
@@ -117,6 +118,8 @@ class Heartbeat:
         if self._has_store:
             with suppress(RuntimeError, TimeoutError):  # the store may be gone
                 _in_thread(lambda: self._leave(last_words)).result(2 * HEARTBEAT_TIMEOUT.value)
+            if last_words:
+                atexit.register(self._wait_for_reports)
         self._left.set()
         if self._problem is not None and (error is None or was_interrupted):
             raise CheckpointError(self._problem, hint=_HINT) from None
@@ -214,6 +217,26 @@ class Heartbeat:
         while not self._store.check([_ended(rank) for rank in {self._rank, *awaited} - self._lost]):
             time.sleep(_PAUSE)
 
+    def _wait_for_reports(self) -> None:
+        """Wait, after this process has reported its error, for those of the others.
+
+        torchrun ends all processes within 0.1 s once one has ended with an exit code other than 0
+        (`monitor_interval` of `LaunchConfig`, torch/distributed/launcher/api.py, 2.4 to 2.13).
+        """
+
+        def wait() -> None:
+            self._store.set(_reported(self._rank), "")
+            while not all(self._has_reported(rank) for rank in {*range(self._size)} - self._lost):
+                time.sleep(_PAUSE)
+
+        with suppress(RuntimeError, TimeoutError, KeyboardInterrupt):
+            _in_thread(wait).result(HEARTBEAT_TIMEOUT.value)
+
+    def _has_reported(self, rank: int) -> bool:
+        """Return whether a process has reported its error, or has ended without one."""
+        has_nothing_to_report = self._store.check([_ended(rank)]) and not self._store.get(_ended(rank))
+        return has_nothing_to_report or self._store.check([_reported(rank)])
+
 
 def _alive(rank: int) -> str:
     return f"alive/{rank}"
@@ -221,6 +244,10 @@ def _alive(rank: int) -> str:
 
 def _ended(rank: int) -> str:
     return f"ended/{rank}"
+
+
+def _reported(rank: int) -> str:
+    return f"reported/{rank}"
 
 
 def _silent() -> str:

@@ -110,7 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _end(error: BaseException, command: str, *, as_json: bool) -> int:
     """Report the error that ended a command on stderr, and on stdout as JSON; return the exit code."""
-    code, kind, details = UNUSABLE, type(error).__name__, dict[str, str]()
+    code = UNUSABLE
+    kind = type(error).__name__
+    details: dict[str, str] = {}
+    is_bug = False
     if isinstance(error, CheckpointError):
         hint = {"hint": f"mcore-ckpt {command} --help"} if command and isinstance(error, UsageError) else {}
         sentence, details = error.message, {**error.details, **({} if "hint" in error.details else hint)}
@@ -125,11 +128,12 @@ def _end(error: BaseException, command: str, *, as_json: bool) -> int:
         code, sentence = INTERRUPTED, "interrupted"
     else:
         sentence = "this is a bug in mcore_ckpt_ext, please report it with what stderr shows"
+        is_bug = True
         for text in ("this is a bug in mcore_ckpt_ext, please report it:", *traceback.format_exc().splitlines()):
             message(text)
     if code == INTERRUPTED:
         message(sentence)
-    elif details:
+    elif not is_bug:
         error_message(sentence, details)
     try:
         if as_json:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.cli import doctor
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.output import json_text
 from mcore_ckpt_ext.errors import CheckpointError, io_hint
@@ -54,6 +55,14 @@ class TestPattern:
     def test_in_a_log(self, capsys: pytest.CaptureFixture[str]) -> None:
         _, _, err = said(capsys, "inspect", "nothing")
         assert err == "mcore-ckpt: error: there is no such folder; where: nothing; hint: check the path\n"
+
+    def test_without_details(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        def fail(_: object) -> int:
+            raise CheckpointError("process 0 failed, so all stop")
+
+        monkeypatch.setattr(doctor, "run", fail)
+        code, _, err = said(capsys, "doctor")
+        assert (code, err) == (2, "mcore-ckpt: error: process 0 failed, so all stop\n")
 
     def test_in_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         _, out, _ = said(capsys, "inspect", "nothing", "--json")
