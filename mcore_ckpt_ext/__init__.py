@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.comparison_result import Comparison, KindComparison, PaddingRows, TensorDifference
     from mcore_ckpt_ext.operations.conversion import Report, convert
     from mcore_ckpt_ext.operations.difference_map import DifferenceMap
+    from mcore_ckpt_ext.operations.elastic_layout import ChosenLayout, choose_layout
     from mcore_ckpt_ext.operations.findings import Check, Finding, Verification
     from mcore_ckpt_ext.operations.inspection import BufferMap, Inspection, StoredFile, StoredTensor, inspect
     from mcore_ckpt_ext.operations.layout_plan import LayoutPlan, PlannedLayout, plan
@@ -58,6 +59,7 @@ __all__ = [
     "Check",
     "Checkpoint",
     "CheckpointError",
+    "ChosenLayout",
     "Comparison",
     "DestinationError",
     "DifferenceMap",
@@ -101,6 +103,7 @@ __all__ = [
     "Verification",
     "Writer",
     "__version__",
+    "choose_layout",
     "compare",
     "convert",
     "inspect",
@@ -120,6 +123,7 @@ _MODULES = {
     "Check": "mcore_ckpt_ext.operations.findings",
     "Checkpoint": "mcore_ckpt_ext.formats.checkpoint",
     "CheckpointError": "mcore_ckpt_ext.errors",
+    "ChosenLayout": "mcore_ckpt_ext.operations.elastic_layout",
     "Comparison": "mcore_ckpt_ext.operations.comparison_result",
     "DestinationError": "mcore_ckpt_ext.errors",
     "DifferenceMap": "mcore_ckpt_ext.operations.difference_map",
@@ -162,6 +166,7 @@ _MODULES = {
     "UsageError": "mcore_ckpt_ext.errors",
     "Verification": "mcore_ckpt_ext.operations.findings",
     "Writer": "mcore_ckpt_ext.operations.versions",
+    "choose_layout": "mcore_ckpt_ext.operations.elastic_layout",
     "compare": "mcore_ckpt_ext.operations.comparison",
     "convert": "mcore_ckpt_ext.operations.conversion",
     "inspect": "mcore_ckpt_ext.operations.inspection",

@@ -21,14 +21,14 @@ from tests.harness.checkpoints import fixture_named
 PUBLIC = {
     "__version__",
     # what it does
-    "compare", "convert", "inspect", "install", "load_optimizer", "open_checkpoint", "plan", "save_sidecar", "status",
-    "uninstall", "verify",
+    "choose_layout", "compare", "convert", "inspect", "install", "load_optimizer", "open_checkpoint", "plan",
+    "save_sidecar", "status", "uninstall", "verify",
     # what a conversion can write, and what a user knows of its source
     "Canonical", "Facts", "FsdpDtensor", "HuggingFace", "Legacy", "TorchDist",
     # what the results are made of
-    "BufferMap", "Check", "Checkpoint", "Comparison", "DifferenceMap", "Evidence", "Finding", "Inspection",
-    "KindComparison", "LayoutPlan", "Memory", "MetadataDifference", "PaddingRows", "ParallelLayout", "PatchPointStatus",
-    "PlannedLayout", "Region", "Report", "Resumption",
+    "BufferMap", "Check", "Checkpoint", "ChosenLayout", "Comparison", "DifferenceMap", "Evidence", "Finding",
+    "Inspection", "KindComparison", "LayoutPlan", "Memory", "MetadataDifference", "PaddingRows", "ParallelLayout",
+    "PatchPointStatus", "PlannedLayout", "Region", "Report", "Resumption",
     "Setting", "Stage", "StoredFile", "StoredTensor", "TensorDifference", "TensorHandle", "UnreadState",
     "Verification", "Writer",
     # the errors

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
-from math import isqrt, log2, prod
+from math import gcd, isqrt, log2, prod
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -288,16 +288,31 @@ def batch_of(job: JobArguments) -> tuple[int, int | None]:
     return micro if isinstance(micro, int) and micro > 0 else 1, job.global_batch_size
 
 
+def ramp_step(job: JobArguments) -> int:
+    """Return the largest number that divides every batch size of a ramp; 0 without a ramp.
+
+    Every step must be a multiple of micro batch x DP (`RampupBatchsizeNumMicroBatchesCalculator.update`,
+    megatron/core/num_microbatches_calculator.py, core_v0.7.0 to 0.19.2).
+    """
+    ramp: object = job.rampup_batch_size
+    if not isinstance(ramp, (list, tuple)) or len(ramp) < 2:
+        return 0
+    start, increment = (int(value) for value in ramp[:2])
+    return gcd(start, increment)
+
+
 def with_batch(choice: Choice) -> Choice:
     """Set the batch of the job, or the nearest one that the layout allows.
 
-    The micro batch is reduced before the global batch is changed, because that does not change training.
+    The micro batch is reduced before the global batch is changed, because that does not change training. Every step of
+    a ramp is a multiple of micro batch x DP, too.
     """
     micro, whole = batch_of(choice.job)
     data = choice.layout.data
     if whole is None:  # as many micro batches as the pipeline has stages
         return replace(choice, micro_batch=micro, global_batch=micro * data * max(choice.microbatch_group, 1))
-    fitting = next((size for size in range(micro, 0, -1) if whole % (size * data) == 0), None)
+    steps = gcd(whole, ramp_step(choice.job))
+    fitting = next((size for size in range(micro, 0, -1) if steps % (size * data) == 0), None)
     if fitting is not None:
         kept = replace(choice, micro_batch=fitting, global_batch=whole)
         if next(violations(kept, BATCH_RULES), None) is None:

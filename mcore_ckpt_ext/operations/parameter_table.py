@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.local_parameters import whole_cut
+from mcore_ckpt_ext.layout.local_parameters import Cut, whole_cut
 from mcore_ckpt_ext.layout.parallel import has_varying_layers
+from mcore_ckpt_ext.layout_choice.local_columns import AFTER_LAYERS
+from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part, number_of
 from mcore_ckpt_ext.layout_choice.model_table import (
     ROWS_DIVISOR,
     ModelTable,
@@ -92,6 +96,69 @@ def _place(name: str, block: str, prefix: str, job: JobArguments) -> int:
     if precedes_layers(name, prefix):
         return _BEFORE
     return place_after_layers(name.removeprefix(prefix), job)
+
+
+def table_of_arguments(job: JobArguments) -> ModelTable:
+    """Return the large matrices of a job's model, by its arguments alone.
+
+    Norms, biases, routers and convolutions are left out: they are small, and Megatron divides none of them in a way
+    that the others do not require. The rows of the vocabulary are unknown without a tokenizer.
+    """
+    sizes, states = ModelSizes.of(job), state_bytes(job)
+    layers = job.num_layers or len(sizes.layers)
+    parameters = []
+
+    def add(place: int, name: str, shape: tuple[int, int], cut: Cut | None, expert: int | None = None) -> None:
+        is_vocabulary, shared = name == "word_embeddings", bool(job.use_distributed_optimizer)
+        parameters.append(Parameter(name, shape, 2, place, cut, expert, is_vocabulary, states, 0, shared))
+
+    rows = job.tokens or number_of(job, "padded_vocab_size", 0)
+    if rows:
+        add(_BEFORE, "word_embeddings", (rows, sizes.hidden), Cut(0))
+    if rows and job.untie_embeddings_and_output_weights:
+        add(AFTER_LAYERS, "word_embeddings", (rows, sizes.hidden), Cut(0))
+    for place, parts in enumerate(sizes.layers):
+        for part in parts:
+            for name, shape, cut, expert in _matrices(part, sizes):
+                add(place, name, shape, cut, expert)
+    padded = PaddedRows(job.tokens, 0, job.make_vocab_size_divisible_by or ROWS_DIVISOR)
+    return ModelTable(parameters, layers, copies=embedding_copies(job), padded_rows=padded)
+
+
+_Matrix = tuple[str, tuple[int, int], Cut | None, "int | None"]
+
+
+def _matrices(part: Part, sizes: ModelSizes) -> Iterator[_Matrix]:
+    """Yield the large matrices of a part of a layer."""
+    hidden, columns, rows = sizes.hidden, Cut(0), Cut(1)
+    match part:
+        case Part.ATTENTION if sizes.is_latent:
+            yield "linear_kv_down_proj", (sizes.key_rank, hidden), None, None
+            yield "linear_kv_up_proj", (sizes.key + sizes.value, sizes.key_rank), columns, None
+            if sizes.query_rank:
+                yield "linear_q_down_proj", (sizes.query_rank, hidden), None, None
+            yield "linear_q_up_proj", (sizes.query, sizes.query_rank or hidden), columns, None
+            yield "linear_proj", (hidden, sizes.value), rows, None
+        case Part.ATTENTION:
+            yield "linear_qkv", (sizes.query + 2 * sizes.key, hidden), None, None  # rules divide heads and groups
+            yield "linear_proj", (hidden, sizes.value), rows, None
+        case Part.LINEAR_ATTENTION:
+            yield "in_proj", (2 * (sizes.linear_key + sizes.linear_value), hidden), columns, None
+            yield "out_proj", (hidden, sizes.linear_value), rows, None
+        case Part.MAMBA:
+            yield "in_proj", (sizes.mamba_input, hidden), None, None  # rules divide heads and groups
+            yield "out_proj", (hidden, sizes.mamba_inner), rows, None
+        case Part.FEED_FORWARD:
+            yield "linear_fc1", (sizes.gates * sizes.feed_forward, hidden), Cut(0, sizes.gates), None
+            yield "linear_fc2", (hidden, sizes.feed_forward), rows, None
+        case Part.EXPERTS:
+            width, shared = sizes.expert_feed_forward, sizes.shared_feed_forward
+            for expert in range(sizes.experts):
+                yield "linear_fc1", (sizes.gates * width, sizes.expert_width), Cut(0, sizes.gates), expert
+                yield "linear_fc2", (sizes.expert_width, width), rows, expert
+            if shared:
+                yield "shared_fc1", (sizes.gates * shared, hidden), Cut(0, sizes.gates), None
+                yield "shared_fc2", (hidden, shared), rows, None
 
 
 class _States:

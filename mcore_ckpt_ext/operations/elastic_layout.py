@@ -1,0 +1,291 @@
+"""Chooses the layout with which a job goes on with another number of GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, format_bytes, reraise_as_unreadable
+from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.target import version_number
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.stage_layout import StageLayout
+from mcore_ckpt_ext.layout_choice.elastic import ElasticChoice, ElasticRequest, changes_batch, choose
+from mcore_ckpt_ext.layout_choice.memory import Memory
+from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, ModelTable
+from mcore_ckpt_ext.layout_choice.options import PINS
+from mcore_ckpt_ext.layout_choice.search import FoundLayout, batch_of
+from mcore_ckpt_ext.operations.assumed_release import release_of
+from mcore_ckpt_ext.operations.job_buffers import buffers_of
+from mcore_ckpt_ext.operations.known_arguments import with_shown_arguments
+from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of, notes_of, removed_flags_of
+from mcore_ckpt_ext.operations.layout_plan import check_gpus, recomputation_of
+from mcore_ckpt_ext.operations.parameter_table import table_of, table_of_arguments
+from mcore_ckpt_ext.versions import Version
+
+_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class ChosenLayout:
+    """The layout with which a job goes on.
+
+    Attributes:
+        gpus: the number of GPUs that train.
+        waiting: the number of GPUs that wait, because no layout uses them.
+        layout: its sizes, in words.
+        flags_layout: the layout of the job's own flags, in words.
+        is_of_flags: whether the job's own flags fit, so that nothing changes.
+        sizes: the size of each dimension: `{"tp": 4, "pp": 4, ..., "dp": 3}`.
+        micro_batch_size: samples that a rank processes at once.
+        global_batch_size: samples of an iteration.
+        old_batch_sizes: micro batch and global batch of the job's own flags.
+        memory: the estimated memory of the fullest GPU, in bytes.
+        bubble: the idle share of the pipeline, 0 to 1.
+        arguments: Megatron's arguments to set before it validates them, by name.
+        flags: the same as flags for a command line.
+        removed_flags: flags of the job that contradict these.
+        notes: changes for the user.
+    """
+
+    gpus: int
+    waiting: int
+    layout: str
+    flags_layout: str
+    is_of_flags: bool
+    sizes: Mapping[str, int]
+    micro_batch_size: int
+    global_batch_size: int
+    old_batch_sizes: tuple[int, int]
+    memory: Memory
+    bubble: float
+    arguments: Mapping[str, object]
+    flags: str
+    removed_flags: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """The choice in one line."""
+        micro, whole = self.old_batch_sizes
+        batch = (
+            f"global batch {whole} kept"
+            if self.global_batch_size == whole
+            else f"global batch {self.global_batch_size} in place of {whole}"
+        )
+        if self.micro_batch_size != micro:
+            batch += f", micro batch {self.micro_batch_size} in place of {micro}"
+        chosen = self.layout if self.is_of_flags else f"{self.layout} in place of {self.flags_layout}"
+        waiting = f"; {self.waiting} GPU{'s wait' if self.waiting > 1 else ' waits'}" if self.waiting else ""
+        return f"{self.gpus} of {self.gpus + self.waiting} GPUs: {chosen}; {batch}{waiting}"
+
+
+def choose_layout(
+    run: str | os.PathLike[str] | None,
+    gpus: int,
+    *,
+    arguments: Mapping[str, object] = MappingProxyType({}),
+    gpus_per_node: int = 8,
+    gpu_memory: int | None = None,
+    megatron_version: str | None = None,
+    may_change_batch: bool = False,
+) -> ChosenLayout:
+    """Choose the layout with which a job goes on on a number of GPUs; reads only metadata.
+
+    Training stays the same: the global batch, the sequence and context parallelism, and the rows of the vocabulary. If
+    the job's own layout fits the GPUs, it is chosen, with more or fewer data-parallel ranks. Otherwise the first by
+    these questions: Do tensor and expert parallelism stay inside a node? How much of the time of all GPUs is used? Are
+    TP, PP, EP kept? How much memory does a GPU need? GPUs that no such layout uses wait.
+
+    Args:
+        run: a run folder (its newest iteration) or an iteration folder; None for a job without a checkpoint yet.
+        gpus: the number of GPUs that there are.
+        arguments: the job's own arguments, by Megatron's names, where they differ from those of the job that saved;
+            without a checkpoint all that describe the model and the job.
+        gpus_per_node: the GPUs of a node.
+        gpu_memory: bytes of a GPU; layouts that need more are not chosen. Without it, those that need about as much as
+            the job's own layout come first.
+        megatron_version: the release that will run; by default the installed one, else the newest known.
+        may_change_batch: use more GPUs by another global batch, if the job's cannot be kept on them.
+
+    Raises:
+        UsageError: a value is invalid, or the job has no global batch size.
+        CheckpointError: the checkpoint cannot be read, or does not describe its model completely.
+        UnsupportedCheckpointError: no layout fits; the message names the nearest ones and why not.
+
+    Example:
+        >>> chosen = choose_layout("run", 6, gpus_per_node=2)
+        >>> chosen.reason
+        '4 of 6 GPUs: TP2 x PP2 x DP1; global batch 8 kept; 2 GPUs wait'
+        >>> choose_layout("run", 2, gpus_per_node=2).reason
+        '2 of 2 GPUs: TP2 x PP1 x DP1 in place of TP2 x PP2 x DP2; global batch 8 kept'
+    """
+    check_gpus(gpus, gpus_per_node)
+    refuse_unknown_names(arguments)
+    if run is None:
+        job = JobArguments.of(with_virtual_stages(arguments))
+        version = version_number(megatron_version)
+        return _chosen(job, table_of_arguments(job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
+    with reraise_as_unreadable(run):
+        checkpoint = open_checkpoint(run)
+        version, _ = release_of(checkpoint, megatron_version)
+        return choose_for(
+            checkpoint, gpus, arguments=arguments, gpus_per_node=gpus_per_node, gpu_memory=gpu_memory,
+            version=version, may_change_batch=may_change_batch,
+        )  # fmt: skip
+
+
+def choose_for(
+    checkpoint: CheckpointView,
+    gpus: int,
+    *,
+    arguments: Mapping[str, object],
+    gpus_per_node: int,
+    gpu_memory: int | None,
+    version: Version,
+    may_change_batch: bool,
+) -> ChosenLayout:
+    """Choose the layout for an open checkpoint; see `choose_layout`."""
+    job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**_stated(checkpoint, arguments)))
+    return _chosen(job, table_of(checkpoint, job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
+
+
+def _stated(checkpoint: CheckpointView, arguments: Mapping[str, object]) -> dict[str, Any]:
+    """Return the arguments that a job states, with what Megatron derives from them.
+
+    Of a job whose sizes are not those of the checkpoint's job, the number of GPUs is unknown.
+    """
+    if not arguments:
+        return {}
+    stated = with_virtual_stages({**checkpoint.arguments.raw, **arguments})
+    saved, own = checkpoint.layout, ParallelLayout.from_arguments(checkpoint.arguments.replace(**stated))
+    if any(getattr(saved, name) != getattr(own, name) for name in PINS.values()):
+        stated |= {"data_parallel_size": None, "world_size": None}
+    return stated
+
+
+def with_virtual_stages(arguments: Mapping[str, object]) -> dict[str, Any]:
+    """Return a job's arguments with the virtual stages that Megatron derives from its flags.
+
+    Source: `validate_args` (megatron/training/arguments.py, core_v0.7.0 to 0.19.2).
+    """
+    values: dict[str, Any] = dict(arguments)
+    pipeline = values.get("pipeline_model_parallel_size") or 1
+    text, pattern = values.get("pipeline_model_parallel_layout"), values.get("hybrid_layer_pattern")
+    per_stage, stages = (values.get(name) for name in _STAGES)
+    virtual = values.get("virtual_pipeline_model_parallel_size")
+    if isinstance(text, str) and (parsed := StageLayout.parse(text)) is not None:
+        virtual = len(parsed.stages) // pipeline
+    elif isinstance(pattern, str) and (segments := pattern.partition("/")[0].count("|") + 1) > 1:
+        virtual = segments // pipeline
+    elif stages:
+        virtual = stages
+    elif per_stage:
+        layers = values.get("num_layers") or 0
+        layers += sum(bool(values.get(f"account_for_{end}_in_pipeline_split")) for end in ("embedding", "loss"))
+        virtual = layers // pipeline // per_stage
+    values["virtual_pipeline_model_parallel_size"] = virtual if virtual and virtual > 1 and pipeline > 1 else None
+    return values
+
+
+def _chosen(
+    job: JobArguments,
+    table: ModelTable,
+    version: Version,
+    gpus: int,
+    gpus_per_node: int,
+    gpu_memory: int | None,
+    may_change_batch: bool,
+) -> ChosenLayout:
+    if job.global_batch_size is None:
+        raise UsageError(
+            "a job without a global batch size cannot keep it",
+            expected="--global-batch-size",
+            hint="give it: without it, Megatron derives the batch from the number of GPUs",
+        )
+    old = ParallelLayout.from_arguments(job)
+    request = ElasticRequest(
+        gpus, gpus_per_node, version, gpu_memory, recomputation_of(job, None), may_change_batch
+    )  # fmt: skip
+    found = choose(job, table, old, request, buffers_of(job, table, version))
+    if found.chosen is None:
+        raise _refusal(found, old, gpus, gpu_memory)
+    return _described(found.chosen, job, old, gpus)
+
+
+def _described(one: FoundLayout, job: JobArguments, old: ParallelLayout, gpus: int) -> ChosenLayout:
+    choice, layout = one.choice, one.choice.layout
+    keeps = all(getattr(layout, name) == getattr(old, name) for name in PINS.values())
+    micro, whole = batch_of(job)
+    return ChosenLayout(
+        gpus=layout.world,
+        waiting=gpus - layout.world,
+        layout=str(layout),
+        flags_layout=str(replace(old, unknown=layout.unknown)),
+        is_of_flags=keeps and choice.micro_batch == micro and choice.global_batch == whole,
+        sizes={label: getattr(layout, name) for label, name in PINS.items()} | {"dp": layout.data},
+        micro_batch_size=choice.micro_batch,
+        global_batch_size=choice.global_batch,
+        old_batch_sizes=(micro, whole or choice.global_batch),
+        memory=one.memory,
+        bubble=round(one.bubble, 4),
+        arguments=MappingProxyType(_arguments(one, job, old)),
+        flags=" ".join(flags_of(one)),
+        removed_flags=tuple(removed_flags_of(one, job)),
+        notes=tuple(notes_of(one, job, (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline))),
+    )
+
+
+def _arguments(one: FoundLayout, job: JobArguments, old: ParallelLayout) -> dict[str, Any]:
+    """Return Megatron's arguments before validation: what it derives is left out."""
+    choice, layout = one.choice, one.choice.layout
+    derived = ("virtual_pipeline_model_parallel_size", "data_parallel_size")
+    values = {name: value for name, value in arguments_of(one).items() if name not in derived}
+    values |= {"micro_batch_size": choice.micro_batch, "global_batch_size": choice.global_batch}
+    values |= dict.fromkeys(_STAGES)
+    if layout.virtual_pipeline > 1 and not values["pipeline_model_parallel_layout"] and not is_hybrid(job):
+        values["num_virtual_stages_per_pipeline_rank"] = layout.virtual_pipeline
+    if choice.has_sequence_parallelism:
+        values["sequence_parallel"] = True
+    if changes_batch(one) and not job.raw.get("use_checkpoint_opt_param_scheduler"):
+        values["override_opt_param_scheduler"] = True
+    if not choice.table.padded_rows.stored and layout.tensor != old.tensor:
+        values["make_vocab_size_divisible_by"] = _divisor(job, old, layout)
+    return values
+
+
+def _divisor(job: JobArguments, old: ParallelLayout, layout: ParallelLayout) -> int:
+    """Return the divisor that pads a vocabulary of any size as the job's own flags do.
+
+    Raises:
+        UnsupportedCheckpointError: no divisor does.
+    """
+    multiple = (job.make_vocab_size_divisible_by or ROWS_DIVISOR) * old.tensor
+    if multiple % layout.tensor:
+        raise UnsupportedCheckpointError(
+            "the rows of the vocabulary cannot be kept",
+            found=f"TP{layout.tensor}",
+            expected=f"a divisor of --make-vocab-size-divisible-by x TP = {multiple}",
+        )
+    return multiple // layout.tensor
+
+
+def _refusal(
+    found: ElasticChoice, old: ParallelLayout, gpus: int, gpu_memory: int | None
+) -> UnsupportedCheckpointError:
+    reasons = list(dict.fromkeys(f"{layout}: {reason}" for layout, reason in found.reasons))
+    needed = "" if found.least_memory is None else f"; the smallest needs {format_bytes(found.least_memory)} of a GPU"
+    return UnsupportedCheckpointError(
+        f"no layout of {gpus} GPU{'s' if gpus > 1 else ''} keeps the training of {old}",
+        found="; ".join(reasons[:_SHOWN]) or "no sizes to try",
+        expected=f"a layout that Megatron accepts, with the same global batch{needed}"
+        + ("" if gpu_memory is None else f", which has {format_bytes(gpu_memory)}"),
+        hint="wait for more nodes (torchrun --nnodes=MIN:MAX: a higher MIN), or allow another global batch",
+    )

@@ -1,0 +1,39 @@
+"""The layout of a job that goes on, chosen from real checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_ckpt_ext import choose_layout
+from mcore_ckpt_ext.layout_choice.options import PINS
+from mcore_ckpt_ext.rehearsal.rehearse import rehearse
+from tests.harness.checkpoints import fixture_named
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("p02", 6), ("p02", 2), ("p01", 3), ("p41", 2), ("p41", 6)])
+def test_a_rehearsal_of_the_choice_agrees(name: str, gpus: int) -> None:
+    run = fixture_named(name).run
+    chosen = choose_layout(run, gpus, gpus_per_node=2)
+    sizes = {PINS[label]: size for label, size in chosen.sizes.items() if label != "dp"}
+    changes = {
+        label: chosen.arguments[label] for label in ("make_vocab_size_divisible_by",) if label in chosen.arguments
+    }
+    rehearsal = rehearse(run, chosen.gpus, sizes, changes=changes)
+    assert rehearsal.will_succeed, rehearsal.refusal
+    assert rehearsal.new_layout == chosen.layout
+
+
+def test_the_flags_of_the_job_come_before_those_of_the_checkpoint() -> None:
+    """A checkpoint may be of a job that went on with fewer GPUs: the flags' own layout is taken when they return."""
+    run = fixture_named("p02").run  # TP2 x PP2 x DP2
+    flags = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 4, "expert_tensor_parallel_size": None}
+    chosen = choose_layout(run, 4, arguments=flags)
+    assert (chosen.layout, chosen.is_of_flags) == ("TP1 x PP4 x DP1", True)
+    assert choose_layout(run, 2, arguments=flags).reason.endswith("in place of TP1 x PP4 x DP1; global batch 8 kept")
+
+
+def test_the_rows_of_the_vocabulary_are_kept() -> None:
+    run = fixture_named("p02").run
+    for gpus in range(1, 9):
+        chosen = choose_layout(run, gpus)
+        assert not [note for note in chosen.notes if "padded" in note]
