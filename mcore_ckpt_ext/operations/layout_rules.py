@@ -10,6 +10,8 @@ from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.search import Search, SearchRequest, search
+from mcore_ckpt_ext.model_space.anatomy import pipelined_block
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.known_arguments import with_shown_arguments
 from mcore_ckpt_ext.operations.parameter_table import table_of
@@ -45,7 +47,8 @@ def search_sizes(
 def refusal_of_files(checkpoint: CheckpointView, job: JobArguments, version: Version) -> str | None:
     """Return why no job can read the files that each rank of a layout has; None if one can.
 
-    The files fix all sizes but those of data and context parallelism.
+    The files fix all sizes but those of data and context parallelism. The rules are those of a model with one stack of
+    layers: of T5, which has an encoder and a decoder, nothing is known, and nothing refused.
 
     Args:
         checkpoint: a checkpoint of the model.
@@ -55,6 +58,8 @@ def refusal_of_files(checkpoint: CheckpointView, job: JobArguments, version: Ver
     Raises:
         UnsupportedCheckpointError: the checkpoint does not describe its model completely.
     """
+    if pipelined_block(checkpoint.names(WEIGHT)) is None:
+        return None
     layout = ParallelLayout.from_arguments(job)
     sizes = {
         "tensor": layout.tensor,
