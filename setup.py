@@ -8,7 +8,6 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-HOME = "mcore-ckpt-ext/mcore_ckpt_ext"
 AUTOLOAD = "mcore_ckpt_ext_autoload.py"
 
 
@@ -31,10 +30,13 @@ class BuildPython(build_py):
 
 def readme() -> str:
     """README.md, where links into the repository are addresses."""
-    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    folder = Path(__file__).parent
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    project = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    home = re.search(r'^Homepage = "https://github.com/(.*)"$', project, re.MULTILINE)[1]
     text = re.sub(r"<!--.*?-->\n*", "", text)
-    text = re.sub(r"!\[([^]]*)\]\((?!https?:)", rf"![\1](https://raw.githubusercontent.com/{HOME}/main/", text)
-    return re.sub(r"(?<!!)\[([^]]*)\]\((?!https?:)", rf"[\1](https://github.com/{HOME}/blob/main/", text)
+    text = re.sub(r"!\[([^]]*)\]\((?!https?:)", rf"![\1](https://raw.githubusercontent.com/{home}/main/", text)
+    return re.sub(r"(?<!!)\[([^]]*)\]\((?!https?:)", rf"[\1](https://github.com/{home}/blob/main/", text)
 
 
 setup(cmdclass={"build_py": BuildPython}, long_description=readme(), long_description_content_type="text/markdown")

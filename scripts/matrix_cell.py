@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,14 +91,24 @@ class Cell:
         )
 
 
-def parse_cell(words: Sequence[str]) -> tuple[Cell, list[str]]:
-    """Return the cell of a command line, and its other words."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--megatron")
-    parser.add_argument("--python", type=_numbers)
-    parser.add_argument("--torch")
-    found, others = parser.parse_known_args(words)
-    return Cell(found.megatron, found.python, found.torch), others
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a cell."""
+    cell = parser.add_argument_group("a cell of the test matrix: what depends on these releases")
+    cell.add_argument("--megatron", metavar="VERSION", help="release of megatron-core, for example 0.17.1")
+    cell.add_argument("--python", type=_python, metavar="VERSION", help="for example 3.10")
+    cell.add_argument("--torch", metavar="VERSION", help="for example 2.6.0")
+
+
+def cell_of(options: argparse.Namespace) -> Cell:
+    """Return the cell that the options of a command line name."""
+    return Cell(options.megatron, options.python, options.torch)
+
+
+def _python(version: str) -> tuple[int, ...]:
+    try:
+        return _numbers(version)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{version!r} is not a version, such as 3.10") from None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

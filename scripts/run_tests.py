@@ -1,18 +1,12 @@
 """The test command: creates an environment, then runs the linters and all tests in it.
 
-    python3 scripts/run_tests.py                        everything
-    python3 scripts/run_tests.py --quick                neither jobs nor `thorough` tests: minutes
-    python3 scripts/run_tests.py --changed              the tests nearest to what differs from the main branch
-    python3 scripts/run_tests.py [pytest arguments]     the tests that these name
-    python3 scripts/run_tests.py --megatron 0.17.1 [--python 3.12] [--torch 2.9.1] [pytest arguments]
-                                                        a cell of the test matrix: what depends on that release
-
 Checkouts of Megatron-LM named by MEGATRON_LM_PATH, and of ColossalAI named by COLOSSALAI_PATH, are tested, too; without
 them those tests are skipped. ColossalAI's tests run in a second environment, because it needs an older transformers.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -25,7 +19,7 @@ from pathlib import Path
 
 from changed_tests import changed_files, importers, nearest_tests
 from environment import REPOSITORY, SetupError, prepared, prepared_beside
-from matrix_cell import Cell, parse_cell
+from matrix_cell import Cell, add_options, cell_of
 
 CHECKS = (
     ("ruff", ["-m", "ruff", "check", "."]),
@@ -45,17 +39,18 @@ BALANCED = ("-n", str(PROCESSES), "--dist", "worksteal")
 QUICK = ("-m", "not thorough", f"--ignore={JOBS}", f"--ignore={PEERS}")
 
 
-def main() -> int:
+def main(words: Sequence[str]) -> int:
     """Run the requested checks; return the exit status of the first failed check, otherwise pytest's."""
-    cell, arguments = parse_cell(sys.argv[1:])
+    requested = parsed(words)
+    cell, arguments = cell_of(requested), [*requested.tests, *requested.options]
     if cell != Cell():
         return _cell(cell, arguments)
-    if arguments == ["--changed"]:
+    if requested.changed:
         arguments = nearest_tests(changed_files(REPOSITORY), importers(REPOSITORY))
         if not arguments:
             print("no test imports what has changed")
             return 0
-    quick = arguments == ["--quick"]
+    quick = requested.quick
     print("installing the test environments (.venv*): about three minutes and 6 GB on a fresh machine", flush=True)
     os.environ["NO_MKDOCS_2_WARNING"] = "1"  # a warning of the theme about a release of MkDocs that is not used here
     started = time.monotonic()
@@ -74,7 +69,7 @@ def main() -> int:
             return status
         with _shared_checkpoints():
             if beside is None:
-                return _pytest(python, [*BALANCED, *QUICK]).returncode
+                return _pytest(python, [*BALANCED, *QUICK, *requested.options]).returncode
             if arguments:
                 named = beside if any(COLOSSALAI in argument for argument in arguments) else python
                 return _pytest(named, arguments).returncode
@@ -83,6 +78,39 @@ def main() -> int:
             statuses = [_pytest(python, IN_TURN).returncode, of_colossalai.result().returncode]
             print(of_colossalai.result().stdout, end="", flush=True)
             return next((status for status in statuses if status), 0)
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """Return the command line; `options` are those of pytest.
+
+    Raises:
+        SystemExit: an option or a path is unknown, or help was asked for.
+    """
+    parser = argparse.ArgumentParser(
+        prog="scripts/run_tests.py",
+        usage="%(prog)s [--quick | --changed | TEST ...] [--megatron VERSION] [--python 3.12] [--torch VERSION] "
+        "[-- PYTEST-OPTION ...]",
+        description="Create an environment (.venv), then run the linters and all tests in it.",
+        epilog="Example: scripts/run_tests.py tests/storage -- -x -k fsync",
+        allow_abbrev=False,
+    )
+    parser.add_argument("tests", nargs="*", metavar="TEST", help="files, folders or tests; not given: all")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--quick", action="store_true", help="neither jobs nor `thorough` tests: minutes")
+    which.add_argument("--changed", action="store_true", help="the tests nearest to what differs from the main branch")
+    add_options(parser)
+    words, options = list(words), []
+    if "--" in words:
+        place = words.index("--")
+        words, options = words[:place], words[place + 1 :]
+    requested = parser.parse_args(words)
+    for test in requested.tests:
+        if not (REPOSITORY / test.split("::")[0]).exists():
+            parser.error(f"there is no {test}")
+    if requested.tests and (requested.quick or requested.changed):
+        parser.error("tests are named, or chosen by --quick or --changed")
+    requested.options = options
+    return requested
 
 
 def _cell(cell: Cell, arguments: Sequence[str]) -> int:
@@ -127,4 +155,4 @@ def _pytest(python: Path, arguments: Sequence[str], stdout: int | None = None) -
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

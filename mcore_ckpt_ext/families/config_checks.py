@@ -32,7 +32,7 @@ def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpoin
     return UnsupportedCheckpointError(
         f"config.json requires something that Megatron's model of this family does not support: {key}",
         found=found, expected=expected, where="config.json",
-        hint="map it with a family of your own (docs/how-to/own-format.md): --family path.py:Name",
+        hint="map it with a family of your own (python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
     )  # fmt: skip
 
 

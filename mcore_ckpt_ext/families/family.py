@@ -2,6 +2,21 @@
 
 The rows of a Hugging Face tensor are consecutive regions of Megatron's parameters. This mapping serves both directions:
 writing a Hugging Face folder, and reading one.
+
+A model that is Llama but for biases of its query, key and value projections, in a file parrot.py, is read and written
+by `mcore-ckpt convert ... --family parrot.py:Parrot`:
+
+    from mcore_ckpt_ext.families import parts
+    from mcore_ckpt_ext.families.common_settings import llama_like
+    from mcore_ckpt_ext.families.family import Family
+    from mcore_ckpt_ext.families.settings import Requires
+
+
+    class Parrot(Family):
+        model_type = "parrot"  # of config.json
+        architecture = "ParrotForCausalLM"
+        rules = (*parts.DECODER, *parts.attention("bias"))
+        settings = (*llama_like(), Requires({"add_bias_linear": False, "add_qkv_bias": True}))
 """
 
 from __future__ import annotations
@@ -175,7 +190,7 @@ class Family:
             f"config.json has keys unknown for {self.name} that may change what the model computes",
             found=listed + more + (f" ({neutral.strict})" if neutral.strict else ""), where="config.json",
             hint=f"if they do not: {accept} (in a job: {ACCEPT_KEYS.flag}); to map them, a family of your own "
-            "(docs/how-to/own-format.md): --family path.py:Name",
+            "(python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
         )  # fmt: skip
 
     def updated_config(self, published: Config, arguments: ModelArguments) -> dict[str, Any] | None:

@@ -50,7 +50,7 @@ def _expand() -> Setting:
     def why_not(arguments: ModelArguments) -> list[str]:
         is_of_mixers = MIXER in pattern_of(arguments)
         width = rows_of_mixer(arguments)["z"] if is_of_mixers else 0
-        return [] if width % arguments.hidden_size == 0 else ["mixers that are no multiple of the hidden size wide"]
+        return [] if width % arguments.hidden_size == 0 else ["mixers whose width is not a multiple of the hidden size"]
 
     return Custom(("expand",), to_config, to_arguments, why_not)
 

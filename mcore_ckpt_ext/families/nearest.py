@@ -69,7 +69,7 @@ def unknown_family(
         found=f"model_type {config.get('model_type')}; nearest: {'; '.join(map(str, nearest))}{unsupported}",
         expected="one of mcore-ckpt convert --list-families", where=where,
         hint="equal names do not mean equal arithmetic; map the model by a family of its own "
-        "(docs/how-to/own-format.md): --family path.py:Name",
+        "(python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
     )  # fmt: skip
 
 

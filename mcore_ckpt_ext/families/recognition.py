@@ -113,7 +113,7 @@ def family_named(name: str) -> Family:
     raise UnsupportedCheckpointError(
         "unknown model family", found=name, expected=_LISTED,
         hint=(f"did you mean --family {meant}? Or" if meant else "or")
-        + " pass your own class (docs/how-to/own-format.md): --family path.py:Name",
+        + " pass your own class (python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
     )  # fmt: skip
 
 
@@ -170,7 +170,8 @@ def family_of_config(config: Mapping[str, Any], where: str, names: Callable[[], 
     if why := NOT_IN_MEGATRON.get(kind):
         raise UnsupportedCheckpointError(
             "Megatron Core has no such model, up to 0.19.2", found=f"model_type {kind}: {why}", where=where,
-            hint="to map it to layers of your own (docs/how-to/own-format.md): --family path.py:Name",
+            hint="to map it to layers of your own (python -m pydoc mcore_ckpt_ext.families.family): --family "
+            "path.py:Name",
         )  # fmt: skip
     raise unknown_family(config, names(), FAMILIES, where)
 
@@ -237,8 +238,8 @@ def family_of_megatron(
             f"{', '.join(found.summary)}" for found in fits[: 1 if fits[0].by_names else 3]
         ),
         expected=_LISTED, where=where,
-        hint="write its family (docs/how-to/own-format.md): --family path.py:Name; or choose --to canonical, which "
-        "stores every tensor under its name",
+        hint="write its family (python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name; or choose --to "
+        "canonical, which stores every tensor under its name",
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def own_layout(job: JobArguments, gpus: int, version: Version) -> tuple[Parallel
         if not (may_decrease and reason.startswith("global batch")):
             return layout, reason
     if (step := ramp_step(job)) and step % (micro * layout.data) and not job.raw.get("decrease_batch_size_if_needed"):
-        return layout, f"a step of the batch size's ramp is no multiple of micro batch x DP = {micro * layout.data}"
+        return layout, f"a step of the batch size's ramp is not a multiple of micro batch x DP = {micro * layout.data}"
     return layout, None
 
 

@@ -24,7 +24,7 @@ def _world_size(choice: Choice) -> str | None:
     needed = layout.tensor * layout.pipeline * layout.context
     if layout.world % needed:
         factors = f"{layout.world} = {_factors(layout.world)}"
-        return f"{layout.world} GPUs are no multiple of TP x PP x CP = {needed} ({factors})"
+        return f"{layout.world} GPUs are not a multiple of TP x PP x CP = {needed} ({factors})"
     return None
 
 
@@ -48,7 +48,7 @@ def _expert_world_size(choice: Choice) -> str | None:
     layout = choice.layout
     needed = layout.expert_tensor * layout.expert * layout.pipeline
     if layout.world % needed:
-        return f"{layout.world} GPUs are no multiple of ETP x EP x PP = {needed}"
+        return f"{layout.world} GPUs are not a multiple of ETP x EP x PP = {needed}"
     return None
 
 
@@ -172,7 +172,7 @@ def _sequence(choice: Choice) -> str | None:
     if not length:
         return None
     if layout.context > 1 and length % (2 * layout.context):
-        return f"--seq-length {length} is no multiple of 2 x CP = {2 * layout.context}"
+        return f"--seq-length {length} is not a multiple of 2 x CP = {2 * layout.context}"
     if choice.has_sequence_parallelism and (length // layout.context) % layout.tensor:
         return f"--seq-length {length} cannot be divided by CP x TP = {layout.context * layout.tensor}"
     return None
@@ -272,7 +272,7 @@ def _micro_batches(choice: Choice) -> str | None:
     layout = choice.layout
     share = choice.micro_batch * layout.data
     if choice.global_batch % share:
-        return f"global batch {choice.global_batch} is no multiple of micro batch x DP = {share}"
+        return f"global batch {choice.global_batch} is not a multiple of micro batch x DP = {share}"
     if layout.virtual_pipeline == 1:
         return None
     group = choice.microbatch_group

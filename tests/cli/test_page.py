@@ -225,7 +225,7 @@ def test_the_page_of_a_rehearsal(layout: str, code: int, browser: str, tmp_path:
     path, run = tmp_path / "page.html", str(fixture_named("p10").run)
     assert main(["plan", run, "--gpus", "4", "--rehearse", layout, "--html", str(path)]) == code
     text = text_of(shown(browser, path))
-    refused = ("this resume will be refused", "4 GPUs are no multiple of TP x PP x CP = 32")
+    refused = ("this resume will be refused", "4 GPUs are not a multiple of TP x PP x CP = 32")
     succeeds = ("this resume will succeed", "each found once; placed by", "Taken for granted")
     for expected in refused if code else succeeds:
         assert expected in text, expected

@@ -219,7 +219,7 @@ def test_rules_that_exclude_the_nearest_layouts() -> None:
     """Where nothing is accepted, the rules that exclude the nearest layouts are named."""
     found = plan(fixture_named("p01").run, 8, pins={"tp": 3})
     assert not found.layouts and not found.fits and set(found.excluded) == {"world size"}
-    assert found.nearest[0][1] == "8 GPUs are no multiple of TP x PP x CP = 12 (8 = 2^3)"
+    assert found.nearest[0][1] == "8 GPUs are not a multiple of TP x PP x CP = 12 (8 = 2^3)"
     uneven = plan(fixture_named("p01").run, 360, pins={"tp": 7})
     assert uneven.nearest[0][1].endswith("(360 = 2^3 x 3^2 x 5)")
     heads = plan(fixture_named("p01").run, 24, pins={"tp": 8})
@@ -287,7 +287,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", path, "--gpus", "8", "--gpu-memory", "1KiB"]) == 1
     assert "no layout fits: the smallest needs" in capsys.readouterr().out
     assert main(["plan", path, "--gpus", "8", "--pin", "tp=3"]) == 1
-    assert "8 GPUs are no multiple of TP x PP x CP" in capsys.readouterr().out
+    assert "8 GPUs are not a multiple of TP x PP x CP" in capsys.readouterr().out
     for pin in ("xy=2", "tp=0", "tp", "tp=-1", "tp=1e3"):
         assert main(["plan", path, "--gpus", "8", "--pin", pin]) == 2, pin
     for gpus in ("0", "-1", "x"):

@@ -6,13 +6,15 @@ import re
 from pathlib import Path
 
 import matrix_cell
+import pytest
+import run_tests
 import tomllib
 import yaml
-from matrix_cell import Cell, parse_cell
+from matrix_cell import Cell, cell_of
 
 REPOSITORY = Path(__file__).parents[2]
 WORKFLOW = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "tests.yml").read_text())
-CELLS = [parse_cell(words.split())[0] for words in WORKFLOW["jobs"]["matrix"]["strategy"]["matrix"]["cell"]]
+CELLS = [cell_of(run_tests.parsed(words.split())) for words in WORKFLOW["jobs"]["matrix"]["strategy"]["matrix"]["cell"]]
 
 
 def test_every_cell_names_tests_that_exist() -> None:
@@ -38,8 +40,36 @@ def test_every_python_of_the_metadata_has_a_cell() -> None:
 
 
 def test_tests_of_a_cell() -> None:
-    cell, others = parse_cell(["--megatron", "0.18.2", "-x", "tests/jobs/test_resume.py"])
-    assert (cell, others) == (Cell(megatron="0.18.2"), ["-x", "tests/jobs/test_resume.py"])
+    requested = run_tests.parsed(["--megatron", "0.18.2", "tests/jobs/test_resume.py", "--", "-x", "-k", "a or b"])
+    assert (requested.tests, requested.options) == (["tests/jobs/test_resume.py"], ["-x", "-k", "a or b"])
+    cell = cell_of(requested)
+    assert cell == Cell(megatron="0.18.2")
     assert (cell.has_loop, cell.tests) == (True, matrix_cell.LOOP_TESTS)
     assert Cell(megatron="0.16.1").tests == matrix_cell.CORE_TESTS
-    assert parse_cell(["--python", "3.10"])[0].tests == matrix_cell.PACKAGE_TESTS
+    assert cell_of(run_tests.parsed(["--python", "3.10"])).tests == matrix_cell.PACKAGE_TESTS
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--qick"], "unrecognized arguments: --qick"),
+        (["tests/of_nothing"], "there is no tests/of_nothing"),
+        (["--python", "newest"], "'newest' is not a version, such as 3.10"),
+        (["--quick", "tests/storage"], "tests are named, or chosen by --quick or --changed"),
+        (["--quick", "--changed"], "not allowed with argument --quick"),
+    ],
+)
+def test_a_mistaken_command_ends_before_anything_is_installed(
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_tests.main(words)
+    assert ended.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_tests.main(["--help"])
+    assert ended.value.code == 0
+    assert "PYTEST-OPTION" in capsys.readouterr().out

@@ -77,7 +77,8 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
         raise UnsupportedCheckpointError(
             f"config.json describes {with_indefinite_article(family.name)} that Megatron would compute differently",
             found="; ".join(mismatches), where=str(folder / CONFIG),
-            hint="map it with a family of your own (docs/how-to/own-format.md): --family path.py:Name",
+            hint="map it with a family of your own (python -m pydoc mcore_ckpt_ext.families.family): --family "
+            "path.py:Name",
         )  # fmt: skip
     return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "", whole, neutral)
 

@@ -185,8 +185,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
                 f"the tensors do not match the {self.family.name} that config.json describes",
                 found="; ".join(unmatched + wrong[:_SHOWN]) + (f"; and {more} more" if more else ""),
                 where=str(self.folder),
-                hint="the folder mixes models, or needs a family of its own (docs/how-to/own-format.md): --family "
-                "path.py:Name",
+                hint="the folder mixes models, or needs a family of its own "
+                "(python -m pydoc mcore_ckpt_ext.families.family): --family path.py:Name",
             )
         return [(tensor, stored[name]) for name, tensor in expected.items()]
 
