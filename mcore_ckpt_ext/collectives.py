@@ -74,7 +74,10 @@ def gather(item: Result, group: Any = None) -> list[Result]:
     if len(long) * _FEW > ranks:
         sizes = list(map(_size_in, marks))
         gathered = _all_gathered(data.ljust(max(sizes), b"\0"), ranks, group)
-        return [pickle.loads(padded[:size]) for padded, size in zip(gathered, sizes, strict=True)]
+        return [
+            item if mark == own else pickle.loads(padded[:size])
+            for padded, size, mark in zip(gathered, sizes, marks, strict=True)
+        ]
     for mark, first in long.items():
         sent = _broadcast(data if mark == own else bytes(_size_in(mark)), first, group)
         if mark != own:

@@ -13,6 +13,8 @@ Value = TypeVar("Value")
 # What training does when a save fails; also the values of `--ckpt-ext-on-save-failure`.
 STOP, CONTINUE = "stop", "continue"
 WARN = "warn"
+# What a resume does if the data does not go on in the same order; also the values of `--ckpt-ext-data-order`.
+REQUIRED = "required"
 # Which loader reads tensors; also the values of `--ckpt-ext-load`.
 AUTO, STOCK, FAST = "auto", "stock", "fast"
 
@@ -160,6 +162,13 @@ FALLBACK = Setting(
     parse_switch,
     argument="ckpt_ext_fallback",
 )
+DATA_ORDER = Setting(
+    "MCORE_CKPT_EXT_DATA_ORDER",
+    "required: refuse to resume if the data does not go on in the same order, or that is unknown",
+    WARN,
+    _word(WARN, REQUIRED),
+    argument="ckpt_ext_data_order",
+)
 LOAD = Setting(
     "MCORE_CKPT_EXT_LOAD",
     "which loader reads torch_dist checkpoints; fast: this package, stock: Megatron, auto: this package if the layout "
@@ -222,6 +231,7 @@ SETTINGS = (
     PROOF,
     ON_SAVE_FAILURE,
     FALLBACK,
+    DATA_ORDER,
     LOAD,
     READ_ONCE,
     FROM_HF,

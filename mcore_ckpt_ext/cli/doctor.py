@@ -213,7 +213,9 @@ def _hooks() -> Iterator[Line]:
     problems = {
         module: _import_problem(module) for module in dict.fromkeys(patch_point.module for patch_point in PATCH_POINTS)
     }
-    for place, patch_point in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True):
+    states = list(zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True))
+    patched = {(place.attribute, place.wrapper) for place, found in states if found.state == "patched"}
+    for place, patch_point in states:
         problem = problems[place.module]
         framework = next(name for prefix, name in _DISTRIBUTIONS.items() if place.module.startswith(prefix))
         # Megatron appends the commit of any repository that contains its folder (megatron/core/package_info.py).
@@ -226,6 +228,8 @@ def _hooks() -> Iterator[Line]:
             )
         elif problem is not None and installed_version(framework) is None:
             yield Line(patch_point.patch_point, "note", f"not installed: {problem}")
+        elif problem is not None and (place.attribute, place.wrapper) in patched:
+            yield Line(patch_point.patch_point, "note", "not in this release, which has it in another module")
         else:
             yield Line(patch_point.patch_point, "FAILED", f"not patched{version}: {patch_point.reason or problem}")
 

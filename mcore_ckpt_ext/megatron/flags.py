@@ -33,6 +33,7 @@ from mcore_ckpt_ext.settings import (
     ACCEPT_KEYS,
     AUTO,
     CONTINUE,
+    DATA_ORDER,
     EXPORT_HF,
     FALLBACK,
     FAST,
@@ -40,8 +41,10 @@ from mcore_ckpt_ext.settings import (
     LOAD,
     ON_SAVE_FAILURE,
     READ_ONCE,
+    REQUIRED,
     STOCK,
     STOP,
+    WARN,
     invalid_settings,
 )
 from mcore_ckpt_ext.versions import Version, parse_version
@@ -134,6 +137,12 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
             default=None,
             help="Resume from the newest complete checkpoint where the newest one is incomplete or damaged "
             f"(also {FALLBACK.name}=1).",
+        )
+        group.add_argument(
+            DATA_ORDER.flag,
+            choices=[WARN, REQUIRED],
+            help="What to do if the data does not go on where the checkpoint's job stopped, in the same order, or that "
+            f"is unknown: log a line, or refuse to resume (default: {DATA_ORDER.name}, or {DATA_ORDER.default}).",
         )
         group.add_argument(
             LOAD.flag,

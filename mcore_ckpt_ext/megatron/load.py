@@ -20,6 +20,7 @@ from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import OVERRIDES_BOUNDS_OF_GROUPS
 from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.megatron.check_after_load import PROVEN, WriteDetector, prove_loaded, repair_shifted
+from mcore_ckpt_ext.megatron.cyclic_sampler import keep_history
 from mcore_ckpt_ext.megatron.fast_load import reading_fast
 from mcore_ckpt_ext.megatron.fsdp_load import (
     advise_torch_fsdp,
@@ -116,6 +117,7 @@ class _Load:
         without_optimizer = functools.partial(self._original, None, None, *positional, **keywords)
         self._rank = MegatronRank(scope, self._given, self._chunks, optimizer, without_optimizer)
         self._read_lines: list[str] = []
+        self._summarized = False
 
     def run(self) -> Any:
         """Load the checkpoint and return the result of the original function."""
@@ -137,9 +139,17 @@ class _Load:
         proven = False
         if self._optimizer is not None and not is_of_fsdp(self._arguments):
             proven = prove_loaded(self._chunks, self._optimizer, detector.detects_load(self._chunks), weaker)
+        self._account_data()
         if self._read_lines:
             announce(f"{LOAD.flag}: {self._read_lines[-1]}{f'; {PROVEN}' if proven else ''}")
         return result
+
+    def _account_data(self) -> None:
+        """Let the data go on in its order, and log where it does not, unless the summary has."""
+        data = self._load.data
+        keep_history(self._load.data_layouts, self._arguments)
+        if data is not None and data.is_remarkable and not self._summarized:
+            announce(data.sentence)
 
     def _dispatch(self) -> tuple[Any, Proof | None]:
         """Load by the loop's own route.
@@ -242,7 +252,9 @@ class _Load:
             self._load_schedule(load.schedule, follows_samples=load.options.own_bounds)
         grown = f"; {kept_message(load.tokens)}, with moments of zero" if load.tokens else ""
         fresh = f"; {_ANEW}, as in stock Megatron on a changed layout" if rank.starts_random_states else ""
-        announce(f"{rank.summary}{grown}{fresh}")
+        data = f"; {load.data.sentence}" if load.data is not None else ""
+        self._summarized = True
+        announce(f"{rank.summary}{grown}{fresh}{data}")
         return rank.result, rank.proof(load.checkpoint)
 
     def _load_schedule(self, schedule: Mapping[str, Any] | None, *, follows_samples: bool) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
+from mcore_ckpt_ext.continuity.data_order import DataOrder, data_order, followed_history
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
 from mcore_ckpt_ext.megatron.live.planning import FILLING, PREPARING, VERIFYING
@@ -17,7 +19,8 @@ from mcore_ckpt_ext.megatron.new_tokens import keeps_initialization, new_tokens,
 from mcore_ckpt_ext.megatron.probe import LoadProbe, check_complete, probe_checkpoint
 from mcore_ckpt_ext.megatron.shared_index import shared_with
 from mcore_ckpt_ext.patching.log import announce
-from mcore_ckpt_ext.settings import FALLBACK, FAST, LOAD
+from mcore_ckpt_ext.settings import DATA_ORDER, FALLBACK, FAST, LOAD, REQUIRED
+from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
 
 
 @dataclass
@@ -34,6 +37,8 @@ class MegatronLoad(Resume):
         probe: the observations of the first rank.
         vocabulary_rows: the number of rows of the checkpoint's vocabulary; None if it is unknown or large enough.
         is_presented: True if this package has to present the checkpoint to Megatron.
+        data: whether the data goes on in the same order; None if no job has read data before.
+        data_layouts: the layouts that have read the data, if their order has to be followed.
         assessment: who loads the optimizer, and why; None before it is decided, and if there is none.
     """
 
@@ -46,6 +51,8 @@ class MegatronLoad(Resume):
     probe: LoadProbe = field(default_factory=LoadProbe, init=False)
     vocabulary_rows: int | None = field(default=None, init=False)
     is_presented: bool = field(default=False, init=False)
+    data: DataOrder | None = field(default=None, init=False)
+    data_layouts: Sequence[ReadingLayout] = field(default=(), init=False)
     assessment: LoadAssessment | None = field(default=None, init=False)
 
     @property
@@ -85,6 +92,40 @@ def check_new_tokens(load: MegatronLoad) -> None:
     if load.takes_optimizer:
         raise refusal(load.tokens, str(load.directory), can_be_kept=not load.is_sharded)
     announce(zeros_message(load.tokens))
+
+
+def _goes_on_reading(load: MegatronLoad) -> bool:
+    """Return True if the job is known, and reads its data on where another job has stopped."""
+    return bool(load.running.raw) and not getattr(load.arguments, "finetune", False)
+
+
+def _account_data(load: MegatronLoad) -> tuple[DataOrder, Sequence[ReadingLayout]] | None:
+    """Return whether the data goes on in the same order; None if no job has read any.
+
+    Raises:
+        ModelMismatchError: it does not, or that is unknown, and the user requires it.
+    """
+    session = load.probe.session
+    if session is None or session.folder.name == RELEASE:
+        return None
+    written = session.checkpoint.arguments
+    order = data_order(written, load.running)
+    if not order.goes_on and DATA_ORDER.chosen(load.arguments) == REQUIRED:
+        raise ModelMismatchError(
+            "the data does not go on in the same order, or that is unknown",
+            found=order.sentence,
+            expected=f"the same order, as {DATA_ORDER.flag} {REQUIRED} demands",
+            where=str(session.folder),
+            hint=order.hint or None,
+        )
+    return order, followed_history(written, load.running)
+
+
+def _take_data(
+    load: MegatronLoad, ranks: Any, accounts: Sequence[tuple[DataOrder, Sequence[ReadingLayout]] | None]
+) -> None:
+    if accounts[0] is not None:
+        load.data, load.data_layouts = accounts[0]
 
 
 def _check_tokens_of_open(load: MegatronLoad) -> None:
@@ -129,6 +170,13 @@ LOOKING = (
 CHECKING = (
     Phase("looking for a complete checkpoint", Who.ALL_ALIKE, _check_complete),
     Phase("comparing the vocabularies", Who.ALL_ALIKE, check_new_tokens),
+    Phase(
+        "comparing the order of the data",
+        Who.FIRST_RANK,
+        _account_data,
+        collect=_take_data,
+        applies=_goes_on_reading,
+    ),
 )
 """May this be loaded at all?"""
 DECIDING = (

@@ -72,6 +72,15 @@ PATCH_POINTS = (
         "mcore_ckpt_ext.megatron.flags:wrap_parse_args",
         "extra_args_provider", "ignore_unknown_args",
     ),
+    # Up to 0.15 in the first module; the same in all releases: see `continuity.cyclic`.
+    *(
+        _patch_point(
+            f"megatron.{module}.data_samplers:MegatronPretrainingRandomSampler.__iter__",
+            "mcore_ckpt_ext.megatron.cyclic_sampler:wrap_iter",
+            "self",
+        )
+        for module in ("legacy.data", "training.datasets")
+    ),
     # Every loop that loads with Megatron Core calls it; read in core_v0.12.1, 0.16.1, 0.19.0 and 0.19.2.
     _patch_point(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",

@@ -23,6 +23,7 @@ def arguments_of(one: FoundLayout) -> dict[str, Any]:
         "context_parallel_size": layout.context,
         "data_parallel_size": layout.data,
         "world_size": layout.world,
+        **({} if choice.job.global_batch_size is None else {"micro_batch_size": choice.micro_batch}),
         **(dict(choice.split.arguments) if choice.split else {}),
         **({"make_vocab_size_divisible_by": divisor} if (divisor := _divisor(one)) else {}),
     }

@@ -103,5 +103,3 @@ class OtherTable:
     )
     optimizer = Argument(ANYTHING.optional, NOTHING, None, reads("optimizer"))
     ckpt_format = Argument(ANYTHING.optional, NOTHING, None, reads("checkpoint"), since="0.9")
-    micro_batch_size = Argument(ANYTHING.optional, NOTHING, None, reads("train"))
-    train_iters = Argument(ANYTHING.optional, NOTHING, None, reads("train"))

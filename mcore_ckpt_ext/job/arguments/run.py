@@ -109,6 +109,19 @@ class RunTable:
     fp16 = Argument(SWITCH.optional, NOTHING, None, SAME)
     params_dtype = Argument(ANYTHING.optional, NOTHING)
 
+    # The order of the data, and the sizes of batches: see `continuity.data_order`.
+    micro_batch_size = Argument(ELEMENT_COUNT.optional, NOTHING, None, reads("train"))
+    train_iters = Argument(SAMPLE_COUNT.optional, NOTHING, None, reads("train"))
+    train_samples = Argument(SAMPLE_COUNT.optional, NOTHING, None, reads("train"))
+    decrease_batch_size_if_needed = Argument(SWITCH.optional, NOTHING, None, reads("train"), since="0.9")
+    step_batch_size_schedule = Argument(TEXT.optional, NOTHING, since="0.18")
+    dataloader_type = Argument(TEXT.optional, NOTHING, None, reads("dataset"))
+    data_sharding = Argument(SWITCH.optional, NOTHING, None, reads("dataset"))
+    dataloader_save = Argument(TEXT.optional, NOTHING, is_parsed=False)
+    num_workers = Argument(ELEMENT_COUNT.optional, NOTHING, None, reads("dataset"))
+    phase_transition_iterations = Argument(ANYTHING.optional, NOTHING, since="0.16")
+    seed = Argument(ELEMENT_COUNT.optional, NOTHING)
+
     # Other names of arguments of the model, and the storage of its weights.
     group_query_attention = Argument(SWITCH.optional, SHAPES)
     norm_epsilon = Argument(NOT_NEGATIVE.optional, Alias("layernorm_epsilon"), until="0.16")

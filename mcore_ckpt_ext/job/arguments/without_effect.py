@@ -19,7 +19,9 @@ _BEGINNINGS = (
     # The optimizer and its schedule.
     "adam_", "exp_avg_", "lion_", "loss_scale", "lr_", "muon_", "optimizer_", "sgd_", "weight_decay",
     # Data, tokens, losses.
-    "data_", "dataloader_", "eval_", "fim_", "grpo_", "langrl_", "logits_", "rl_", "sft_", "tiktoken_",
+    "data_args_path", "data_cache_path", "data_parallel_", "data_path",
+    "dataloader_defer_", "dataloader_fast_", "dataloader_inter_", "eval_", "fim_", "grpo_", "langrl_", "logits_",
+    "rl_", "sft_", "tiktoken_",
     "tokenizer_",
     # Ranks, kernels, precision of the arithmetic.
     "cpu_offloading_", "cuda_graph_", "ddp_", "distributed_", "flash_", "fp4_", "fp8_", "fsdp_", "kitchen_",
@@ -61,8 +63,8 @@ _TEXT = """
     delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks activation_offload_fraction
     fine_grained_offloading_max_inflight_offloads
 # Training.
-    step_batch_size_schedule decrease_batch_size_if_needed empty_unused_memory_level
-    check_weight_hash_across_dp_replicas_interval gpu_sniff_test_interval train_sync_interval train_samples
+    empty_unused_memory_level
+    check_weight_hash_across_dp_replicas_interval gpu_sniff_test_interval train_sync_interval
     manual_gc manual_gc_interval manual_gc_eval iterations_to_skip batch_size check_for_nan_in_loss_and_grad
     check_for_large_grads result_rejected_tracker_filename checkpoint_activations masked_softmax_fusion
     bias_swiglu_fusion bias_dropout_fusion apply_rope_fusion use_flash_attn
@@ -82,15 +84,15 @@ _TEXT = """
     gradient_reduce_div_fusion suggested_communication_unit_size keep_fp8_transpose_cache
     enable_full_sharding_in_hsdp torch_fsdp2_reshard_after_forward cp_comm_type fake_process_group
 # Data and dataloader.
-    phase_transition_iterations split train_data_path valid_data_path test_data_path per_split_data_args_path
+    split train_data_path valid_data_path test_data_path per_split_data_args_path
     per_dataset_sequences_path mmap_bin_files mock_data encoder_seq_length decoder_seq_length sample_rate
-    mask_prob short_seq_prob num_workers reset_position_ids reset_attention_mask eod_mask_loss
+    mask_prob short_seq_prob reset_position_ids reset_attention_mask eod_mask_loss
     create_attention_mask_in_dataloader num_dataset_builder_threads object_storage_cache_path
     mid_level_dataset_surplus allow_ambiguous_pad_tokens
 # Of small groups.
     decoder_num_layers add_position_embedding onnx_safe bert_binary_head apply_wd_to_qk_layernorm clip_grad
     no_weight_decay_cond_type profile use_pytorch_profiler record_memory_history memory_snapshot_path
-    record_shapes nvtx_ranges perform_rl_step refit_method seed te_rng_tracker init_method_xavier_uniform
+    record_shapes nvtx_ranges perform_rl_step refit_method te_rng_tracker init_method_xavier_uniform
     override_opt_param_scheduler use_checkpoint_opt_param_scheduler start_weight_decay end_weight_decay warmup
     freeze_all_layers grad_reduce_in_bf16 initial_loss_scale min_loss_scale hysteresis
     attention_softmax_in_fp32 fp16_lm_cross_entropy reuse_grad_buf_for_mxfp8_param_ag

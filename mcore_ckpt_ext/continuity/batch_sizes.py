@@ -1,0 +1,89 @@
+"""Global batch sizes that a schedule still brings, and those that a layout does not divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+
+_SUFFIXES = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
+# Ramps of real jobs have some dozens of steps.
+_MOST_STEPS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """A global batch size, and the number of consumed samples from which on it applies."""
+
+    sample: int
+    size: int
+
+
+def sizes_to_come(job: JobArguments, consumed: int) -> list[BatchSize]:
+    """Return the global batch sizes of a job's schedule from a position on; empty without a schedule.
+
+    Sources, megatron/core/num_microbatches_calculator.py: `StepBatchsizeNumMicroBatchesCalculator` (core_v0.18.0 to the
+    development head of August 2026) and `RampupBatchsizeNumMicroBatchesCalculator` (core_v0.7.0 to 0.18.2).
+
+    Args:
+        job: the arguments of the job.
+        consumed: the samples that were consumed.
+    """
+    steps = list(_steps_of_schedule(job)) or list(_steps_of_ramp(job))
+    first = max((number for number, step in enumerate(steps) if step.sample <= consumed), default=0)
+    return steps[first:]
+
+
+def indivisible_sizes(job: JobArguments, consumed: int) -> list[BatchSize]:
+    """Return the sizes of a job's schedule at which it will stop, from a position on.
+
+    A size has to be a multiple of micro batch size and data-parallel size (`update`, in the same module), or not below
+    it with `--decrease-batch-size-if-needed`.
+    """
+    step = (job.micro_batch_size or 0) * (job.data_parallel_size or 0)
+    if not step:
+        return []
+    to_come = sizes_to_come(job, consumed)
+    if job.decrease_batch_size_if_needed:
+        return [one for one in to_come if one.size < step]
+    return [one for one in to_come if one.size % step]
+
+
+def _steps_of_schedule(job: JobArguments) -> Iterator[BatchSize]:
+    """Yield the steps of `--step-batch-size-schedule`, whose thresholds count tokens."""
+    length = job.seq_length or 1
+    steps = []
+    for entry in (job.step_batch_size_schedule or "").replace(",", " ").split():
+        threshold, _, size = (_number(part) for part in entry.partition(":"))
+        if threshold is None or size is None:
+            return  # Megatron refuses it when it starts
+        steps.append(BatchSize(threshold // length, size))
+    yield from sorted(steps, key=lambda step: step.sample)
+
+
+def _number(text: str) -> int | None:
+    """Return a number with one of Megatron's suffixes; None if it is none."""
+    text = text.strip().upper()
+    factor = _SUFFIXES.get(text[-1:], 1)
+    try:
+        return int(float(text.rstrip("TBMK") if factor > 1 else text) * factor)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _steps_of_ramp(job: JobArguments) -> Iterator[BatchSize]:
+    """Yield the steps of `--rampup-batch-size START INCREMENT SAMPLES`."""
+    ramp, largest = job.rampup_batch_size, job.global_batch_size
+    if not isinstance(ramp, Sequence) or len(ramp) != 3 or largest is None:
+        return
+    try:
+        start, increment, samples = map(int, ramp)
+    except (TypeError, ValueError):
+        return
+    if not 0 < start <= largest or increment <= 0 or (largest - start) // increment > _MOST_STEPS:
+        return
+    increments = (largest - start) // increment
+    for number in range(increments):
+        yield BatchSize(-(-number * samples // increments), start + number * increment)
+    yield BatchSize(samples + 1 if increments else 0, largest)

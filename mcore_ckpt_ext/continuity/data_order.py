@@ -1,0 +1,308 @@
+"""Does a resumed job read on where the last one stopped, in the same order? By a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mcore_ckpt_ext.continuity.batch_sizes import BatchSize, indivisible_sizes
+from mcore_ckpt_ext.continuity.cyclic import ReadingLayout, history_of
+from mcore_ckpt_ext.errors import shorten
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+
+SAME_ORDER: Final = "same order"
+CHANGES: Final = "changes"
+UNKNOWN: Final = "unknown"
+SINGLE, CYCLIC, EXTERNAL = "single", "cyclic", "external"
+_SAMPLERS = "megatron/training/datasets/data_samplers.py, until 0.15 megatron/legacy/data/data_samplers.py"
+_GPT = "megatron/core/datasets/gpt_dataset.py, `GPTDataset._build_document_sample_shuffle_indices`"
+_BLEND = "megatron/core/datasets/blended_megatron_dataset_builder.py"
+
+
+@dataclass(frozen=True)
+class Determinant:
+    """Something that determines the order of the samples.
+
+    Attributes:
+        arguments: the arguments of Megatron that set it.
+        what: what it is, for messages.
+        effect: what another value does.
+        source: where it was read, in core_v0.7.0 to 0.19.2 and the development head of August 2026 unless it says more.
+        verdict: the verdict if it differs.
+        loaders: the loaders for which it matters.
+    """
+
+    arguments: tuple[str, ...]
+    what: str
+    effect: str
+    source: str
+    verdict: str = CHANGES
+    loaders: tuple[str, ...] = (SINGLE, CYCLIC)
+
+
+DETERMINANTS = (
+    Determinant(("dataloader_type",), "the loader", "another loader reads in another order", _SAMPLERS,
+                loaders=(SINGLE, CYCLIC, EXTERNAL)),
+    Determinant(("seed",), "the seed", "the data set is shuffled otherwise", _GPT),
+    Determinant(("seq_length",), "the length of a sample", "documents are cut otherwise, and a sample is another one",
+                _GPT),
+    Determinant(("split",), "the split", "training has other documents", _BLEND),
+    Determinant(("mock_data", "sft", "fim_data"), "the kind of data set", "it is another data set",
+                "pretrain_gpt.py, `train_valid_test_datasets_provider`"),
+    Determinant(("data_path", "train_data_path"), "the blend",
+                "the data sets are mixed otherwise, unless they only lie in another place",
+                f"{_BLEND}; megatron/core/datasets/blended_dataset.py", UNKNOWN),
+    Determinant(("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path"), "the blend",
+                "the file may mix the data sets otherwise", f"{_BLEND}; megatron/training/utils.py", UNKNOWN),
+    Determinant(("mid_level_dataset_surplus",), "the surplus of data sets in a blend",
+                "as for the number of samples", f"{_BLEND}; 0.16 and later", UNKNOWN),
+    Determinant(("phase_transition_iterations",), "the phases", "the position is counted from another iteration",
+                "megatron/training/training.py, `build_train_valid_test_data_loaders`; 0.16 and later"),
+)  # fmt: skip
+"""What determines the order of the samples besides the layout, the batch and the number of samples."""
+
+
+@dataclass(frozen=True)
+class OrderChange:
+    """A reason why the order of the samples changes, or why that is not known.
+
+    Attributes:
+        what: what differs, in words, with the old and the new value.
+        why: its effect.
+        source: where that was read; empty if it is no rule of Megatron.
+        hint: what keeps the order; empty if nothing differs that could be kept.
+        verdict: the verdict because of it alone: `changes` or `unknown`.
+    """
+
+    what: str
+    why: str
+    source: str = ""
+    hint: str = ""
+    verdict: str = CHANGES
+
+
+@dataclass(frozen=True)
+class DataOrder:
+    """The account of a job that reads on where the last one stopped: in the same order, or not.
+
+    Attributes:
+        verdict: `same order`, `changes` or `unknown`.
+        sample: the number of samples that were consumed; None if it is unknown.
+        changes: why it is not the same order.
+        note: how it goes on, where this package has to see to that; empty otherwise.
+        read_again: how many samples will be read again; None if that is unknown.
+        never_read: how many will never be read; None if that is unknown.
+        indivisible: batch sizes that are still to come and that the layout does not divide: training stops there.
+        is_changed: True if anything differs that the order could depend on.
+    """
+
+    verdict: str
+    sample: int | None
+    changes: tuple[OrderChange, ...] = ()
+    note: str = ""
+    read_again: int | None = None
+    never_read: int | None = None
+    indivisible: tuple[BatchSize, ...] = ()
+    is_changed: bool = False
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the order is the same, and no batch size to come stops the training."""
+        return self.verdict == SAME_ORDER and not self.indivisible
+
+    @property
+    def is_remarkable(self) -> bool:
+        """True if a user should read it although the resume itself needs no line."""
+        return bool(self.note or self.indivisible or (self.is_changed and not self.goes_on))
+
+    @property
+    def sentence(self) -> str:
+        """The account in one line."""
+        place = "an unknown sample" if self.sample is None else f"sample {self.sample:,}"
+        if self.verdict == SAME_ORDER:
+            text = f"data: goes on at {place}, same order{f'; {self.note}' if self.note else ''}"
+        else:
+            reasons = "; ".join(f"{change.what}: {change.why}" for change in self.changes)
+            begin = "another order" if self.verdict == CHANGES else "not known whether in the same order"
+            text = f"data: goes on at {place}, {begin} ({reasons})"
+        if self.indivisible:
+            first = self.indivisible[0]
+            text += (
+                f"; training will stop at sample {first.sample:,}: the layout does not divide the global batch size "
+                f"{first.size:,} that is due there"
+            )
+        return text
+
+    @property
+    def hint(self) -> str:
+        """All that would keep the order, for messages; empty if nothing would."""
+        return "; ".join(dict.fromkeys(change.hint for change in self.changes if change.hint))
+
+
+def data_order(written: JobArguments, running: JobArguments) -> DataOrder:
+    """Return whether a job reads on in the order of the job that saved the checkpoint.
+
+    Args:
+        written: the arguments of the job that saved the checkpoint.
+        running: the arguments of the job that resumes it.
+    """
+    changes = tuple(_changes(written, running))
+    verdicts = {change.verdict for change in changes}
+    verdict = CHANGES if CHANGES in verdicts else UNKNOWN if verdicts else SAME_ORDER
+    sample = _consumed(written)
+    layouts = ReadingLayout.of(written), ReadingLayout.of(running)
+    is_moved = None not in layouts and len({one.reads for one in layouts if one is not None}) > 1
+    note = _note(written, running) if verdict == SAME_ORDER and _loader(running) == CYCLIC else ""
+    return DataOrder(
+        verdict=verdict,
+        sample=sample,
+        changes=changes,
+        note=note,
+        read_again=0 if verdict == SAME_ORDER else None,
+        never_read=0 if verdict == SAME_ORDER else None,
+        indivisible=tuple(indivisible_sizes(running, sample or 0)),
+        is_changed=is_moved or any(change.hint for change in changes),
+    )
+
+
+def _loader(job: JobArguments) -> str:
+    """Return the loader of a job.
+
+    Without the argument it is `single` (`validate_args`, megatron/training/arguments.py, core_v0.7.0 to 0.19.2).
+    """
+    return job.dataloader_type or SINGLE
+
+
+def _consumed(written: JobArguments) -> int | None:
+    """Return the consumed samples; Megatron multiplies for checkpoints that do not record them."""
+    consumed, iteration = written.consumed_train_samples, written.raw.get("iteration")
+    if not consumed and isinstance(iteration, int) and written.global_batch_size:
+        return iteration * written.global_batch_size
+    return consumed
+
+
+def _changes(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
+    if not (written.is_complete and written.is_set("dataloader_type")):
+        yield OrderChange("the checkpoint", "it does not describe how its job read the data", verdict=UNKNOWN)
+        return
+    loaders = {_loader(written), _loader(running)}
+    for row in DETERMINANTS:
+        if loaders & set(row.loaders):
+            yield from _differences(row, written, running)
+    if EXTERNAL in loaders:
+        yield from _of_external(written, running)
+        return
+    yield from _of_number(written, running)
+    if CYCLIC in loaders and running.phase_transition_iterations and history_is_changed(written, running):
+        yield OrderChange(
+            "--dataloader-type cyclic with --phase-transition-iterations",
+            "the epoch in progress is cut otherwise under another layout", _SAMPLERS, _keep(written),
+        )  # fmt: skip
+
+
+def history_is_changed(written: JobArguments, running: JobArguments) -> bool:
+    """Return True if the epoch in progress began under another layout than the resuming job's."""
+    return len(history_of(written, running)) > 1
+
+
+def followed_history(written: JobArguments, running: JobArguments) -> tuple[ReadingLayout, ...]:
+    """Return the layouts that have read the data, if the samplers of the job follow their order.
+
+    With phases Megatron counts from the last transition, and a history of the whole run does not apply.
+    """
+    is_followed = _loader(running) == CYCLIC and not running.phase_transition_iterations
+    return history_of(written, running) if is_followed else ()
+
+
+def _keep(written: JobArguments) -> str:
+    layout = ReadingLayout.of(written)
+    return "" if layout is None else f"keep {layout}"
+
+
+def _differences(row: Determinant, written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
+    """Yield the arguments of a row that differ, and that both jobs have."""
+    for name in row.arguments:
+        if not (written.is_set(name) and running.is_set(name)):
+            continue
+        old, new = (_comparable(name, job) for job in (written, running))
+        if old != new:
+            flag = f"--{name.replace('_', '-')}"
+            is_mixed = row.verdict == UNKNOWN and name.endswith("data_path") and _weights(old) != _weights(new)
+            yield OrderChange(
+                f"{flag} was {_text(old)}, is {_text(new)}", row.effect, row.source, f"{flag} {_text(old)}",
+                CHANGES if is_mixed else row.verdict,
+            )  # fmt: skip
+
+
+def _comparable(name: str, job: JobArguments) -> Any:
+    value = job.raw.get(name)
+    if name == "dataloader_type":
+        return _loader(job)
+    return [str(one) for one in value] if isinstance(value, (list, tuple)) else value or None
+
+
+def _weights(blend: Any) -> list[str]:
+    """Return the weights of a blend; the last parts of its paths where it has none."""
+    words = blend if isinstance(blend, list) else [str(blend)]
+    is_pairs = len(words) > 1
+    return [word if is_pairs and number % 2 == 0 else word.rpartition("/")[2] for number, word in enumerate(words)]
+
+
+def _text(value: Any) -> str:
+    return "not set" if value is None else shorten(" ".join(value) if isinstance(value, list) else str(value), 60)
+
+
+def _samples_built_for(job: JobArguments) -> int | None:
+    """Return the number of samples that a job's data set is built for.
+
+    Source: `get_train_valid_test_num_samples`, megatron/training/training.py, core_v0.7.0 to 0.19.2.
+    """
+    if job.train_samples:
+        return job.train_samples
+    return job.train_iters * job.global_batch_size if job.train_iters and job.global_batch_size else None
+
+
+def _of_number(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
+    """Yield a change of the number of samples, and with it, maybe, of the passes over the documents."""
+    old, new = _samples_built_for(written), _samples_built_for(running)
+    if old is not None and new is not None and old != new:
+        yield OrderChange(
+            f"the data set is built for {new:,} samples, before for {old:,}",
+            "the order is the same only if both take as many passes over its documents",
+            f"{_GPT}; megatron/training/training.py, `get_train_valid_test_num_samples`",
+            f"--train-samples {old}" if running.train_samples else f"a number of iterations with {old:,} samples",
+            UNKNOWN,
+        )  # fmt: skip
+
+
+def _of_external(written: JobArguments, running: JobArguments) -> Iterator[OrderChange]:
+    """Yield all that is known of a loader of one's own, whose states are those of data-parallel ranks."""
+    if not (written.dataloader_save or running.dataloader_save):
+        yield OrderChange(
+            "--dataloader-type external", "the loader is the script's own, and its order is not recorded",
+            "megatron/training/datasets/data_samplers.py, `build_pretraining_data_loader`", verdict=UNKNOWN,
+        )  # fmt: skip
+        return
+    if written.data_parallel_size != running.data_parallel_size:
+        yield OrderChange(
+            f"--dataloader-save with DP{written.data_parallel_size}, now DP{running.data_parallel_size}",
+            "each data-parallel rank has a state of its own: those of missing ranks are dropped, and new ranks begin "
+            "anew",
+            "megatron/training/checkpointing.py, `maybe_save_dataloader_state`", _keep(written),
+        )  # fmt: skip
+    if written.num_workers != running.num_workers:
+        yield OrderChange(
+            f"--num-workers was {_text(written.num_workers)}, is {_text(running.num_workers)}",
+            "each worker of a rank has a state of its own",
+            "megatron/energon/savable_loader.py of megatron-energon", f"--num-workers {written.num_workers}",
+        )  # fmt: skip
+
+
+def _note(written: JobArguments, running: JobArguments) -> str:
+    """Return how `cyclic` goes on under another layout."""
+    history: Sequence[ReadingLayout] = history_of(written, running)
+    if len(history) < 2:
+        return ""
+    before, now = history[-2:]
+    return f"the epoch in progress is read to its end in the order in which it began ({before} before, {now} now)"

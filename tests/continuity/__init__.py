@@ -1,0 +1,1 @@
+"""Test what goes on under another layout besides the state."""

@@ -1,0 +1,52 @@
+"""Test which batch sizes of a schedule are still to come, against Megatron's own calculators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+from mcore_ckpt_ext.continuity.batch_sizes import indivisible_sizes, sizes_to_come
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+
+
+def _job(**more: Any) -> JobArguments:
+    return JobArguments.of({"micro_batch_size": 2, "data_parallel_size": 4, "global_batch_size": 64, **more})
+
+
+@pytest.mark.parametrize("schedule", ["0:8 1K:16 2.5K:24", "0:8,  0.001M:16 2500:24"])
+@pytest.mark.parametrize("length", [1, 10])
+def test_the_steps_are_megatrons(schedule: str, length: int) -> None:
+    megatron = StepBatchsizeNumMicroBatchesCalculator(2, 4, False, 1, schedule, length)
+    job = _job(step_batch_size_schedule=schedule, seq_length=length)
+    for consumed in (0, 99, 100, 101, 249, 250, 999, 1000, 2499, 2500, 9999):
+        megatron.update(consumed, consistency_check=False)
+        assert sizes_to_come(job, consumed)[0].size == megatron.get_current_global_batch_size()
+
+
+def test_a_ramp() -> None:
+    job = _job(rampup_batch_size=["16", "16", "300"])
+    assert [(step.sample, step.size) for step in sizes_to_come(job, 0)] == [(0, 16), (100, 32), (200, 48), (301, 64)]
+    assert [step.size for step in sizes_to_come(job, 250)] == [48, 64]
+    assert indivisible_sizes(job, 0) == []
+    other = job.replace(data_parallel_size=8)
+    assert [step.size for step in indivisible_sizes(other, 0)] == []
+    assert [step.size for step in indivisible_sizes(job.replace(data_parallel_size=12), 0)] == [16, 32, 64]
+    assert [step.size for step in indivisible_sizes(job.replace(data_parallel_size=12), 250)] == [64]
+
+
+def test_decreasing_a_batch_size_needs_one_micro_batch() -> None:
+    job = _job(rampup_batch_size=[16, 16, 300], data_parallel_size=12, decrease_batch_size_if_needed=True)
+    assert [step.size for step in indivisible_sizes(job, 0)] == [16]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {}, {"step_batch_size_schedule": "x:y"}, {"rampup_batch_size": [1, 2]}, {"rampup_batch_size": ["a", 1, 1]},
+        {"rampup_batch_size": [16, 0, 300]}, {"rampup_batch_size": [128, 16, 300]},
+    ],
+)  # fmt: skip
+def test_what_megatron_itself_refuses_has_no_steps(values: dict[str, Any]) -> None:
+    assert sizes_to_come(_job(**values), 0) == []

@@ -1,0 +1,104 @@
+"""Test the account of the order of the data: what determines it, and what a resume makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcore_ckpt_ext.continuity.data_order import CHANGES, DETERMINANTS, SAME_ORDER, UNKNOWN, data_order
+from mcore_ckpt_ext.job.arguments.table import ROWS
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+
+_BASE: dict[str, Any] = {
+    "dataloader_type": "single", "data_sharding": True, "data_parallel_size": 8, "micro_batch_size": 1,
+    "global_batch_size": 48, "train_iters": 1000, "train_samples": None, "consumed_train_samples": 4800,
+    "consumed_valid_samples": 0, "iteration": 100, "seed": 1234, "seq_length": 4096, "split": "99,1,0",
+    "data_path": ["0.3", "/data/a_text_document", "0.7", "/data/b_text_document"], "mock_data": False,
+    "num_workers": 2,
+}  # fmt: skip
+
+
+def _account(changes: dict[str, Any], **written: Any) -> Any:
+    base = JobArguments.of({**_BASE, **written})
+    return data_order(base, base.replace(**changes))
+
+
+@pytest.mark.parametrize("loader", ["single", "cyclic", None])
+@pytest.mark.parametrize("changes", [{}, {"data_parallel_size": 4}, {"micro_batch_size": 3}, {"num_workers": 7}])
+def test_layout_batch_and_workers_keep_the_order(loader: str | None, changes: dict[str, Any]) -> None:
+    order = _account(changes, dataloader_type=loader)
+    assert (order.verdict, order.sample, order.read_again, order.never_read) == (SAME_ORDER, 4800, 0, 0)
+    assert order.sentence.startswith("data: goes on at sample 4,800, same order")
+    has_note = loader == "cyclic" and ("data_parallel_size" in changes or "micro_batch_size" in changes)
+    assert bool(order.note) is order.is_remarkable is has_note
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "text"),
+    [
+        ({"seed": 1}, CHANGES, "--seed was 1234, is 1"),
+        ({"seq_length": 8192}, CHANGES, "--seq-length was 4096, is 8192"),
+        ({"split": "98,2,0"}, CHANGES, "--split was 99,1,0, is 98,2,0"),
+        ({"dataloader_type": "cyclic"}, CHANGES, "--dataloader-type was single, is cyclic"),
+        ({"mock_data": True}, CHANGES, "--mock-data was not set, is True"),
+        ({"data_path": ["0.3", "/new/a_text_document", "0.7", "/new/b_text_document"]}, UNKNOWN, "only lie in another"),
+        ({"data_path": ["0.5", "/data/a_text_document", "0.5", "/data/b_text_document"]}, CHANGES, "mixed otherwise"),
+        ({"train_iters": 2000}, UNKNOWN, "built for 96,000 samples, before for 48,000"),
+        ({"global_batch_size": 96, "train_iters": 500}, SAME_ORDER, "same order"),
+        ({"train_samples": 50000}, UNKNOWN, "as many passes"),
+        ({"dataloader_type": "external"}, CHANGES, "is external"),
+    ],
+)  # fmt: skip
+def test_what_else_changes_the_order(changes: dict[str, Any], verdict: str, text: str) -> None:
+    order = _account(changes)
+    assert order.verdict == verdict
+    assert text in order.sentence
+    if verdict != SAME_ORDER:
+        assert order.is_remarkable
+        assert not order.goes_on
+        assert order.hint
+        assert order.read_again is None
+
+
+def test_what_one_of_the_releases_does_not_have_is_not_compared() -> None:
+    written = JobArguments.of({name: value for name, value in _BASE.items() if name != "seed"})
+    assert data_order(written, JobArguments.of(_BASE)).goes_on
+
+
+def test_loaders_of_ones_own() -> None:
+    unknown = _account({}, dataloader_type="external")
+    assert (unknown.verdict, unknown.is_remarkable) == (UNKNOWN, False)
+    assert _account({"data_parallel_size": 4}, dataloader_type="external").is_remarkable
+    energon = {"dataloader_type": "external", "dataloader_save": "state"}
+    assert _account({"seq_length": 8192}, **energon).goes_on, "Energon has no samples of one length"
+    dropped = _account({"data_parallel_size": 4}, **energon)
+    assert dropped.verdict == CHANGES
+    assert "DP8, now DP4" in dropped.sentence
+    assert _account({"num_workers": 4}, **energon).verdict == CHANGES
+
+
+def test_a_checkpoint_that_does_not_describe_its_data_is_unknown() -> None:
+    written = JobArguments.of({"num_layers": 4}, is_complete=False)
+    order = data_order(written, JobArguments.of(_BASE))
+    assert (order.verdict, order.sample, order.is_remarkable) == (UNKNOWN, None, False)
+
+
+def test_a_position_that_is_not_recorded_follows_from_the_iteration() -> None:
+    assert _account({}, consumed_train_samples=0).sample == 4800
+
+
+def test_a_layout_that_does_not_divide_a_batch_size_to_come() -> None:
+    order = _account({"data_parallel_size": 6}, step_batch_size_schedule="0:48 40M:64 80M:96", global_batch_size=None)
+    assert [(one.sample, one.size) for one in order.indivisible] == [(9765, 64)]
+    assert (order.verdict, order.goes_on) == (SAME_ORDER, False)
+    assert "training will stop at sample 9,765" in order.sentence
+    assert "global batch size 64" in order.sentence
+
+
+def test_every_determinant_is_an_argument_with_a_source() -> None:
+    of_loaders = {"mid_level_dataset_surplus", "data_path", "train_data_path", "data_args_path", "mock_data", "sft",
+                  "per_split_data_args_path", "per_dataset_sequences_path", "fim_data", "split"}  # fmt: skip
+    for row in DETERMINANTS:
+        assert row.source.endswith((".py", "`", "later")), row
+        assert {*row.arguments} <= {*ROWS, *of_loaders}, row
