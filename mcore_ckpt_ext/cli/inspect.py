@@ -90,6 +90,9 @@ def _show(found: Inspection, *, show_all: bool) -> None:
     if found.training:
         heading("training")
         table([(name, _number(value)) for name, value in found.training.items()])
+    if found.data:
+        heading("data")
+        table(list(found.data.items()))
     heading("bytes")
     overhead = max(0, found.bytes_on_disk - sum(found.bytes_by_kind.values()))
     sizes = {**found.bytes_by_kind, "archive overhead": overhead, "on disk": found.bytes_on_disk}

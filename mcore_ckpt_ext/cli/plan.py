@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
@@ -12,7 +13,7 @@ from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_reh
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
-from mcore_ckpt_ext.errors import format_bytes
+from mcore_ckpt_ext.errors import format_bytes, join_some
 from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation, parse_sizes
 from mcore_ckpt_ext.storage.paths import as_path
 
@@ -116,6 +117,7 @@ def _show_layouts(found: LayoutPlan) -> None:
     # A narrow terminal omits the last columns, which are the same for most layouts; --json has them.
     shown_columns = len(_HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
     table((_cells(one)[:shown_columns] for one in found.layouts), header=_HEADER[:shown_columns], right=(2, 4, 6))
+    _show_data(found.layouts)
     best = found.layouts[0]
     heading(f"flags for {best.layout}")
     line(f"  {best.flags}")
@@ -144,6 +146,17 @@ def _show_layouts(found: LayoutPlan) -> None:
             for one in found.fewer
         )
         table(rows, header=("GPUs", "layout", "memory", "batch", "bubble"), right=(0, 2, 4))
+
+
+def _show_data(layouts: Sequence[PlannedLayout]) -> None:
+    """Name the layouts under which the data does not go on in the same order, or needs this package to do so."""
+    by_sentence: dict[str, list[str]] = {}
+    for one in layouts:
+        if one.data.is_remarkable:
+            hint = f"; it goes on with {one.data.hint}" if one.data.hint else ""
+            by_sentence.setdefault(f"{one.data.sentence}{hint}", []).append(one.layout)
+    for sentence, names in by_sentence.items():
+        line(f"  {sentence}: {'all' if len(names) == len(layouts) else join_some(names)}")
 
 
 def _in_pins(one: PlannedLayout) -> str:

@@ -104,6 +104,7 @@ def _show(found: Rehearsal) -> None:
             ("weights", f"{found.weights:,} elements, each found once"),
             ("masters", _proof(found)),
             ("to be read", f"{format_bytes(found.bytes_read)} by all ranks"),
+            *((("data", found.data.sentence.removeprefix("data: ")),) if found.data else ()),
         ]
     )  # fmt: skip
     heading("taken for granted")

@@ -166,6 +166,23 @@ def data_order(written: JobArguments, running: JobArguments) -> DataOrder:
     )
 
 
+def description(job: JobArguments) -> dict[str, str]:
+    """Return how a job reads its data, in words; empty if its arguments do not say it."""
+    if not (job.is_complete and job.is_set("dataloader_type")):
+        return {}
+    loader, layout, built_for = _loader(job), ReadingLayout.of(job), _samples_built_for(job)
+    is_sharded = layout is not None and layout.is_sharded
+    sharding = "" if loader != CYCLIC else ", each rank a part" if is_sharded else ", not sharded"
+    words = {"loader": f"{loader}{sharding}"}
+    if (consumed := _consumed(job)) is not None:
+        words["consumed"] = f"{consumed:,} samples"
+    if built_for is not None and loader != EXTERNAL:
+        words["built for"] = f"{built_for:,} samples"
+    if layout is not None:
+        words["read by"] = str(layout)
+    return words
+
+
 def _loader(job: JobArguments) -> str:
     """Return the loader of a job.
 

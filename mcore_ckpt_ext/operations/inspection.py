@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from mcore_ckpt_ext.continuity.data_order import description
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import reraise_as_unreadable
 from mcore_ckpt_ext.formats.accounts import Account, account_of
@@ -94,8 +95,8 @@ class Inspection:
     `iteration` is None for a model to start from. `layout` belongs to the job that saved the checkpoint, or the source
     of its conversion. A dimension is None if its size is unknown; `layout_text` is empty if no job saved either.
     `described_by` names the file that describes the job of a checkpoint without Megatron's arguments; `unbelieved`
-    lists wrong statements of such a file. `account`: the stored keys that this package reads, and those that it does
-    not.
+    lists wrong statements of such a file. `data`: how the job read its data, in words; empty if unknown. `account`: the
+    stored keys that this package reads, and those that it does not.
     """
 
     schema: int
@@ -123,6 +124,7 @@ class Inspection:
     account: Account = field(default_factory=Account)
     described_by: str = ""
     unbelieved: tuple[str, ...] = ()
+    data: Mapping[str, str] = field(default_factory=dict)
 
 
 def inspect(
@@ -197,6 +199,7 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
         account=account_of(checkpoint, elements=False),
         described_by=checkpoint.format_reader.described_by,
         unbelieved=tuple(checkpoint.format_reader.problems),
+        data={} if checkpoint.is_release else description(checkpoint.arguments),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from mcore_ckpt_ext.continuity.data_order import DataOrder, data_order
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
 from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
@@ -54,6 +55,7 @@ class PlannedLayout:
         seconds: the duration of reading at the given rate; None without one.
         stock_resumes: stock Megatron resumes it, with its optimizer, without this package.
         keeps_random_state: random states are restored.
+        data: whether the data goes on in the same order.
         flags: flags for the job's command line.
         removed_flags: flags of the old job that contradict these, and must not be given.
         notes: changes for the user.
@@ -74,6 +76,7 @@ class PlannedLayout:
     seconds: float | None
     stock_resumes: bool
     keeps_random_state: bool
+    data: DataOrder
     flags: str
     removed_flags: tuple[str, ...]
     notes: tuple[str, ...]
@@ -310,6 +313,7 @@ def _planned(
 ) -> PlannedLayout:
     choice, layout = one.choice, one.choice.layout
     running = job.replace(**arguments_of(one))
+    batch: dict[str, Any] = {} if job.global_batch_size is None else {"global_batch_size": choice.global_batch}
     is_moved = bool(placement_changes(job, running))
     keeps = (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline)
     per_rank = [
@@ -333,6 +337,7 @@ def _planned(
         seconds=None if read_rate is None else round(in_all / read_rate, 1),
         stock_resumes=stock_resumes(checkpoint, is_moved, version),
         keeps_random_state=keeps,
+        data=data_order(job, running.replace(**batch)),
         flags=" ".join(flags_of(one)),
         removed_flags=tuple(removed_flags_of(one, job)),
         notes=tuple(notes_of(one, job, keeps)),

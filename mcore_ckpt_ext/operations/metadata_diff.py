@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_ckpt_ext.continuity.data_order import description
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, format_value
 from mcore_ckpt_ext.families.forward_pass import differing
 from mcore_ckpt_ext.formats import adapter_scaling
@@ -46,6 +47,10 @@ def metadata_differences(a: CheckpointView, b: CheckpointView) -> Iterator[Metad
         counts = _counted(a, key), _counted(b, key)
         if "none" not in counts and counts[0] != counts[1]:
             yield MetadataDifference(what, *counts)
+    read = [description(one.arguments) for one in (a, b)]
+    for what in sorted(read[0].keys() & read[1].keys() - {"consumed"}):
+        if read[0][what] != read[1][what]:
+            yield MetadataDifference(f"data: {what}", read[0][what], read[1][what])
     yield from _models(a, b)
     for what, describe, empty in (
         ("adapters multiplied by", _multiplied, "none"),

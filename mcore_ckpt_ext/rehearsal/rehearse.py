@@ -194,6 +194,7 @@ class _Rehearsing:
             proof=_proof(checkpoint),
             is_full_proof=self._request.full,
             order_sources=_extra_parameter_orders(checkpoint),
+            data=load.data,
             given=tuple(self._given(checkpoint, ranks.job, written)),
         )
 
@@ -202,7 +203,7 @@ class _Rehearsing:
         if self._plain.loaded_by is None:
             yield "who loads the optimizer, stock Megatron or this package, is decided by the job: it is not simulated"
         yield "the job builds the model, and its optimizer, by the same arguments as the job that wrote the checkpoint"
-        yield "not rehearsed: random states, extra states of modules, warm-up and decay, tokenizer, data, and memory"
+        yield "not rehearsed: random states, extra states of modules, warm-up and decay, tokenizer, samples, and memory"
         for name in OTHER_OPTIMIZERS:
             if running.raw.get(name):
                 yield f"the job runs without --{name.replace('_', '-')}: that optimizer is not simulated"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mcore_ckpt_ext.continuity.data_order import DataOrder
 from mcore_ckpt_ext.defaults import SCHEMAS
 
 SCHEMA = SCHEMAS["plan"]
@@ -37,6 +38,7 @@ class Rehearsal:
         order_sources: the sources of the parameter order.
         given: assumptions of the rehearsal, which are true for a job with the same options as before.
         flags: flags for the job's command line.
+        data: whether the data goes on in the same order; None if that was not reached.
     """
 
     schema: int
@@ -63,3 +65,4 @@ class Rehearsal:
     order_sources: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     flags: str = ""
+    data: DataOrder | None = None
