@@ -25,7 +25,7 @@ from tests.harness.checkpoints import CORRUPTED, INTACT, Fixture, fixture_named
 SCHEMA = {
     "schema", "path", "format", "iteration", "layout", "layout_text", "writer", "optimizer_format", "optimizer",
     "model", "training", "bytes_on_disk", "bytes_by_kind", "files", "silent_ranks", "why_silent", "resumptions",
-    "sidecar", "sidecar_problem", "tensors", "buffers", "stages", "account", "described_by", "unbelieved",
+    "sidecar", "sidecar_problem", "tensors", "buffers", "stages", "account", "described_by", "unbelieved", "data",
 }  # fmt: skip
 FILE_SCHEMA = {
     "file", "rank", "writer", "place", "bytes_on_disk", "records", "bytes_by_kind", "tensors",
