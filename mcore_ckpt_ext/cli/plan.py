@@ -149,7 +149,7 @@ def _show_layouts(found: LayoutPlan) -> None:
 
 
 def _show_data(layouts: Sequence[PlannedLayout]) -> None:
-    """Name the layouts under which the data does not go on in the same order, or needs this package to do so."""
+    """Name the layouts under which the data does not go on in its order, or only with this package."""
     by_sentence: dict[str, list[str]] = {}
     for one in layouts:
         if one.data.is_remarkable:
