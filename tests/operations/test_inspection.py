@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_tensors(any_fixture: Fixture) -> None:
 def test_the_schema_is_stable(any_fixture: Fixture) -> None:
     document = json.loads(json.dumps(asdict(inspect(any_fixture.run, buffers=True))))
     assert set(document) == SCHEMA
-    assert document["schema"] == 7
+    assert document["schema"] == 8
     assert all(set(file) == FILE_SCHEMA for file in document["files"])
     assert {type(value) for value in document["model"].values()} <= {int, float, str}
 
