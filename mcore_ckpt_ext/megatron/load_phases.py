@@ -15,6 +15,7 @@ from mcore_ckpt_ext.megatron.live.planning import FILLING, PREPARING, VERIFYING
 from mcore_ckpt_ext.megatron.live.resume import Resume
 from mcore_ckpt_ext.megatron.load_decision import LoadAssessment
 from mcore_ckpt_ext.megatron.load_session import LoadSession
+from mcore_ckpt_ext.megatron.local_checkpoints import may_be_local
 from mcore_ckpt_ext.megatron.new_tokens import keeps_initialization, new_tokens, refusal, zeros_message
 from mcore_ckpt_ext.megatron.probe import LoadProbe, check_complete, probe_checkpoint
 from mcore_ckpt_ext.megatron.shared_index import shared_with
@@ -39,6 +40,7 @@ class MegatronLoad(Resume):
         is_presented: True if this package has to present the checkpoint to Megatron.
         data: whether the data goes on in the same order; None if no job has read data before.
         data_layouts: the layouts that have read the data, if their order has to be followed.
+        is_local: True if the load takes a local non-persistent checkpoint, which only stock Megatron loads.
         assessment: who loads the optimizer, and why; None before it is decided, and if there is none.
     """
 
@@ -53,6 +55,7 @@ class MegatronLoad(Resume):
     is_presented: bool = field(default=False, init=False)
     data: DataOrder | None = field(default=None, init=False)
     data_layouts: Sequence[ReadingLayout] = field(default=(), init=False)
+    is_local: bool = field(default=False, init=False)
     assessment: LoadAssessment | None = field(default=None, init=False)
 
     @property
@@ -153,6 +156,10 @@ def _take_reader(load: MegatronLoad, ranks: Any, answers: Sequence[bool]) -> Non
     load.is_presented = bool(answers[0])
 
 
+def _take_locality(load: MegatronLoad, ranks: Any, answers: Sequence[bool]) -> None:
+    load.is_local = any(answers)
+
+
 def _take_assessment(load: MegatronLoad, ranks: Any, assessments: Sequence[LoadAssessment | None]) -> None:
     load.assessment = next((one for one in assessments if one is not None), None)
 
@@ -176,6 +183,13 @@ CHECKING = (
         _account_data,
         collect=_take_data,
         applies=_goes_on_reading,
+    ),
+    Phase(
+        "looking for local checkpoints",
+        Who.EACH_RANK,
+        lambda load, ranks: ranks.takes_local_checkpoint(load),
+        collect=_take_locality,
+        applies=lambda load: may_be_local(load.arguments),
     ),
 )
 """May this be loaded at all?"""

@@ -13,6 +13,7 @@ from mcore_ckpt_ext.megatron.load_decision import (
     assess_live,
 )
 from mcore_ckpt_ext.megatron.load_phases import MegatronLoad
+from mcore_ckpt_ext.megatron.local_checkpoints import takes_local_checkpoint
 from mcore_ckpt_ext.megatron.new_tokens import initialization_kept
 from mcore_ckpt_ext.megatron.presentation import must_be_presented, reads_zarr
 from mcore_ckpt_ext.megatron.probe import (
@@ -65,6 +66,14 @@ class MegatronRank(LiveRank):
         check_all_see([seen for seen, _ in observed], load.arguments, load.load_arg)
         check_all_have_the_same([settings for _, settings in observed])
 
+    def takes_local_checkpoint(self, load: MegatronLoad) -> bool:
+        """Return True if the load takes a local checkpoint, once its layout is that of the job.
+
+        Raises:
+            ResumeRefusedError: it has another layout.
+        """
+        return takes_local_checkpoint(self._scope, self._call, load.directory)
+
     def needs_presentation(self, load: MegatronLoad) -> bool:
         """Return True if this package has to present the checkpoint to Megatron."""
         folder = folder_named(load.directory, load.arguments)
@@ -75,6 +84,8 @@ class MegatronRank(LiveRank):
 
     def assess(self, load: MegatronLoad) -> LoadAssessment | None:
         """Assess the checkpoint for the live optimizer."""
+        if load.is_local:
+            return None
         return assess_live(
             self._scope, self._call, load.session, load.directory,
             is_presented=load.is_presented, has_new_tokens=bool(load.tokens),

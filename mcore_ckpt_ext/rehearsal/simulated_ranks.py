@@ -17,6 +17,7 @@ from mcore_ckpt_ext.megatron.live.phases import Phase, Who
 from mcore_ckpt_ext.megatron.live.resume import Resume
 from mcore_ckpt_ext.megatron.load_decision import LoadAssessment, assess
 from mcore_ckpt_ext.megatron.load_phases import MegatronLoad
+from mcore_ckpt_ext.megatron.local_checkpoints import LOCAL
 from mcore_ckpt_ext.megatron.presentation import must_be_presented
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.workers import Team
@@ -219,5 +220,10 @@ class SimulatedRanks:
 
 
 def arguments_to_load(running: JobArguments, run: str, step: int | None) -> Namespace:
-    """Return Megatron's arguments of a job that loads a run, or one step of it."""
-    return Namespace(**{**running.raw, "load": run, "ckpt_step": step, "no_load_rng": True})
+    """Return Megatron's arguments of a job that loads a run, or one step of it.
+
+    Local non-persistent checkpoints lie on the nodes of a job, and are not simulated.
+    """
+    kind = running.raw.get("non_persistent_ckpt_type")
+    own = {"load": run, "ckpt_step": step, "no_load_rng": True}
+    return Namespace(**{**running.raw, **own, "non_persistent_ckpt_type": None if kind == LOCAL else kind})
