@@ -126,10 +126,13 @@ class FlatStates:
 
 
 def check_within_buckets(buffer: PackedBuffer, place: ModelRank) -> None:
-    """Refuse a buffer with a parameter that starts before its bucket, and so lacks elements in it.
+    """Refuse a buffer with a parameter that starts before its bucket: Megatron cannot run such a layout.
 
     Up to 0.12, the shared embedding starts where the bucket before it is closed without its padding, if the data
-    parallel size divides that position (`_ParamAndGradBuffer.__init__`, core_v0.9.0 to 0.12.x). `PackingRule` has more.
+    parallel size divides that position (`_ParamAndGradBuffer.__init__`, param_and_grad_buffer.py, core_v0.7.0 to
+    0.12.3). The rank with the end of that bucket then has elements of the embedding in two buckets, and the job ends in
+    "each param only belongs to a single bucket" (`_build_model_param_gbuf_map`, distrib_optimizer.py, the same
+    releases; run with 0.12.1). `PackingRule` has more.
 
     Raises:
         UnsupportedCheckpointError: there is such a parameter.
@@ -138,7 +141,7 @@ def check_within_buckets(buffer: PackedBuffer, place: ModelRank) -> None:
         for index, start, _ in bucket.placements:
             if start < 0:
                 raise UnsupportedCheckpointError(
-                    "Megatron before 0.13 does not optimize all elements of the shared embedding under that layout",
+                    "Megatron before 0.13 cannot run that layout: its shared embedding would lie in two buckets",
                     found=f"{-start} elements of {buffer.names[index]} before the start of their bucket",
                     where=str(place),
                     hint="write for --megatron-version 0.13 or later, or choose another pipeline or tensor size",
