@@ -40,7 +40,9 @@ _RECORDED = {
     "world": "world_size",
 }  # fmt: skip
 
-_COMPARED = (*_RECORDED.values(), "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "num_experts")
+COMPARED_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "num_experts")
+"""Sizes of a model that two descriptions of it must agree on."""
+_COMPARED = (*_RECORDED.values(), *COMPARED_SIZES)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Description:
     def with_model(self, model: Mapping[str, Any]) -> Description:
         """Add arguments of the model from another source; existing ones take precedence."""
         return replace(self, arguments=self.arguments.replace(**{**model, **self.arguments.raw}))
+
+    def with_problem(self, problem: str) -> Description:
+        """Add a value that is ignored, and why."""
+        return replace(self, problems=(*self.problems, problem))
 
 
 def stored_arguments(common: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,10 +179,15 @@ def _of_bridge(folder: Path) -> Description | None:
     return _read(folder, bridge.RUN_CONFIG, lambda text, where: bridge.job_arguments(parsed_yaml(text, where), where))
 
 
-def _of_verl(folder: Path) -> Description | None:
+def folders_of_verl(folder: Path) -> tuple[Path, ...]:
+    """Return the folders in which verl may describe the job of a checkpoint; empty for other loops."""
     if folder.name != verl.DISTRIBUTED and not (folder / verl.TRANSFORMER_CONFIG).is_file():
-        return None
-    for step in (folder, folder.parent, folder.parent.parent):
+        return ()
+    return folder, folder.parent, folder.parent.parent
+
+
+def _of_verl(folder: Path) -> Description | None:
+    for step in folders_of_verl(folder):
         found = _read(step, verl.TRANSFORMER_CONFIG, lambda text, where: verl.job_arguments(parsed(text), where))
         if found is not None:
             return found

@@ -75,6 +75,8 @@ class ModelArguments(ModelTable, CompleteArguments):
 
 
 _ROTARY = ("rope", "yarn", "mrope")
+_GATED = ("swiglu", "quick_geglu")
+_ACTIVATIONS = {*_GATED, "squared_relu"}
 
 
 def complete(job: JobArguments) -> ModelArguments:
@@ -82,7 +84,7 @@ def complete(job: JobArguments) -> ModelArguments:
 
     Raises:
         UnsupportedCheckpointError: the size of the model is unknown, or the arguments come from another training loop
-            and lack the base of the rotary positions.
+            and leave open what the model computes (see `_check_stated`).
     """
     known = {name: value for name in MODEL_ARGUMENTS if (value := job.value_of(name)) is not None}
     for old, new in (("norm_epsilon", "layernorm_epsilon"), ("apply_layernorm_1p", "layernorm_zero_centered_gamma")):
@@ -103,13 +105,35 @@ def complete(job: JobArguments) -> ModelArguments:
         known.setdefault("bias_gelu_fusion", False)
     if job.use_rotary_position_embeddings:
         known["position_embedding_type"] = "rope"
-    if not job.is_complete and known.get("position_embedding_type") in _ROTARY and "rotary_base" not in known:
+    if not job.is_complete:
+        _check_stated(job, known)
+        if known.get("gated_linear_unit") and any(known.get(name) for name in _GATED):
+            known["gated_linear_unit"] = False  # their flags imply the gate (`core_transformer_config_from_args`)
+    return ModelArguments(job=job, values={**_DEFAULTS, **known})
+
+
+def _check_stated(job: JobArguments, known: Mapping[str, Any]) -> None:
+    """Refuse a job of another training loop that leaves open what its model computes: Megatron's default is no answer.
+
+    Raises:
+        UnsupportedCheckpointError: the kind or base of its positions is unknown, or its activation.
+    """
+    if "position_embedding_type" not in known:
+        raise UnsupportedCheckpointError(
+            "the kind of positions of the checkpoint is unknown", expected="position_embedding_type", where=job.source,
+            hint="pass the one used in training, for example --argument position_embedding_type=rope",
+        )  # fmt: skip
+    if known["position_embedding_type"] in _ROTARY and "rotary_base" not in known:
         raise UnsupportedCheckpointError(
             "the rotary base of the checkpoint is unknown", expected="rotary_base", where=job.source,
             hint="pass the value used in training, for example --argument rotary_base=500000; with scaled "
             "positions also use_rope_scaling and rope_scaling_factor",
         )  # fmt: skip
-    return ModelArguments(job=job, values={**_DEFAULTS, **known})
+    if not known.keys() & _ACTIVATIONS:
+        raise UnsupportedCheckpointError(
+            "the activation of the checkpoint is unknown", expected="swiglu", where=job.source,
+            hint="pass --argument swiglu=true for SiLU with a gate, as in Llama and Qwen, swiglu=false for GELU",
+        )  # fmt: skip
 
 
 def _unknown(name: str, job: JobArguments) -> UnsupportedCheckpointError:

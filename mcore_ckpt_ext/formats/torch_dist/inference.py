@@ -84,6 +84,8 @@ def infer_model_config(arrays: Mapping[str, StoredArray], names: Iterable[str]) 
         found["padded_vocab_size"], found["hidden_size"] = arrays[table].shape[:2]
     if table is not None:
         found["untie_embeddings_and_output_weights"] = any(map(is_output_layer, names))
+    if any("position_embeddings" in name for name in names):
+        found["position_embedding_type"] = "learned_absolute"
     if gradients := _gradients_in_fp32(arrays):
         found["accumulate_allreduce_grads_in_fp32"] = gradients == {"float32"}
     return found

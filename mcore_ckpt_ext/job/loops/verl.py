@@ -18,6 +18,8 @@ from mcore_ckpt_ext.job.loops.transformer import model_arguments
 DISTRIBUTED = "dist_ckpt"
 """The folder of the distributed checkpoint."""
 TRANSFORMER_CONFIG = "transformer_config.json"
+MODEL = "huggingface"
+"""The folder of the model's configuration and tokenizer."""
 STEP = re.compile(r"global_step_(\d{1,18})", re.ASCII)
 """The name of a step's folder."""
 
