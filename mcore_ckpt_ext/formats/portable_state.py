@@ -233,14 +233,15 @@ def several_steps(found: Mapping[float, str], where: str) -> UnreadableCheckpoin
 
 
 def once(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Remove repeated groups, which have the same identifying settings.
+    """Remove repeated groups, which have the same identifying settings, by default those of `with_defaults`.
 
     Raises:
         UnreadableCheckpointError: two copies of a group differ in another setting; steps are compared elsewhere.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for group in groups:
-        known = found.setdefault((rule_of(group), *identity(group, REFINED_IDENTITY)), group)
+    groups = list(groups)
+    for group, whole in zip(groups, with_defaults(groups), strict=True):
+        known = found.setdefault((rule_of(whole), *identity(whole, REFINED_IDENTITY)), group)
         differing = [key for key in known.keys() & group.keys() - {"step"} if repr(known[key]) != repr(group[key])]
         if differing:
             key = min(differing)

@@ -14,7 +14,6 @@ from mcore_ckpt_ext.operations.completeness import check_index
 from mcore_ckpt_ext.operations.coverage import check_arrays, check_groups, check_kind, check_state, check_stored_once
 from mcore_ckpt_ext.operations.findings import Finding
 from mcore_ckpt_ext.operations.group_settings import check_group_of_each, check_settings
-from mcore_ckpt_ext.optimizers.groups import with_defaults
 
 
 def source_findings(checkpoint: CheckpointView, *, with_optimizer: bool, incomplete: bool) -> Iterator[Finding]:
@@ -35,7 +34,7 @@ def source_findings(checkpoint: CheckpointView, *, with_optimizer: bool, incompl
         return
     groups = checkpoint.param_groups()
     check_step(checkpoint)
-    once(with_defaults(map(portable_group, groups)))
+    once(map(portable_group, groups))
     yield from check_settings(checkpoint, groups)
     yield from check_group_of_each(checkpoint, groups)
     yield from check_stored_once(checkpoint, checkpoint.carried_kinds())

@@ -27,10 +27,13 @@ class FaultyStore:
         self.address = ""
         self.requests = 0
         self._choose: Choose = lambda _: None
+        self._released = threading.Event()
 
     def fail(self, choose: Choose = lambda _: None) -> None:
-        """Choose from now on which requests fail."""
+        """Choose from now on which requests fail; those that hang end."""
         with self._lock:
+            self._released.set()
+            self._released = threading.Event()
             self.requests, self._choose = 0, choose
 
     def fail_from(self, number: int, fault: str) -> None:
@@ -46,12 +49,15 @@ class FaultyStore:
         """Answer a request, or let it fail."""
         with self._lock:
             fault = self._choose(self.requests)
+            released = self._released
             self.requests += 1
         if fault is None:
             found: Iterable[bytes] = self._answer(environment, start_response)
             return found
         environment["wsgi.input"].read(int(environment.get("CONTENT_LENGTH") or 0))
-        if fault == "reset":
+        if fault == "hang":
+            released.wait()
+        if fault in ("reset", "hang"):
             connection = environment["werkzeug.socket"]
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CUT)
             connection.shutdown(socket.SHUT_RDWR)

@@ -21,6 +21,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
+from mcore_ckpt_ext.formats.portable_state import once
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.megatron.live.compatibility import check_stored_once
 from mcore_ckpt_ext.operations.comparison import compare
@@ -402,6 +403,12 @@ def test_a_parameter_group_that_is_gone_is_no_other_groups(number: int, tmp_path
         UnsupportedCheckpointError, match="the parameter group of each parameter is unknown; found: 0 groups"
     ):
         mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.FsdpDtensor())
+
+
+def test_groups_without_multipliers_are_distinct_by_their_decay() -> None:
+    """For `verify` as for `convert`: the scheduler writes the decay times a multiplier that the writer left out."""
+    groups = [{"weight_decay": decay, "betas": (0.9, 0.99), "eps": 1e-8} for decay in (0.01, 0.0, 0.01)]
+    assert once(groups) == groups[:2]
 
 
 def test_norms_of_queries_and_keys_may_have_weight_decay() -> None:

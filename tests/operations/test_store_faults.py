@@ -111,12 +111,14 @@ def test_a_store_that_fails_while_reading(
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5])
-def test_a_conversion_to_a_store_that_often_fails_is_continued(
-    share: float, server: FaultyStore, bucket: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("reads", "share"), [(False, 0.1), (False, 0.5), (True, 0.1), (True, 0.5)])
+def test_a_conversion_with_a_store_that_often_fails_is_continued(
+    reads: bool, share: float, server: FaultyStore, bucket: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     source, seed = fixture_named("p02"), 0
-    words = ["convert", str(source.run), f"{bucket}/out", "--to", "canonical"]
+    place = str(tmp_path / "out") if reads else f"{bucket}/out"
+    run = uploaded(source.run, f"{bucket}/run") if reads else str(source.run)
+    words = ["convert", run, place, "--to", "canonical"]
     codes = list[int]()
     while not codes or codes[-1]:
         # Faults become rarer, so that the number of attempts has a bound.
@@ -130,7 +132,35 @@ def test_a_conversion_to_a_store_that_often_fails_is_continued(
         assert len(codes) < 40
     server.fail()
     assert set(codes) <= {0, 2}
-    checkpoint = mcore_ckpt_ext.open_checkpoint(f"{bucket}/out")
+    assert share < 0.5 or 2 in codes
+    checkpoint = mcore_ckpt_ext.open_checkpoint(place)
     for key, expected in source.truth.items():
         kind, _, name = key.partition(".")
         assert torch.equal(checkpoint.tensor(kind, name).read(), expected), key
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_store_that_does_not_answer_ends_a_command(
+    reads: bool,
+    server: FaultyStore,
+    bucket: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After the time limit of the store's library, here one second."""
+    import fsspec
+
+    run = fixture_named("p02").run
+    words = ["convert", str(run), f"{bucket}/out", "--to", "canonical"]
+    if reads:
+        words = ["verify", uploaded(run, f"{bucket}/run")]
+    monkeypatch.setitem(
+        fsspec.config.conf, "s3", {"config_kwargs": {"read_timeout": 1, "retries": {"max_attempts": 0}}}
+    )
+    server.fail_from(6, "hang")
+    found = printed(capsys, words)
+    server.fail()
+    assert found["exit_code"] == 2
+    assert found["error"]["where"].startswith(bucket)
+    assert "network" in found["error"]["hint"], found
