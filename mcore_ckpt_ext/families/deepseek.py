@@ -224,14 +224,14 @@ def _why_not_best_two(arguments: ModelArguments) -> list[str]:
     return [f"moe_router_num_groups is {groups}, of one expert each"] if single else []
 
 
-def normalised_sigmoids(chosen: int, key: str = "norm_topk_prob") -> Setting:
+def normalised_sigmoids(chosen: int, key: str = "norm_topk_prob", *, absent: bool = True) -> Setting:
     """Return the setting of normalized weights; Megatron normalizes those of several experts only.
 
-    `chosen` is the default of `num_experts_per_tok`.
+    `chosen` is the default of `num_experts_per_tok`, `absent` that of `key`.
     """
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        is_normalized, several = config.get(key, True), config.get("num_experts_per_tok", chosen) > 1
+        is_normalized, several = config.get(key, absent), config.get("num_experts_per_tok", chosen) > 1
         if is_normalized != several:
             raise unrepresentable(key, is_normalized, f"{several}: Megatron normalizes the weights of several experts")
         return {}

@@ -16,6 +16,7 @@ from mcore_ckpt_ext.families.chatglm import ChatGLM
 from mcore_ckpt_ext.families.deepseek_moe import DeepSeekMoE
 from mcore_ckpt_ext.families.deepseek_v2 import DeepSeekV2
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, KimiK2
+from mcore_ckpt_ext.families.dots1 import Dots1
 from mcore_ckpt_ext.families.entry_points import RegisteredFamily, loadable, registered_families
 from mcore_ckpt_ext.families.ernie4_5 import Ernie45
 from mcore_ckpt_ext.families.exaone import Exaone
@@ -69,7 +70,7 @@ FAMILIES: tuple[Family, ...] = (
     GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
     DeepSeekV32(), GlmMoEDsa(), NemotronH(), StableLM(), GPTBigCode(), Nemotron(), Glm(), Ministral3(), Gemma(),
     GPTNeoX(), HyV3(), ExaoneMoE(), InternLM2(), ChatGLM(), Qwen(), DeepSeekMoE(),
-    Exaone(), Orion(), BailingMoeV2(), BailingMoE(), Mamba2(), SarvamMoE(), LlamaNemotron(),
+    Exaone(), Orion(), BailingMoeV2(), BailingMoE(), Mamba2(), SarvamMoE(), LlamaNemotron(), Dots1(),
 )  # fmt: skip
 _SHOWN = 4
 _LISTED = "one of mcore-ckpt convert --list-families"

@@ -30,7 +30,7 @@ def model_folder_beside(folder: Path) -> Path | None:
 
 
 def with_model_beside(description: Description, weights: Weights, folder: Path) -> Description:
-    """Add the model's arguments from the Hugging Face folder beside a checkpoint, if they agree with the checkpoint.
+    """Add the arguments of the model that a folder beside a checkpoint describes, if they agree.
 
     Args:
         description: from other files; it takes precedence.

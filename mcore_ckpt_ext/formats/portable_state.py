@@ -233,7 +233,9 @@ def several_steps(found: Mapping[float, str], where: str) -> UnreadableCheckpoin
 
 
 def once(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Remove repeated groups, which have the same identifying settings, by default those of `with_defaults`.
+    """Remove repeated groups, which have the same identifying settings.
+
+    Settings that the writer left out have the values of `with_defaults`.
 
     Raises:
         UnreadableCheckpointError: two copies of a group differ in another setting; steps are compared elsewhere.

@@ -113,7 +113,7 @@ def complete(job: JobArguments) -> ModelArguments:
 
 
 def _check_stated(job: JobArguments, known: Mapping[str, Any]) -> None:
-    """Refuse a job of another training loop that leaves open what its model computes: Megatron's default is no answer.
+    """Refuse a job of another training loop that leaves open what its model computes.
 
     Raises:
         UnsupportedCheckpointError: the kind or base of its positions is unknown, or its activation.

@@ -1,4 +1,4 @@
-"""Local non-persistent checkpoints: each rank keeps its own part on a disk of its node, for the same layout only.
+"""Local non-persistent checkpoints, of which each rank keeps its own part on its node.
 
 A manager of nvidia-resiliency-ext finds the newest iteration that all ranks of the job have, and each rank reads the
 file with its own number (`LocalCheckpointManager`, checkpointing/local/ckpt_managers, 0.4 to 0.7). What is in the file
@@ -74,7 +74,7 @@ def _check_layout(written: Mapping[str, Any], running: Mapping[str, Any], name: 
 
 
 def _report_unused(context: Any, persistent: int | None) -> None:
-    """Say so if ranks have newer local checkpoints that the manager does not take, because other ranks have none."""
+    """Report newer local checkpoints that the manager does not take, because not all ranks have them."""
     manager = (context or {}).get(_MANAGER)
     available = getattr(manager, "globally_available_ids", None) or []
     numbers = [number for ids in available for number, *_ in ids]

@@ -162,6 +162,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         use_parallel_residual=False,
     ),
     "hy_v3": _configured("HYV3Config", **_MIXTURE, head_dim=16, num_experts=4, num_shared_experts=2),
+    "dots1": _configured(
+        "Dots1Config", **{**_MIXTURE, "n_shared_experts": 2, "n_routed_experts": 4}, first_k_dense_replace=1,
+        norm_topk_prob=True, routed_scaling_factor=2.5, n_group=1, topk_group=1,
+    ),
     "exaone_moe": _configured(
         "ExaoneMoeConfig", **{**_MIXTURE, "num_hidden_layers": 4}, num_experts=4, sliding_window=16,
     ),

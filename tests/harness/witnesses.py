@@ -73,6 +73,7 @@ SHOWN: dict[str, Shown] = {
     "gpt_neox": Shown("gpt_neox", ("TP2",)),
     "hy_v3": Shown("hy_v3", ("TP2", "EP2")),
     "exaone_moe": Shown("exaone_moe", ("TP2", "EP2")),
+    "dots1": Shown("dots1", ("TP2", "EP2")),
     "ministral3": Shown("ministral3", ("TP2",)),
     "mamba2": Shown("mamba2", engine=_DENSE),
     "nemotron_h": Shown("nemotron_h", engine=_EXPERTS),
