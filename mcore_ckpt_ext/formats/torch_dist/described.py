@@ -13,6 +13,7 @@ from typing import Any
 from typing_extensions import Self, override
 
 from mcore_ckpt_ext.errors import PackingError
+from mcore_ckpt_ext.formats.adjacent_model import adjacent_model_folder, with_adjacent_model
 from mcore_ckpt_ext.formats.auxiliary_files import auxiliary_files
 from mcore_ckpt_ext.formats.description import (
     ARGUMENTS,
@@ -31,7 +32,6 @@ from mcore_ckpt_ext.formats.external_weights import (
     external_weights,
     other_weights_error,
 )
-from mcore_ckpt_ext.formats.model_beside import model_folder_beside, with_model_beside
 from mcore_ckpt_ext.formats.open_options import OpenOptions
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.torch_dist.inference import infer_layout, infer_model_config, possible_layouts
@@ -163,7 +163,7 @@ class DescribedCheckpoint(FormatReader):
         if self._weights_source is not None:
             found = found.with_model(described_by_model(self._weights_source))
         else:
-            found = with_model_beside(found, self.weights, self.folder)
+            found = with_adjacent_model(found, self.weights, self.folder)
         layout = infer_layout(self.index, self.random_state_grid(), {**found.arguments.raw, **external.layout})
         model = infer_model_config(self.index.arrays, self.weights.names() or external.weights)
         return completed(found, {**model, **layout}, self._facts, self.folder)
@@ -240,8 +240,8 @@ class DescribedCheckpoint(FormatReader):
 
     @override
     def auxiliary_files(self) -> dict[str, bytes]:
-        beside = model_folder_beside(self.folder)
-        return {**(auxiliary_files(beside) if beside is not None else {}), **super().auxiliary_files()}
+        adjacent = adjacent_model_folder(self.folder)
+        return {**(auxiliary_files(adjacent) if adjacent is not None else {}), **super().auxiliary_files()}
 
     @property
     @override

@@ -1,4 +1,4 @@
-"""The model that a training loop describes by a Hugging Face folder beside its checkpoint.
+"""The model that a training loop describes by a Hugging Face folder next to its checkpoint.
 
 verl writes `huggingface/` into the folder of a step (`loops/verl.py`). Its `config.json` states what
 `transformer_config.json` lacks, which has no functions, such as the activation, and no field of `GPTModel`, such as the
@@ -23,21 +23,21 @@ _NAME = f"{MODEL}/{_CONFIG}"
 _SHOWN = 3
 
 
-def model_folder_beside(folder: Path) -> Path | None:
+def adjacent_model_folder(folder: Path) -> Path | None:
     """Return the Hugging Face folder that describes the model of a checkpoint; None if there is none."""
     places = (step / MODEL for step in folders_of_verl(folder))
     return next((place for place in places if (place / _CONFIG).is_file()), None)
 
 
-def with_model_beside(description: Description, weights: Weights, folder: Path) -> Description:
-    """Add the arguments of the model that a folder beside a checkpoint describes, if they agree.
+def with_adjacent_model(description: Description, weights: Weights, folder: Path) -> Description:
+    """Add the arguments of the model that a folder next to a checkpoint describes, if they agree.
 
     Args:
         description: from other files; it takes precedence.
         weights: the weights of the checkpoint, possibly none.
         folder: the folder of the checkpoint.
     """
-    place = model_folder_beside(folder)
+    place = adjacent_model_folder(folder)
     if place is None:
         return description
     from mcore_ckpt_ext.formats.hugging_face.model import described_model  # all families take 0.1 s to import
