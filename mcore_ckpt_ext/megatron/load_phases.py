@@ -178,18 +178,18 @@ CHECKING = (
     Phase("looking for a complete checkpoint", Who.ALL_ALIKE, _check_complete),
     Phase("comparing the vocabularies", Who.ALL_ALIKE, check_new_tokens),
     Phase(
-        "comparing the order of the data",
-        Who.FIRST_RANK,
-        _account_data,
-        collect=_take_data,
-        applies=_goes_on_reading,
-    ),
-    Phase(
         "looking for local checkpoints",
         Who.EACH_RANK,
         lambda load, ranks: ranks.takes_local_checkpoint(load),
         collect=_take_locality,
         applies=lambda load: may_be_local(load.arguments),
+    ),
+    Phase(
+        "comparing the order of the data",
+        Who.FIRST_RANK,
+        _account_data,
+        collect=_take_data,
+        applies=_goes_on_reading,
     ),
 )
 """May this be loaded at all?"""

@@ -37,8 +37,13 @@ def test_a_rehearsal_performs_every_phase_up_to_the_first_that_writes(monkeypatc
     assert rehearsed(fixture_named("p10")).will_succeed
     expected = [phase for phase in MEGATRON if not phase.writes]
     left_out = [phase.name for phase in expected if phase not in performed]
-    # Nobody asked to compare all checksums, to read once, or passed an optimizer without weights.
-    assert left_out == ["describing the live weights", "planning the resume", "planning what is read once"]
+    # No option asks for local checkpoints, for all checksums or to read once, and the optimizer has weights.
+    assert left_out == [
+        "looking for local checkpoints",
+        "describing the live weights",
+        "planning the resume",
+        "planning what is read once",
+    ]
     assert list(dict.fromkeys(performed)) == [phase for phase in expected if phase in performed]
 
 
