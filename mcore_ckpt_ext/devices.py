@@ -7,6 +7,7 @@ of device: `torch.cuda`, `torch.xpu`, `torch.npu`.
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -121,3 +122,35 @@ def _nccl_version() -> str | None:
     if not hasattr(torch._C, "_nccl_version"):
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+class _NvmlMemory(ctypes.Structure):
+    """`nvmlMemory_t` of NVIDIA's management library."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def smallest_memory() -> int | None:
+    """Return the bytes of the smallest GPU of this machine; no context is created on any.
+
+    Source: `nvmlDeviceGetMemoryInfo`, NVML API reference (libnvidia-ml.so.1).
+
+    Returns:
+        None without a GPU of NVIDIA, or without its library.
+    """
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        count = ctypes.c_uint()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        sizes = []
+        for index in range(count.value):
+            device, memory = ctypes.c_void_p(), _NvmlMemory()
+            if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) == 0:
+                nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+                sizes.append(int(memory.total))
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return None
+    return min(filter(None, sizes), default=None)

@@ -17,6 +17,8 @@ WARN = "warn"
 REQUIRED = "required"
 # Which loader reads tensors; also the values of `--ckpt-ext-load`.
 AUTO, STOCK, FAST = "auto", "stock", "fast"
+# Which layout a job has; also the values of `--ckpt-ext-layout`.
+OF_FLAGS, AUTO_BATCH = "flags", "auto-batch"
 
 
 class Setting(Generic[Value]):
@@ -211,6 +213,14 @@ EXPLAIN = Setting(
     False,
     parse_switch,
 )
+LAYOUT = Setting(
+    "MCORE_CKPT_EXT_LAYOUT",
+    "auto: choose a layout that keeps the training if the job's flags do not fit the number of GPUs; auto-batch: one "
+    "with another global batch if that uses more GPUs; flags: that of the flags only",
+    OF_FLAGS,
+    _word(OF_FLAGS, AUTO, AUTO_BATCH),
+    argument="ckpt_ext_layout",
+)
 WRITER_PATIENCE = Setting(
     "MCORE_CKPT_EXT_WRITER_PATIENCE",
     "seconds without activity after which a writer process is given up",
@@ -238,6 +248,7 @@ SETTINGS = (
     ACCEPT_KEYS,
     EXPORT_HF,
     EXPLAIN,
+    LAYOUT,
     WRITER_PATIENCE,
     HEARTBEAT_TIMEOUT,
 )

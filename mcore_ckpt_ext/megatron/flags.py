@@ -32,13 +32,16 @@ from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.settings import (
     ACCEPT_KEYS,
     AUTO,
+    AUTO_BATCH,
     CONTINUE,
     DATA_ORDER,
     EXPORT_HF,
     FALLBACK,
     FAST,
     FROM_HF,
+    LAYOUT,
     LOAD,
+    OF_FLAGS,
     ON_SAVE_FAILURE,
     READ_ONCE,
     REQUIRED,
@@ -88,12 +91,14 @@ def wrap_parse_args(original: Callable[P, Arguments]) -> Callable[P, Arguments]:
 
 
 def wrap_validate_args(original: Callable[..., Arguments]) -> Callable[..., Arguments]:
-    """Return a ``validate_args`` that refuses a job which cannot begin or save as requested."""
+    """Return a ``validate_args`` that may set the layout, and refuses a job which cannot begin or save."""
 
     @wraps(original)
     def validate_args(args: Arguments, *positional: object, **keywords: object) -> Arguments:
-        result = original(args, *positional, **keywords)
         check_settings()
+        if LAYOUT.chosen(args) != OF_FLAGS:
+            import_module("mcore_ckpt_ext.megatron.elastic.layout").apply_layout(args)
+        result = original(args, *positional, **keywords)
         check_arguments(args)
         check_export(args)
         return result
@@ -149,6 +154,13 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
             choices=[AUTO, STOCK, FAST],
             help="Which loader reads the tensors of a torch_dist checkpoint: this package (fast), Megatron if it can "
             f"(stock), this package under another layout (auto; default: {LOAD.name}, or {LOAD.default}).",
+        )
+        group.add_argument(
+            LAYOUT.flag,
+            choices=[OF_FLAGS, AUTO, AUTO_BATCH],
+            help="If the job's flags do not fit the number of GPUs, choose a layout that keeps the training (auto), or "
+            f"one with another global batch if that uses more of them (auto-batch; default: {LAYOUT.name}, or "
+            f"{LAYOUT.default}).",
         )
         group.add_argument(
             READ_ONCE.flag,

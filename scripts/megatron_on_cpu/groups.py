@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -10,17 +11,20 @@ from torch.distributed import ProcessGroupGloo
 
 
 def share_device() -> None:
-    """Make all process groups of this rank share one thread; call it before the first group is created.
+    """Make all process groups of a process share one thread; call it before the first group is created.
 
     Otherwise each group has a device with a thread that polls a hundred times per second. Megatron creates dozens of
-    groups per rank, so a few jobs of eight ranks would use up a small machine.
+    groups per rank, so a few jobs of eight ranks would use up a small machine. A process that is forked later has a
+    thread of its own.
     """
     original: Any = ProcessGroupGloo.__init__
     options_of: Any = ProcessGroupGloo._Options  # type: ignore[attr-defined]
-    device = ProcessGroupGloo.create_default_device()
+    devices: dict[int, Any] = {}
 
     def create(self: ProcessGroupGloo, store: Any, rank: int, size: int, timeout: timedelta, **newer: Any) -> None:
-        options = options_of()
+        if os.getpid() not in devices:
+            devices[os.getpid()] = ProcessGroupGloo.create_default_device()
+        device, options = devices[os.getpid()], options_of()
         options._devices, options._timeout = [device], timeout
         for name, value in newer.items():  # `enable_reconfigure` since torch 2.14
             setattr(options, name, value)

@@ -33,6 +33,12 @@ def end_with_parent() -> None:
     _watch(parent.pid, parent.is_alive)
 
 
+def end_with_starter() -> None:
+    """End this process when the process ends that is its parent in the kernel."""
+    parent = os.getppid()
+    _watch(parent, lambda: os.getppid() == parent)
+
+
 @contextlib.contextmanager
 def children_end_with_this_process() -> Iterator[None]:
     """Within this context, processes that this process forks end with it."""

@@ -1,0 +1,1 @@
+"""A job that goes on by itself with another number of ranks (`--ckpt-ext-layout auto`)."""
