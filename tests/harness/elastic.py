@@ -13,7 +13,6 @@ from megatron_on_cpu import launch, toy_jobs
 from tests.harness.jobs import RANK_SCRIPTS, SAVED, TIME_LIMIT
 
 AGENTS = RANK_SCRIPTS / "elastic_agents.py"
-ECHO = None
 _START = re.compile(r"--ckpt-ext-layout auto\S*: (\d+ of .*)")
 
 
@@ -58,7 +57,6 @@ class Scenario:
             timeout=TIME_LIMIT,
             environment=environment,
             log_file=self.folder / "log",
-            echo=ECHO,
         )
         assert result.returncode == 0, result.output[-8000:]
         return Ended(self.folder, result.output)

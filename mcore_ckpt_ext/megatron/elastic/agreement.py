@@ -1,8 +1,9 @@
-"""What the ranks of one start of a job agree on before it has process groups, by torchrun's store.
+"""Agreements of the ranks of a job before it has process groups, by torchrun's store.
 
 The store may be the agents' own and hold what earlier starts have left: `DynamicRendezvousHandler.next_rendezvous`
-(torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, torch 2.4 to 2.13) makes it once for all rounds, and no
-variable of a worker names the round. So every rank asks with a number of its own, and takes no answer to another one.
+(torch/distributed/elastic/rendezvous/dynamic_rendezvous.py, torch 2.13) makes it once for all rounds, and no variable
+of a worker names the round. So every rank requests the decision with a number of its own, and takes no answer to
+another one.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Agreement:
         return value.decode()
 
     def end(self, code: int, waiting: int, patience: float) -> None:
-        """Tell the ranks that wait that the job has ended, and wait until they know."""
+        """Inform the ranks that wait that the job has ended, until all have seen it."""
         self._store.set(self._key(self.start, "ended"), str(code))
         until = time.monotonic() + patience
         while self._store.add(self._key(self.start, "seen"), 0) < waiting and time.monotonic() < until:
@@ -130,5 +131,5 @@ class Agreement:
 
 
 def _is_timeout(error: RuntimeError) -> bool:
-    """Return whether a store did not get a key in time: torch has a type for lost connections since 2.1 only."""
+    """Return whether a store did not get a key in time, rather than lost its connection."""
     return "timeout" in str(error).lower() and type(error).__name__ != "DistNetworkError"

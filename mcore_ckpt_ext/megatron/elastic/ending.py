@@ -1,7 +1,7 @@
 """How the ranks of an elastic job end: with which exit code, and what torchrun prints about it.
 
 An agent goes on if a worker fails, and ends if all its workers succeed (`SimpleElasticAgent._invoke_run`,
-torch/distributed/elastic/agent/server/api.py, torch 2.1 to 2.13).
+torch/distributed/elastic/agent/server/api.py, torch 2.13).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Ending:
         return 0 if error is None else 1
 
     def at_end(self, call: Callable[[int], None]) -> None:
-        """Call a function with the exit code when this process ends, also if `multiprocessing` has started it."""
+        """Call a function with the exit code when this process ends, a child of `multiprocessing` or not."""
         Finalize(None, lambda: call(self.current_code()), exitpriority=_FIRST_OF_ALL)
 
 
@@ -99,10 +99,10 @@ def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def record(error: BaseException) -> None:
-    """Write an error where the agent looks for it, in the form of torch's `ErrorHandler.record_exception`.
+    """Write an error to the agent's file, in the form of torch's `ErrorHandler.record_exception`.
 
     The agent prints `py_callstack` of the first rank that failed; of a refusal that is the reason alone.
-    Source: torch/distributed/elastic/multiprocessing/errors, torch 2.1 to 2.13.
+    Source: torch/distributed/elastic/multiprocessing/errors, torch 2.13.
     """
     name = os.environ.get(ERROR_FILE)
     if not name or Path(name).exists():

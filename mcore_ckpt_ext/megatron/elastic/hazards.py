@@ -1,4 +1,4 @@
-"""What in the settings of torchrun keeps a job from going on when a node dies: by the variables of its workers."""
+"""Settings of torchrun that keep a job from going on when a node dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hazards(environment: Mapping[str, str], agent: Sequence[str], arguments: obj
     if environment.get("TORCHELASTIC_MAX_RESTARTS") == "0":
         yield "--max-restarts 0: the first node that dies ends the job"
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # `next_rendezvous` tells the address of that store once, in the round in which it is made.
+        # `next_rendezvous` writes the address of that store once, in the round in which it is made.
         yield (
             f"agents share their store with the workers: a node that returns waits for MASTER_ADDR in vain, and so do "
             f"all if the first node dies; export {_STORE} on every node"

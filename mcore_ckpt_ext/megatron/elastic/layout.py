@@ -42,7 +42,7 @@ _SECONDS_TO_END = 10.0
 
 
 def apply_layout(arguments: Any) -> None:
-    """Set the layout for the ranks that there are, if `--ckpt-ext-layout` says so; or wait, and end this process.
+    """Set the layout for the ranks of this start, if `--ckpt-ext-layout` says so; or wait to its end.
 
     Nothing changes if the number of ranks fits the job's flags.
 
@@ -180,7 +180,7 @@ def _take(decision: Mapping[str, Any], arguments: Any, rank: int, ranks: int, ag
 
 
 def _set_stages_of_old_releases(arguments: Any, values: Mapping[str, Any]) -> None:
-    """Set the number of layers of a virtual stage, where a release has no argument for the number of stages.
+    """Set the layers of a virtual stage, where a release has no argument for the number of stages.
 
     `--num-virtual-stages-per-pipeline-rank` came in core_v0.12.0 (megatron/training/arguments.py).
     """
@@ -194,7 +194,7 @@ def _store(rank: int, patience: float) -> Any:
     """Return the store that torch itself connects to when it initializes its process groups.
 
     Without the agents' store, the first rank hosts it; torch finds the same server in this process later
-    (`multi_tenant`; `_create_c10d_store`, torch/distributed/rendezvous.py, torch 2.1 to 2.13).
+    (`multi_tenant`; `_create_c10d_store`, torch/distributed/rendezvous.py, torch 2.13).
     """
     is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(

@@ -167,14 +167,17 @@ class Agents:
                 self._selector.unregister(key.fd)
             *lines, self._lines[key.data] = (self._lines[key.data] + text).split(b"\n")
             for line in lines:
-                self._seen.append(f"[agent {key.data}] {line.decode(errors='replace')}")
-                print(self._seen[-1], flush=True)
+                self._print(f"[agent {key.data}] {line.decode(errors='replace')}")
         for number, pid in list(self.pids.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self.pids[number]
                 self.codes[number] = os.waitstatus_to_exitcode(status)
-                print(f"[agents] agent {number} ended with {self.codes[number]}", flush=True)
+                self._print(f"[agents] agent {number} ended with {self.codes[number]}")
+
+    def _print(self, line: str) -> None:
+        self._seen.append(line)
+        print(line, flush=True)
 
 
 def others_in_session() -> list[str]:
