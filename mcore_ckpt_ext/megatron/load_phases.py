@@ -19,6 +19,7 @@ from mcore_ckpt_ext.megatron.local_checkpoints import may_be_local
 from mcore_ckpt_ext.megatron.new_tokens import keeps_initialization, new_tokens, refusal, zeros_message
 from mcore_ckpt_ext.megatron.probe import LoadProbe, check_complete, probe_checkpoint
 from mcore_ckpt_ext.megatron.shared_index import shared_with
+from mcore_ckpt_ext.megatron.stored_progress import check_progress
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.settings import DATA_ORDER, FALLBACK, FAST, LOAD, REQUIRED
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
@@ -82,6 +83,12 @@ def _check_complete(load: MegatronLoad) -> None:
     """Refuse an incomplete checkpoint if another one is complete and the user did not allow to take it."""
     if not FALLBACK.chosen(load.arguments):
         check_complete(load.probe.health, str(load.directory))
+
+
+def _check_progress(load: MegatronLoad) -> None:
+    """Refuse a checkpoint that does not say how far its run was, before Megatron looks for it."""
+    schedules = load.scheduler is not None and load.takes_optimizer
+    check_progress(load.probe.missing, load.arguments, str(load.directory), has_scheduler=schedules)
 
 
 def check_new_tokens(load: MegatronLoad) -> None:
@@ -176,6 +183,7 @@ LOOKING = (
 """What is there to be loaded?"""
 CHECKING = (
     Phase("looking for a complete checkpoint", Who.ALL_ALIKE, _check_complete),
+    Phase("looking at the progress of the run", Who.ALL_ALIKE, _check_progress),
     Phase("comparing the vocabularies", Who.ALL_ALIKE, check_new_tokens),
     Phase(
         "looking for local checkpoints",

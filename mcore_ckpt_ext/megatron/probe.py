@@ -15,6 +15,7 @@ from mcore_ckpt_ext.megatron.new_tokens import stored_vocabulary_rows
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.shared_index import index_of, is_moved
 from mcore_ckpt_ext.megatron.sources.huggingface import model_folder
+from mcore_ckpt_ext.megatron.stored_progress import missing_progress
 from mcore_ckpt_ext.operations.iteration_health import IterationHealth, iteration_health_of
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import Scope, overridden
@@ -35,6 +36,7 @@ class LoadProbe:
         health: the health of the iteration that a resume would take; None if it is not assessed.
         index: the index of the checkpoint to load, for all ranks; None if each rank reads its own.
         vocabulary_rows: the number of vocabulary rows of the checkpoint to load; None if the job has no further tokens.
+        missing: what the checkpoint does not say about the progress of its run.
         session: the load that rank 0 has begun; None on other ranks, and if it is undecided what Megatron takes.
     """
 
@@ -42,11 +44,12 @@ class LoadProbe:
     health: IterationHealth | None = None
     index: SharedIndex | None = None
     vocabulary_rows: int | None = None
+    missing: tuple[str, ...] = ()
     session: LoadSession | None = None
 
     def __reduce__(self) -> tuple[type[LoadProbe], tuple[Any, ...]]:
         """Pickle for the other ranks: each begins its own load."""
-        return LoadProbe, (self.model, self.health, self.index, self.vocabulary_rows)
+        return LoadProbe, (self.model, self.health, self.index, self.vocabulary_rows, self.missing)
 
 
 def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, shares_index: bool) -> LoadProbe:
@@ -72,10 +75,11 @@ def probe_checkpoint(arguments: Any, load_arg: str, directory: str | None, *, sh
         session = _session_of(directory, health.newest_complete, arguments) if FALLBACK.chosen(arguments) else None
     keeps = session is not None and (shares_index or is_moved(session, arguments))
     rows = _vocabulary_rows(session, arguments)
+    missing = _missing_progress(session)
     index = session.index.shared if session is not None and keeps else None
     if session is not None and not keeps:
         session.index = session.index.unshared()
-    return LoadProbe(health=health, index=index, vocabulary_rows=rows, session=session)
+    return LoadProbe(health=health, index=index, vocabulary_rows=rows, missing=missing, session=session)
 
 
 def _session_of(directory: str, step: int | None, arguments: Any) -> LoadSession | None:
@@ -92,6 +96,14 @@ def _vocabulary_rows(session: LoadSession | None, arguments: Any) -> int | None:
         with suppress(CheckpointError, OSError):
             return stored_vocabulary_rows(session.checkpoint, arguments)
     return None
+
+
+def _missing_progress(session: LoadSession | None) -> tuple[str, ...]:
+    """Return `missing_progress`; nothing if the checkpoint is unreadable, which the load itself reports."""
+    if session is not None:
+        with suppress(CheckpointError, OSError):
+            return missing_progress(session)
+    return ()
 
 
 def trackers_seen(arguments: Any, load_arg: str) -> tuple[bool, ...]:

@@ -131,16 +131,38 @@ class Refusal:
         return self.name
 
 
-def without_schedule(run: Path) -> None:
-    """A checkpoint of a release that stores the common state in a file of its own."""
-    path = iteration(run) / "common.pt"
-    state = torch.load(path, weights_only=False)
-    del state["opt_param_scheduler"]
-    torch.save(state, path)
+def without_common(*path: str) -> Damage:
+    """Without an entry of the common state, in a file of its own as before 0.14."""
+
+    def damage(run: Path) -> None:
+        file = iteration(run) / "common.pt"
+        state = torch.load(file, weights_only=False)
+        *outer, name = path
+        inner = state
+        for key in outer:
+            inner = inner[key]
+        del inner[name]
+        torch.save(state, file)
+
+    return damage
 
 
 REFUSALS = [
-    Refusal("no schedule", "no state of the learning rate scheduler", without_schedule, fixture="p01"),
+    *(
+        Refusal(
+            f"no {path[-1]}",
+            rf"no {re.escape('.'.join(path))} in its common state",
+            without_common(*path),
+            fixture="p01",
+        )
+        for path in [
+            ("opt_param_scheduler",),
+            ("opt_param_scheduler", "num_steps"),
+            ("opt_param_scheduler", "max_lr"),
+            ("iteration",),
+            ("checkpoint_version",),
+        ]
+    ),
     Refusal("a missing file", r"cannot be opened.*__2_0\.distcp.*use another iteration", without("__2_0.distcp")),
     Refusal("a truncated file", r"shorter than its metadata says.*__4_0\.distcp", truncated),
     Refusal("a folder in place of a file", r"not a regular file.*__3_0\.distcp", a_folder_in_place_of_a_file),
