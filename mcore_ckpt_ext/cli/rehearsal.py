@@ -103,7 +103,11 @@ def _show(found: Rehearsal) -> None:
                           f"each found once; placed by {' and '.join(found.order_sources)}"),
             ("weights", f"{found.weights:,} elements, each found once"),
             ("masters", _proof(found)),
-            ("to be read", f"{format_bytes(found.bytes_read)} by all ranks"),
+            (
+                "to be read",
+                f"{format_bytes(found.bytes_read)} by all ranks, of which the optimizer "
+                f"{format_bytes(found.optimizer_bytes_read)}, as the job's line says",
+            ),
             *((("data", found.data.sentence.removeprefix("data: ")),) if found.data else ()),
         ]
     )  # fmt: skip

@@ -52,7 +52,7 @@ class ParallelLayout:
             pipeline=pipeline,
             virtual_pipeline=(arguments.virtual_pipeline_model_parallel_size or 1) if pipeline > 1 else 1,
             expert=arguments.expert_model_parallel_size or 1,
-            expert_tensor=arguments.expert_tensor_parallel_size or tensor,
+            expert_tensor=(arguments.expert_tensor_parallel_size if arguments.num_experts else None) or tensor,
             context=context,
             data=data,
             world=arguments.world_size or tensor * pipeline * context * data,
@@ -73,6 +73,15 @@ class ParallelLayout:
         """
         return self.world // (self.expert_tensor * self.expert * self.pipeline)
 
+    @property
+    def separates_experts(self) -> bool:
+        """True if experts have gradient buffers, data-parallel ranks and an optimizer of their own.
+
+        Source: `use_expert_pgs` (megatron/core/tensor_parallel/layers.py and extensions/transformer_engine.py,
+        core_v0.19.0 to 0.19.2); before, with expert parallelism alone (`allreduce`, core_v0.7.0 to 0.18.0).
+        """
+        return self.expert > 1 or self.expert_tensor != self.tensor
+
     def sizes(self) -> dict[str, int]:
         """Return the size of each dimension by name; 1 for unknown ones."""
         return {name: size for name, size in asdict(self).items() if name != "unknown"}
@@ -88,7 +97,7 @@ class ParallelLayout:
             for name, label in _LABELS.items()
             if name not in self.unknown and (getattr(self, name) > 1 or label in always)
         ]
-        if self.expert > 1 and self.expert_tensor != self.tensor and "expert_tensor" not in self.unknown:
+        if self.expert_tensor != self.tensor and "expert_tensor" not in self.unknown:
             parts.insert(-1, f"ETP{self.expert_tensor}")
         missing = [label for name, label in _LABELS.items() if name in self.unknown]
         if not parts:

@@ -102,8 +102,8 @@ def layer_wise_stages(
         rule: how parameters are distributed.
         high_bandwidth: `--ddp-pad-buckets-for-high-nccl-busbw`.
     """
-    is_separate = layout.expert > 1
-    dense = table.local(layout.tensor, layout.expert_tensor, None if is_separate else 1)
+    is_separate = layout.separates_experts
+    dense = table.local(layout.tensor, layout.expert_tensor, None if is_separate else 0)
     experts = table.local(layout.tensor, layout.expert_tensor, layout.expert) if is_separate else None
     found = []
     for pipeline, stage in enumerate(held):

@@ -146,7 +146,7 @@ def context_of(layout: ParallelLayout) -> int:
     """Return the bytes outside torch's allocator: constants for the process and each communicator."""
     groups = (
         layout.tensor, layout.pipeline, layout.context, layout.data * layout.context, layout.expert,
-        layout.expert_data if layout.expert > 1 else 1,
+        layout.expert_data if layout.separates_experts else 1,
     )  # fmt: skip
     return CONTEXT + COMMUNICATOR * sum(size > 1 for size in groups)
 

@@ -239,8 +239,8 @@ class ModelTable:
             expert_tensor: tensor parallel size of experts.
             expert: expert parallel size.
         """
-        is_separate = expert > 1
-        dense = self._totals(tensor, expert_tensor, None if is_separate else 1)
+        is_separate = expert > 1 or expert_tensor != tensor
+        dense = self._totals(tensor, expert_tensor, None if is_separate else 0)
         experts = self._totals(tensor, expert_tensor, expert) if is_separate else None
         last = len(ranges) - 1
         found = []
@@ -259,7 +259,7 @@ class ModelTable:
     def local(self, tensor: int, expert_tensor: int, expert: int | None) -> LocalColumns:
         """Return one rank's part of every parameter.
 
-        `expert`: None for all parameters except experts; 1 for all parameters; otherwise the expert parallel size, for
+        `expert`: None for all parameters except experts; 0 for all parameters; otherwise the expert parallel size, for
         the experts of one rank.
         """
         local, chosen = self._divided(tensor, expert_tensor, expert)
@@ -271,7 +271,7 @@ class ModelTable:
         is_expert = columns["expert"] >= 0
         if expert is None:
             chosen = ~is_expert
-        elif expert == 1:
+        elif expert == 0:
             chosen = np.ones_like(is_expert)
         else:
             experts = 1 + max((one.expert or 0 for one in self.parameters), default=0)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from mcore_ckpt_ext.job.job_arguments import is_hybrid
-from mcore_ckpt_ext.job.releases import SHARES_QUERY_GROUPS
+from mcore_ckpt_ext.job.releases import SEPARATES_DIVIDED_EXPERTS, SHARES_QUERY_GROUPS
+from mcore_ckpt_ext.layout.parallel import prediction_chunk
 from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.option_rules import check_options
 
@@ -41,6 +42,19 @@ def _factors(number: int) -> str:
             found.append(f"{prime}^{power}" if power > 1 else f"{prime}")
         prime += 1
     return " x ".join(found) or "1"
+
+
+def _expert_tensor(choice: Choice) -> str | None:
+    """Experts that are not divided among ranks have the tensor parallel size of the rest, up to core_v0.18.0.
+
+    There, without expert parallelism, their gradients are reduced with all others (`allreduce`,
+    megatron/core/tensor_parallel/layers.py, extensions/transformer_engine.py, core_v0.7.0 to 0.18.0), among ranks that
+    have other parts of them: nothing refuses it, and the weights are mixed up.
+    """
+    layout = choice.layout
+    if layout.expert > 1 or layout.expert_tensor == layout.tensor or SEPARATES_DIVIDED_EXPERTS.is_of(choice.version):
+        return None
+    return f"without expert parallelism, ETP {layout.expert_tensor} has to be TP {layout.tensor} before Megatron 0.19"
 
 
 def _expert_world_size(choice: Choice) -> str | None:
@@ -197,6 +211,24 @@ def _layers(choice: Choice) -> str | None:
     return f"{choice.job.num_layers} layers cannot be divided among {chunks}"
 
 
+def _tied_predictions(choice: Choice) -> str | None:
+    """`tie_embeddings_and_output_weights_state_dict`: a tied output layer is not on a stage that predicts.
+
+    A last stage with multi-token prediction has an output layer with a weight of its own besides its copy of the
+    embedding, and then neither a save nor a load passes that function's assertion
+    (megatron/core/models/common/language_module/language_module.py, and `skip_weight_param_allocation` in
+    models/gpt/gpt_model.py, core_v0.12.0 to 0.19.2 and the development head of August 2026).
+    """
+    job, layout = choice.job, choice.layout
+    if not job.mtp_num_layers or job.untie_embeddings_and_output_weights or layout.pipeline == 1:
+        return None
+    split = dict(choice.split.arguments) if choice.split else {}
+    last = (layout.pipeline - 1, layout.virtual_pipeline - 1)
+    if prediction_chunk(job.replace(**split), layout) != last:
+        return None
+    return "with tied embeddings, Megatron neither saves nor loads multi-token prediction on the last of several stages"
+
+
 def _shared_indexers(choice: Choice) -> str | None:
     """A layer that reuses the tokens chosen by an earlier layer is on the same stage as that layer.
 
@@ -302,6 +334,7 @@ DENSE_RULES: tuple[NamedRule, ...] = (
 EXPERT_RULES: tuple[NamedRule, ...] = (
     ("experts", _experts),
     ("biases of experts", _expert_biases),
+    ("expert tensor parallelism", _expert_tensor),
     ("expert world size", _expert_world_size),
     ("rank order", _rank_order),
     ("optimizer instances", _optimizer_instances),
@@ -314,6 +347,7 @@ STAGE_RULES: tuple[NamedRule, ...] = (
     ("hybrid pattern", _hybrid_stages),
     ("layers per stage", _layers),
     ("shared indexers", _shared_indexers),
+    ("tied predictions", _tied_predictions),
     ("interleaved schedule", _interleaving),
     ("overlapped experts", _overlapped_experts),
     ("options of the job", check_options),

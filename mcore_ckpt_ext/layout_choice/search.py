@@ -262,8 +262,12 @@ class _Sizes:
     def expert_layouts(self, dense: ParallelLayout) -> Iterator[ParallelLayout]:
         """Yield the layout with every size of EP and ETP."""
         for expert in self._of("expert", [size for size in self._divisors if size <= self._experts]):
-            tensors = sorted({1, dense.tensor, self._old.expert_tensor}) if expert > 1 else [dense.tensor]
-            for expert_tensor in self._of("expert_tensor", tensors):
+            tensors = {dense.tensor}
+            if expert > 1:
+                tensors |= {1, self._old.expert_tensor}
+            elif self._old.expert == 1 and self._old.separates_experts:
+                tensors.add(self._old.expert_tensor)
+            for expert_tensor in self._of("expert_tensor", sorted(tensors)):
                 yield replace(dense, expert=expert, expert_tensor=expert_tensor)
 
     def stage_layouts(self, layout: ParallelLayout) -> Iterator[ParallelLayout]:

@@ -174,7 +174,6 @@ class _States:
             {kind: set(self._state.names(kind)) for kind in kinds} if self._state and self._shows_names else {}
         )
         self._in_memory = _state_dtypes(job)
-        self._has_state = self._state is not None
         self._distributed = bool(job.use_distributed_optimizer)
 
     def of(self, name: str, weight_bytes: int) -> tuple[int, int, bool]:
@@ -185,13 +184,24 @@ class _States:
                 continue
             tensor = self._state.logical_tensor(kind, name) if self._state and self._shows_names else None
             width = _bytes_of(tensor.dtype) if tensor is not None else (2 if kind == PARAM_REMAINDER else 4)
-            stored += width if self._has_state else 0
+            stored += self._stored_bytes(kind, name, width, weight_bytes)
             # Masters of fp32 weights are the weights themselves (`_build_model_and_main_param_groups`,
             # megatron/core/optimizer/distrib_optimizer.py, core_v0.7.0 to 0.19.2).
             is_weight = kind == FP32_PARAM and weight_bytes == 4
             in_memory += 0 if is_weight else self._in_memory.get(kind, width)
         shared = self._state.is_distributed(name) if self._state and self._shows_names else self._distributed
         return in_memory, stored, shared
+
+    def _stored_bytes(self, kind: str, name: str, width: int, weight_bytes: int) -> int:
+        """Return the bytes that are read for an element of a kind.
+
+        A master is joined from its weight and its remainder, which `fully_reshardable` stores as a number in fp32.
+        """
+        if self._state is None:
+            return 0
+        if kind != PARAM_REMAINDER:
+            return width
+        return weight_bytes + (width if self._state.derivation(kind, name) is None else 4)
 
 
 def state_bytes(job: JobArguments) -> int:

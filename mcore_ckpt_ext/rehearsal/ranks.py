@@ -84,7 +84,7 @@ class SimulatedJob:
             )
             weights[name] = StoredWeight(tensor, grid)
         self._tensors = tensors
-        self.models = LocalModels(weights, arguments, self.layout, has_expert_optimizer=self.layout.expert > 1)
+        self.models = LocalModels(weights, arguments, self.layout, has_expert_optimizer=self.layout.separates_experts)
         if self.models.chunks is None:
             raise UnsupportedCheckpointError(
                 "the layers of each pipeline rank of this layout are unknown to a rehearsal",

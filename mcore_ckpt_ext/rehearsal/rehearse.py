@@ -190,6 +190,7 @@ class _Rehearsing:
             elements=figures.elements,
             weights=figures.weights,
             bytes_read=figures.bytes_read,
+            optimizer_bytes_read=figures.optimizer_bytes_read,
             proven=figures.proven,
             proof=_proof(checkpoint),
             is_full_proof=self._request.full,

@@ -31,7 +31,8 @@ class Rehearsal:
         parts: number of parts of parameters, counting those of each tensor- and expert-parallel rank.
         elements: number of elements of masters and moments on all ranks together.
         weights: number of elements of weights that are found.
-        bytes_read: bytes that all ranks read together, without `--ckpt-ext-read-once`.
+        bytes_read: bytes that all ranks read together, without `--ckpt-ext-read-once`: `read_in_all` of the plan.
+        optimizer_bytes_read: those among them that the optimizer reads: "MB read" in the line of the resume.
         proven: number of masters that were compared with their weights.
         proof: how they were compared, as text.
         is_full_proof: whether all masters were compared, not samples.
@@ -59,6 +60,7 @@ class Rehearsal:
     elements: int = 0
     weights: int = 0
     bytes_read: int = 0
+    optimizer_bytes_read: int = 0
     proven: int = 0
     proof: str | None = None
     is_full_proof: bool = False

@@ -14,6 +14,7 @@ from mcore_ckpt_ext.megatron.live.resume import Resume
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.operations.workers import Team
 from mcore_ckpt_ext.optimizers.groups import Group
+from mcore_ckpt_ext.optimizers.model_space_formats import is_layer_wise
 from mcore_ckpt_ext.planning.plan import TargetSlice, plans_of
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank
 from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
@@ -32,6 +33,7 @@ class Figures:
     elements: int = 0
     weights: int = 0
     bytes_read: int = 0
+    optimizer_bytes_read: int = 0
     proven: int = 0
     names: set[str] = field(default_factory=set)
 
@@ -82,7 +84,9 @@ class Shares:
                     own = self._own(numbers)
                     alike = [held[number] for number in own]
                     try:
-                        self._figures.bytes_read += self._plan([one.shard for one in alike]) * copies if alike else 0
+                        read = self._plan([one.shard for one in alike]) * copies if alike else 0
+                        self._figures.bytes_read += read
+                        self._figures.optimizer_bytes_read += read
                     except ContentError:
                         refused = [number for number in own if self._is_refused(held[number])] or own
                         wrong.extend((pipeline, number) for number in refused)
@@ -156,8 +160,10 @@ class Shares:
     def _by_copies(self, held: Sequence[Held]) -> Iterator[tuple[int, list[int]]]:
         """Yield (reads, parts): how often the job reads each part; ranks that share state read it once."""
         state, found = self._checkpoint.optimizer, dict[int, list[int]]()
+        is_shared = is_layer_wise(self._job.arguments)  # whole parameters, but each on one of the ranks
         for number, one in enumerate(held):
-            ranks = 1 if state.is_distributed(one.shard.name) else self._job.copies(one.places[0])
+            is_shared_out = is_shared or state.is_distributed(one.shard.name)
+            ranks = 1 if is_shared_out else self._job.copies(one.places[0])
             found.setdefault(len(one.places) * ranks, []).append(number)
         yield from found.items()
 

@@ -10,6 +10,7 @@ from mcore_ckpt_ext.errors import CheckpointError, ContentError, UnsupportedChec
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import LOADS_ZARR
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.megatron.decision_facts import RunningJob
 from mcore_ckpt_ext.megatron.live.job import RankSummary
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import kind_named
@@ -203,7 +204,7 @@ class SimulatedRanks:
 
     def groups(self, checkpoint: CheckpointView) -> list[list[dict[str, Any]]]:
         """Return the parameter groups of each optimizer of the job."""
-        has_experts = (self._running.expert_model_parallel_size or 1) > 1
+        has_experts = ParallelLayout.from_arguments(self._running).separates_experts
         return simulated_groups(
             checkpoint.param_groups(), self._written, self._running, has_expert_optimizer=has_experts
         )

@@ -39,6 +39,7 @@ def assert_resumed(saved: Job, resumed: Job) -> None:
     assert (said["format"], said["witnesses"]) == ("dp_reshardable", "the sidecar")
     rehearsed = rehearsal_of_resume(saved.run, resumed.layout)
     assert rehearsed.will_succeed, rehearsed.refusal
+    assert said["megabytes"] == f"{rehearsed.optimizer_bytes_read / 1e6:,.1f}"
     # A rehearsal counts the master and both moments of each.
     assert rehearsed.elements == 3 * int(said["elements"].replace(",", ""))
 

@@ -13,7 +13,9 @@ import pytest
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.layout_choice.options import parse_sizes
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
+from mcore_ckpt_ext.operations.layout_plan import plan
 from mcore_ckpt_ext.rehearsal.rehearse import PACKAGE, STOCK, _in_words, rehearse
 from mcore_ckpt_ext.rehearsal.result import Rehearsal
 from mcore_ckpt_ext.rehearsal.target import sizes_in
@@ -49,6 +51,20 @@ def test_an_intact_checkpoint_is_resumed_under_every_layout_that_megatron_accept
     assert found.parameters == len(names & checkpoint.models.weights.keys())
     assert found.elements > 0
     assert found.bytes_read > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "gpus"),
+    [("p01", "tp=2", 4), ("p09", "etp=4", 4), ("p22", "tp=2 ep=1 etp=4", 4), ("p44", "tp=1", 4), ("p47", "pp=2", 4),
+     ("p47b", "tp=2", 4)],
+)  # fmt: skip
+def test_it_reads_what_the_plan_says(name: str, layout: str, gpus: int) -> None:
+    run = fixture_named(name).run
+    found = rehearsed(run, layout, gpus)
+    pins = {"tp": 1, "pp": 1, "ep": 1, "cp": 1, "vpp": 1} | parse_sizes(layout)
+    (planned,) = plan(run, gpus, pins=pins, most=None).layouts
+    assert (found.will_succeed, found.new_layout) == (True, planned.layout)
+    assert found.bytes_read == planned.read_in_all
 
 
 def test_layers_stored_in_the_other_form_are_resumed() -> None:

@@ -60,7 +60,7 @@ class LegacyTarget:
         self._version = version
         self._unjoined: list[str] = []
         self.layout = ParallelLayout.from_arguments(arguments)
-        if self.layout.expert > 1 and self.layout.expert_tensor != self.layout.tensor:
+        if self.layout.expert_tensor != self.layout.tensor:
             raise UnsupportedCheckpointError(
                 "legacy files do not record which part of its experts a rank has", found=str(self.layout),
                 hint="choose equal expert and model tensor-parallel sizes, or use --to torch_dist",

@@ -14,6 +14,7 @@ from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray, FsdpTarget
 from mcore_ckpt_ext.formats.target import LayerSpec
 from mcore_ckpt_ext.job.differences import SAME_MODEL
 from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DcpStorageAdapter
@@ -43,7 +44,7 @@ class MegatronFsdpAdapter(DcpStorageAdapter):
         spec: LayerSpec = "local" if running.transformer_impl == "local" else "transformer_engine"
         source = open_source(folder, FsdpDtensor(transformer_impl=spec), None, index=session.index)
         super().__init__(session, source, running)
-        has_expert_optimizer = (running.expert_model_parallel_size or 1) > 1
+        has_expert_optimizer = ParallelLayout.from_arguments(running).separates_experts
         # The checkpoint under the names of the running job.
         self._target = FsdpTarget(self.checkpoint, megatron_version(), has_expert_optimizer, ModuleNames(running))
         self.arguments = self._target.common["args"]

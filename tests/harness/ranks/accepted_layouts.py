@@ -2,11 +2,11 @@
 
     python accepted_layouts.py CASES.json RESULTS.json [MEGATRON_CHECKOUT]
 
-A case is a list of Megatron's arguments and a world size. `validate_args`, the process groups (of torch's fake backend)
-and the model are Megatron's own. The result of a case is the error that it ended with, or the parameters of each
-pipeline rank: [[name, shape], ...] by model chunk. Other cases are matrices that a layer-wise optimizer packs for a
-number of ranks, with the shard of each and the size of shards as a result; null for releases without a parameter
-layout.
+A case is a list of Megatron's arguments and a world size. `validate_args`, the process groups (of torch's fake
+backend), the model and its sharded state dict, without which it is neither saved nor loaded, are Megatron's own. The
+result of a case is the error that it ended with, or the parameters of each pipeline rank: [[name, shape], ...] by model
+chunk. Other cases are matrices that a layer-wise optimizer packs for a number of ranks, with the shard of each and the
+size of shards as a result; null for releases without a parameter layout.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def _hybrid(config: Any, pattern: str, virtual: int | None, common: dict[str, An
     return HybridModel(config, hybrid_layers.hybrid_stack, hybrid_layer_pattern=pattern, vp_stage=virtual, **common)
 
 
-def _named(model: torch.nn.Module) -> list[tuple[str, list[int]]]:
+def _named(model: Any) -> list[tuple[str, list[int]]]:
+    model.sharded_state_dict()
     return [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
 
 
