@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from published_models import Row, arguments_of, is_low_rank, shapes_of
+from published_models import Row, arguments_of, low_rank_of, shapes_of
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
@@ -41,11 +41,12 @@ from mcore_ckpt_ext.versions import Version
 
 GIB = 1 << 30
 RELEASE = Version(0, 19)
-# Measured figures by their names in the facts, and whether they hold what is outside torch's allocator.
+# Measured figures by their names in the facts: the unit, and what they hold.
+ALLOCATED, RESERVED, DEVICE = "what torch has allocated", "what torch has reserved", "what the device shows"
 FIGURES = {
-    "peak_alloc_gib": (GIB, False), "peak_alloc_gb": (10**9, False), "peak_gb": (10**9, True),
-    "peak_device_gb": (10**9, True), "peak_reserved_gib": (GIB, True),
-    "per_gpu_gib_approx": (GIB, True),
+    "peak_alloc_gib": (GIB, ALLOCATED), "peak_alloc_gb": (10**9, ALLOCATED),
+    "peak_reserved_gib": (GIB, RESERVED), "per_gpu_gib_approx": (GIB, RESERVED),
+    "peak_gb": (10**9, DEVICE), "peak_device_gb": (10**9, DEVICE),
 }  # fmt: skip
 FIRST = 10
 
@@ -58,7 +59,7 @@ class Result:
         rank: its place among all layouts of that number of GPUs; None if it is not listed.
         memory: the estimate under the published layout; None if it is excluded.
         measured: bytes; None if no figure is published.
-        is_outside: whether the figure holds what is outside torch's allocator.
+        kind: what that figure holds.
         states: bytes after a step, nothing running; None if not published.
     """
 
@@ -68,7 +69,7 @@ class Result:
     rank: int | None
     listed: int
     measured: float | None
-    is_outside: bool
+    kind: str
     states: float | None
 
     @property
@@ -82,7 +83,8 @@ class Result:
         if self.memory is None or self.measured is None:
             return None
         memory = self.memory
-        return (memory.total if self.is_outside else memory.allocated) / self.measured
+        device = memory.reserved + memory.context
+        return {ALLOCATED: memory.allocated, RESERVED: memory.reserved, DEVICE: device}[self.kind] / self.measured
 
 
 def usable_memory(row: Row) -> float:
@@ -90,8 +92,8 @@ def usable_memory(row: Row) -> float:
     return float(row["gpu_memory_gib"]) * GIB
 
 
-def table_of(arguments: dict[str, Any], *, low_rank: bool) -> ModelTable:
-    """Return a model's parameters; with low-rank adapters all of them are frozen."""
+def table_of(arguments: dict[str, Any], *, low_rank: int) -> ModelTable:
+    """Return a model's parameters; with adapters of a rank all of them are frozen, and the adapters are trained."""
     job = JobArguments.of(arguments)
     parameters = []
     states = state_bytes(job)
@@ -110,12 +112,19 @@ def table_of(arguments: dict[str, Any], *, low_rank: bool) -> ModelTable:
                     0 if low_rank else states, 0, bool(job.use_distributed_optimizer), not low_rank,
                 )
             )  # fmt: skip
+            if low_rank and len(part) == 2 and not tokens and "router" not in name:
+                parameters.append(
+                    Parameter(
+                        f"{name}.adapter", (low_rank, sum(part)), 2, place, None, parse(name).expert, False,
+                        states, 0, bool(job.use_distributed_optimizer),
+                    )
+                )  # fmt: skip
     padded = PaddedRows(arguments["vocab_size"], 0, 128)
     return ModelTable(parameters, job.num_layers or 0, copies=embedding_copies(job), padded_rows=padded)
 
 
 @cache
-def _table(text: str, low_rank: bool) -> ModelTable:
+def _table(text: str, low_rank: int) -> ModelTable:
     return table_of(json.loads(text), low_rank=low_rank)
 
 
@@ -136,7 +145,7 @@ def result_of(row: Row, *, ranked: bool) -> Result:
     arguments = arguments_of(row)
     arguments["global_batch_size"] = arguments["global_batch_size"] or (row["dp"] or 1) * arguments["micro_batch_size"]
     job = JobArguments.of(arguments)
-    table = _table(json.dumps(arguments, sort_keys=True), is_low_rank(row))
+    table = _table(json.dumps(arguments, sort_keys=True), low_rank_of(row))
     buffers = buffers_of(job, table, RELEASE)
     old = ParallelLayout.from_arguments(job)
     request = SearchRequest(
@@ -163,12 +172,12 @@ def sizes(one: FoundLayout) -> dict[str, int]:
     return {name: getattr(layout, name) for name in names}
 
 
-def measured_of(row: Row) -> tuple[float | None, bool]:
-    """Return the measured bytes, and whether they hold what is outside torch's allocator."""
-    for name, (unit, is_outside) in FIGURES.items():
+def measured_of(row: Row) -> tuple[float | None, str]:
+    """Return the measured bytes, and what they hold."""
+    for name, (unit, kind) in FIGURES.items():
         if (value := (row["measured"] or {}).get(name)) is not None:
-            return float(value) * unit, is_outside
-    return None, False
+            return float(value) * unit, kind
+    return None, ALLOCATED
 
 
 def is_foreseeable(row: Row) -> bool:
@@ -202,7 +211,7 @@ def aggregates(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
         yield "median error of memory", f"{statistics.median(errors):.1%} of {len(errors)}"
         yield "memory within 20 %", _share([error <= 0.2 for error in errors])
         yield "lowest estimate", f"{min(ratios):.2f} of the measured memory"
-    pairs = [(one.memory.static, one.states) for one in works if one.memory and one.states]
+    pairs = [(one.memory.static + one.memory.received, one.states) for one in works if one.memory and one.states]
     yield "states within 2 %", _share([abs(static / states - 1) <= 0.02 for static, states in pairs])
 
 

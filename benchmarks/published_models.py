@@ -26,6 +26,7 @@ def arguments_of(row: Row) -> dict[str, Any]:
         "fp16": is_half,
         "bf16": not is_half,
         "fp8": "hybrid" if "fp8" in precision or "fp4" in precision else None,
+        "fp8_recipe": _recipe_of(precision),
         "fp8_param_gather": _gathers_fp8(precision, notes),
         "accumulate_allreduce_grads_in_fp32": not grows,
         "use_distributed_optimizer": bool(optimizer.get("distributed")),
@@ -55,6 +56,14 @@ def _loss_of(row: Row, notes: str) -> dict[str, Any]:
         "cross_entropy_loss_fusion": is_fused,
         "cross_entropy_fusion_impl": "te" if "TE fused" in notes else "native",
     }
+
+
+def _recipe_of(precision: str) -> str | None:
+    """Return `--fp8-recipe`; the default, if another one is not said."""
+    named = {"blockwise": "blockwise", "mxfp8": "mxfp8", "nvfp4": "mxfp8", "current": "tensorwise", "cs": "tensorwise"}
+    if "fp8" not in precision and "fp4" not in precision:
+        return None
+    return next((recipe for word, recipe in named.items() if word in precision), "delayed")
 
 
 def _gathers_fp8(precision: str, notes: str) -> bool:
@@ -148,15 +157,26 @@ def _sharding_of(optimizer: Row) -> dict[str, Any]:
 
 
 def _experts_of(row: Row, notes: str) -> dict[str, Any]:
-    factor = re.search(r"capacity factor ([\d.]+\d)(?= with padding)", notes)
-    if not row["model"]["experts"] or not factor:
+    if not row["model"]["experts"]:
         return {}
-    return {"moe_expert_capacity_factor": float(factor[1]), "moe_pad_expert_input_to_capacity": True}
+    factor = re.search(r"capacity factor (\d+(?:\.\d+)?)( with padding)?", notes)
+    return {
+        "moe_expert_capacity_factor": float(factor[1]) if factor else None,
+        "moe_pad_expert_input_to_capacity": bool(factor and factor[2]),
+        "moe_router_force_load_balancing": bool(re.search(r"[Ff]orced (balanced )?routing|forced balanced", notes)),
+    }
 
 
-def is_low_rank(row: Row) -> bool:
-    """Return whether only low-rank adapters are trained, and the model's own weights are frozen."""
-    return "LoRA" in f"{row['name']} {row['optimizer'].get('note')}"
+def low_rank_of(row: Row) -> int:
+    """Return the rank of adapters of all linear layers, while the model's own weights are frozen; 0 without adapters.
+
+    The default of ms-swift, 8, is taken if none is stated.
+    """
+    text = f"{row['name']} {row['optimizer'].get('note')} {row['notes']}"
+    if "LoRA" not in text:
+        return 0
+    stated = re.search(r"rank (\d+)", text)
+    return int(stated[1]) if stated else 8
 
 
 def shapes_of(arguments: Mapping[str, Any]) -> Shapes:

@@ -17,6 +17,8 @@ from mcore_ckpt_ext.layout_choice.model_sizes import ModelSizes, Part, fraction_
 from mcore_ckpt_ext.layout_choice.options import Recomputation
 
 _DEFAULT_DROPOUT = 0.1
+_MOST_UNBALANCED = 2.0
+"""The capacity of GShard's experts (Lepikhin et al., arXiv:2006.16668), which bounds what balancing losses achieve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class ActivationOptions:
         offloaded: terms that `--offload-modules` moves to the host (`--fine-grained-activation-offloading`).
         offloaded_layers: `--cpu-offloading-num-layers`.
         capacity: tokens of an expert in relation to balanced routing (`--moe-expert-capacity-factor`, padded).
+        fullest: tokens of the fullest expert-parallel rank in one layer, in relation to balanced routing.
     """
 
     recomputation: Recomputation = Recomputation.NONE
@@ -51,6 +54,7 @@ class ActivationOptions:
     offloaded: frozenset[str] = field(default_factory=frozenset)
     offloaded_layers: int = 0
     capacity: float = 1.0
+    fullest: float = _MOST_UNBALANCED
 
     @classmethod
     def of(cls, job: JobArguments, recomputation: Recomputation) -> ActivationOptions:
@@ -59,6 +63,7 @@ class ActivationOptions:
         named = frozenset(map(str, modules)) if isinstance(modules, (list, tuple)) else frozenset({"core_attn"})
         method = job.raw.get("recompute_method")
         is_padded = bool(job.raw.get("moe_pad_expert_input_to_capacity"))
+        capacity = fraction_of(job, "moe_expert_capacity_factor", 0.0)
         return cls(
             recomputation=recomputation,
             modules=named if recomputation is Recomputation.SELECTIVE else frozenset(),
@@ -70,8 +75,16 @@ class ActivationOptions:
             linear_input=1 if job.raw.get("fp8") or job.raw.get("fp4") else 2,
             offloaded=_offloaded(job),
             offloaded_layers=number_of(job, "cpu_offloading_num_layers", 0),
-            capacity=fraction_of(job, "moe_expert_capacity_factor", 1.0) if is_padded else 1.0,
+            capacity=capacity if is_padded and capacity else 1.0,
+            fullest=_fullest(job, capacity, is_padded=is_padded),
         )
+
+
+def _fullest(job: JobArguments, capacity: float, *, is_padded: bool) -> float:
+    """Return how many tokens the fullest rank has in one layer; 1 if routing is balanced by force, or padded."""
+    if is_padded or job.raw.get("moe_router_force_load_balancing"):
+        return 1.0
+    return min(capacity, _MOST_UNBALANCED) if capacity else _MOST_UNBALANCED
 
 
 _OFFLOADED = {
@@ -113,6 +126,7 @@ class Shares:
         tensor: tensor parallel size.
         expert_tensor: tensor parallel size of experts.
         residual: ranks that divide the residual stream: `tensor` with sequence parallelism, otherwise 1.
+        expert: expert parallel size.
     """
 
     length: int
@@ -120,6 +134,7 @@ class Shares:
     tensor: int
     expert_tensor: int
     residual: int
+    expert: int = 1
 
     @property
     def tokens(self) -> int:
@@ -273,6 +288,9 @@ def _feed_forward(sizes: ModelSizes, options: ActivationOptions, shares: Shares)
     return terms, dropped, 2 * (sizes.gates + 1) * width
 
 
+_OF_ROUTED_TOKENS = ("arrived tokens", "first projection of experts", "activation of experts")
+
+
 def _experts(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _Terms:
     """Experts: the tokens that arrive, both projections, shared experts, and the router in fp32.
 
@@ -301,6 +319,9 @@ def _experts(sizes: ModelSizes, options: ActivationOptions, shares: Shares) -> _
         dropped = set(terms)
     # Tokens are permuted before they are sent and after they have arrived, forward and back.
     gradient = 2 * routed * (2 * sizes.expert_width + (sizes.gates + 1) * width)
+    # One layer's tokens may be on few ranks, while the sum over layers is about the same on all of them.
+    excess = max(min(options.fullest, shares.expert) - 1, 0)
+    gradient += excess * (gradient + sum(terms[name] for name in _OF_ROUTED_TOKENS))
     return terms, dropped, gradient
 
 

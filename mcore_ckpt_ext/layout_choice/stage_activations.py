@@ -24,11 +24,16 @@ class StageActivations:
         kept: what all micro batches in flight keep for their backward passes.
         backward: what the backward pass of one layer holds besides that: recomputed activations and gradients.
         loss: the logits and the softmax of the last stage.
+        received: what stays of the last micro batch while nothing runs: for each model chunk that gets its input from
+            another stage, this input and its gradient (`set_input_tensor`,
+            megatron/core/transformer/transformer_block.py, and `retain_grad` in
+            pipeline_parallel/schedules.py, core_v0.12.0 to 0.19.2). The next micro batch replaces it.
     """
 
     kept: int
     backward: int
     loss: int
+    received: int = 0
 
 
 def chunks_in_flight(layout: ParallelLayout, rank: int, microbatches: int, group: int) -> tuple[int, ...]:
@@ -79,7 +84,8 @@ class ActivationEstimate:
                 kept += flying[-1] * self._of_predicted_layers(terms)
                 held, loss = self._of_loss(choice, shares)
                 kept += held
-            yield StageActivations(ceil(kept), ceil(self._backward(spans, terms)), ceil(loss))
+            received = (len(spans) - (rank == 0)) * 2 * 2 * shares.tokens * self._sizes.hidden / shares.residual
+            yield StageActivations(ceil(kept), ceil(self._backward(spans, terms)), ceil(loss), ceil(received))
 
     def _terms_of(self, shares: Shares) -> dict[Part, LayerTerms]:
         parts = {part for layer in self._sizes.layers for part in layer} | {Part.ATTENTION, Part.FEED_FORWARD}
@@ -172,4 +178,5 @@ def _shares_of(choice: Choice) -> Shares:
         tensor=layout.tensor,
         expert_tensor=layout.expert_tensor,
         residual=layout.tensor if choice.has_sequence_parallelism else 1,
+        expert=layout.expert,
     )

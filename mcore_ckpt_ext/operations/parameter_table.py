@@ -205,19 +205,32 @@ class _States:
 
 
 def state_bytes(job: JobArguments) -> int:
-    """Return the bytes of optimizer state of an element of a bf16 weight, by a job's arguments alone.
-
-    A precision-aware optimizer keeps a remainder of 2 bytes in the place of a master of 4
-    (`store_param_remainders`, megatron/core/optimizer/optimizer_config.py, core_v0.13.0 to 0.19.2).
-    """
+    """Return the bytes of optimizer state of an element of a bf16 weight, by a job's arguments alone."""
     widths = _state_dtypes(job)
-    has_remainders = bool(job.use_precision_aware_optimizer and job.bf16) and widths.get(FP32_PARAM, 4) == 4
-    return sum({**dict.fromkeys((FP32_PARAM, EXP_AVG, EXP_AVG_SQ), 4), **widths}.values()) - 2 * has_remainders
+    kinds = {**dict.fromkeys((FP32_PARAM, EXP_AVG, EXP_AVG_SQ), 4), **widths}
+    return sum(kinds.values()) - 2 * (_has_remainders(job) and kinds[FP32_PARAM] == 4)
+
+
+def _has_remainders(job: JobArguments) -> bool:
+    """Return whether the optimizer keeps a remainder of 2 bytes in the place of an fp32 master of 4.
+
+    Megatron makes the masters of weights in fp8 itself, except with delayed scaling
+    (`use_precision_aware_optimizer_no_fp8_or_ds_fp8` and `store_param_remainders`,
+    megatron/core/optimizer/optimizer_config.py, core_v0.13.0 to 0.19.2); offloaded to the host, they are in fp32
+    (`param_update_in_fp32`, cpu_offloading/hybrid_optimizer.py).
+    """
+    if not (job.use_precision_aware_optimizer and job.bf16) or job.optimizer_cpu_offload:
+        return False
+    return job.raw.get("store_param_remainders") is not False and job.raw.get("fp8_recipe") in (None, "delayed")
 
 
 def _state_dtypes(job: JobArguments) -> dict[str, int]:
-    """Return the bytes of kinds whose precision is an argument (`--use-precision-aware-optimizer`)."""
-    if not job.use_precision_aware_optimizer:
+    """Return the bytes of kinds whose precision is an argument (`--use-precision-aware-optimizer`).
+
+    Offloaded to the host, all of them are in fp32: the classes there get no precision (`HybridDeviceOptimizer`,
+    megatron/core/optimizer/__init__.py, core_v0.12.0 to 0.19.2).
+    """
+    if not job.use_precision_aware_optimizer or job.optimizer_cpu_offload:
         return {FP32_PARAM: 4, EXP_AVG: 4, EXP_AVG_SQ: 4}
     chosen = {EXP_AVG: "exp_avg_dtype", EXP_AVG_SQ: "exp_avg_sq_dtype", FP32_PARAM: "main_params_dtype"}
     return {kind: _bytes_of(str(job.raw[name])) for kind, name in chosen.items() if name in job.raw}

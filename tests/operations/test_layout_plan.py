@@ -29,7 +29,7 @@ from mcore_ckpt_ext.layout_choice.stage_activations import StageActivations
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, layout_string, stage_splits
 from mcore_ckpt_ext.operations.job_buffers import buffers_of
 from mcore_ckpt_ext.operations.layout_plan import plan
-from mcore_ckpt_ext.operations.parameter_table import table_of
+from mcore_ckpt_ext.operations.parameter_table import state_bytes, table_of
 from mcore_ckpt_ext.rehearsal.rehearse import rehearse
 from mcore_ckpt_ext.rehearsal.target import sizes_in
 from mcore_ckpt_ext.versions import NEWEST, Version
@@ -141,7 +141,7 @@ def test_whole_state_is_read_by_every_rank() -> None:
 
 
 def bytes_kept(rank: dict[str, Any]) -> int:
-    """The weights of a live rank, and the state that it keeps of its optimizer."""
+    """The weights of a live rank, and the state that it keeps of its optimizer, with the weights of remainders."""
     found = 0
     for one in rank["params"]:
         elements = sum(prod(shape) for shape in one["local_shape"])
@@ -150,7 +150,8 @@ def bytes_kept(rank: dict[str, Any]) -> int:
             start, end = one["optim"]["param"]
             # Older fixtures are all of fp32 masters and moments.
             for dtype in one["optim"].get("live_dtypes", dict.fromkeys(["master", "m", "v"], "float32")).values():
-                found += (end - start) * int(getattr(torch, dtype.removeprefix("torch.")).itemsize)
+                joined = 2 if dtype.endswith("int16") else 0  # a master is read as its weight and its remainder
+                found += (end - start) * (int(getattr(torch, dtype.removeprefix("torch.")).itemsize) + joined)
     return found
 
 
@@ -159,6 +160,10 @@ def test_the_kind_of_optimizer_counts() -> None:
     adam = {one.state_bytes for one in choice_of("p10").table.parameters}
     remainders = {one.state_bytes for one in choice_of("p47").table.parameters}
     assert (adam, remainders) == ({12}, {10})
+    aware = {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    assert state_bytes(JobArguments.of(aware)) == 8  # 2 + 2 + 4
+    assert state_bytes(JobArguments.of(aware | {"fp8_recipe": "blockwise"})) == 10
+    assert state_bytes(JobArguments.of(aware | {"optimizer_cpu_offload": True})) == 12
     whole = choice_of("p41").table.parameters
     assert not any(one.is_distributed for one in whole)
     fp32 = {one.state_bytes for one in choice_of("p42").table.parameters}
