@@ -288,11 +288,7 @@ PACKS_LAYER_WISE_BY_COMPUTATION = Capability(
     "megatron/core/optimizer/layer_wise_optimizer.py, `_compute_per_buffer_param_layout`, the head of August 2026",
     since=Version(0, 20),
 )
-SEPARATES_DIVIDED_EXPERTS = Capability(
-    "reduces the gradients of experts by themselves if only their tensor parallel size differs",
-    "megatron/core/tensor_parallel/layers.py, `use_expert_pgs`",
-    since=Version(0, 19),
-)
+SEPARATES_DIVIDED_EXPERTS = Capability("reduces divided experts apart", "tensor_parallel/layers.py", Version(0, 19))
 SHARES_QUERY_GROUPS = Capability(
     "lets several tensor-parallel ranks share a query group",
     "megatron/core/transformer/transformer_config.py, `TransformerConfig.__post_init__`",

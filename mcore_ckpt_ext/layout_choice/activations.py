@@ -81,7 +81,7 @@ class ActivationOptions:
 
 
 def _fullest(job: JobArguments, capacity: float, *, is_padded: bool) -> float:
-    """Return how many tokens the fullest rank has in one layer; 1 if routing is balanced by force, or padded."""
+    """Return the tokens of the fullest rank in one layer, in relation to balanced routing."""
     if is_padded or job.raw.get("moe_router_force_load_balancing"):
         return 1.0
     return min(capacity, _MOST_UNBALANCED) if capacity else _MOST_UNBALANCED

@@ -11,9 +11,16 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from mcore_ckpt_ext.job.job_arguments import is_hybrid
-from mcore_ckpt_ext.job.releases import SEPARATES_DIVIDED_EXPERTS, SHARES_QUERY_GROUPS
+from mcore_ckpt_ext.job.releases import SHARES_QUERY_GROUPS
 from mcore_ckpt_ext.layout.parallel import prediction_chunk
 from mcore_ckpt_ext.layout_choice.choice import Choice
+from mcore_ckpt_ext.layout_choice.expert_rules import (
+    check_expert_biases,
+    check_expert_tensor,
+    check_expert_world_size,
+    check_experts,
+    check_overlapped_experts,
+)
 from mcore_ckpt_ext.layout_choice.option_rules import check_options
 
 Rule = Callable[[Choice], "str | None"]
@@ -42,28 +49,6 @@ def _factors(number: int) -> str:
             found.append(f"{prime}^{power}" if power > 1 else f"{prime}")
         prime += 1
     return " x ".join(found) or "1"
-
-
-def _expert_tensor(choice: Choice) -> str | None:
-    """Experts that are not divided among ranks have the tensor parallel size of the rest, up to core_v0.18.0.
-
-    There, without expert parallelism, their gradients are reduced with all others (`allreduce`,
-    megatron/core/tensor_parallel/layers.py, extensions/transformer_engine.py, core_v0.7.0 to 0.18.0), among ranks that
-    have other parts of them: nothing refuses it, and the weights are mixed up.
-    """
-    layout = choice.layout
-    if layout.expert > 1 or layout.expert_tensor == layout.tensor or SEPARATES_DIVIDED_EXPERTS.is_of(choice.version):
-        return None
-    return f"without expert parallelism, ETP {layout.expert_tensor} has to be TP {layout.tensor} before Megatron 0.19"
-
-
-def _expert_world_size(choice: Choice) -> str | None:
-    """`initialize_model_parallel` (parallel_state.py): the world size is a multiple of ETP x EP x PP."""
-    layout = choice.layout
-    needed = layout.expert_tensor * layout.expert * layout.pipeline
-    if layout.world % needed:
-        return f"{layout.world} GPUs are not a multiple of ETP x EP x PP = {needed}"
-    return None
 
 
 def _rank_order(choice: Choice) -> str | None:
@@ -156,26 +141,6 @@ def _parameters(choice: Choice) -> str | None:
     return choice.table.indivisible(choice.layout.tensor, choice.layout.expert_tensor)
 
 
-def _experts(choice: Choice) -> str | None:
-    """`validate_args`: experts exist, and are divided among the expert-parallel ranks."""
-    return undivided_experts(choice.job.num_experts, choice.layout.expert)
-
-
-def undivided_experts(experts: int | None, ranks: int) -> str | None:
-    """Return why experts cannot be divided among expert-parallel ranks; None if they can."""
-    if ranks == 1 or (experts and experts % ranks == 0):
-        return None
-    return f"{experts or 0} experts cannot be divided by EP {ranks}"
-
-
-def _expert_biases(choice: Choice) -> str | None:
-    """`TransformerConfig.__post_init__`: experts with biases are not split (core_v0.12.0 to 0.19.2)."""
-    job, ranks = choice.job, choice.layout.expert_tensor
-    if ranks == 1 or not (job.num_experts and job.add_bias_linear):
-        return None
-    return f"experts with biases cannot be split by ETP {ranks}"
-
-
 def _sequence(choice: Choice) -> str | None:
     """`validate_args`: with context parallelism the sequence length is a multiple of 2 x CP.
 
@@ -212,7 +177,7 @@ def _layers(choice: Choice) -> str | None:
 
 
 def _tied_predictions(choice: Choice) -> str | None:
-    """`tie_embeddings_and_output_weights_state_dict`: a tied output layer is not on a stage that predicts.
+    """`tie_embeddings_and_output_weights_state_dict`: a stage that predicts has no tied output.
 
     A last stage with multi-token prediction has an output layer with a weight of its own besides its copy of the
     embedding, and then neither a save nor a load passes that function's assertion
@@ -279,21 +244,6 @@ def _interleaving(choice: Choice) -> str | None:
     return None if layout.pipeline >= least else f"VPP {layout.virtual_pipeline} needs PP {least} or more"
 
 
-def _overlapped_experts(choice: Choice) -> str | None:
-    """`TransformerConfig`: overlapped communication of experts needs EP, and virtual stages with PP.
-
-    It applies from core_v0.14.0 on.
-    """
-    layout = choice.layout
-    if not choice.job.raw.get("overlap_moe_expert_parallel_comm"):
-        return None
-    if layout.expert == 1:
-        return "--overlap-moe-expert-parallel-comm needs EP 2 or more"
-    if layout.pipeline > 1 and layout.virtual_pipeline == 1:
-        return "--overlap-moe-expert-parallel-comm needs virtual stages with PP"
-    return None
-
-
 def _micro_batches(choice: Choice) -> str | None:
     """The global batch is a multiple of the micro batch x DP.
 
@@ -332,10 +282,10 @@ DENSE_RULES: tuple[NamedRule, ...] = (
 )
 """Rules that depend only on TP, PP and CP."""
 EXPERT_RULES: tuple[NamedRule, ...] = (
-    ("experts", _experts),
-    ("biases of experts", _expert_biases),
-    ("expert tensor parallelism", _expert_tensor),
-    ("expert world size", _expert_world_size),
+    ("experts", check_experts),
+    ("biases of experts", check_expert_biases),
+    ("expert tensor parallelism", check_expert_tensor),
+    ("expert world size", check_expert_world_size),
     ("rank order", _rank_order),
     ("optimizer instances", _optimizer_instances),
     ("parameter shapes", _parameters),
@@ -349,7 +299,7 @@ STAGE_RULES: tuple[NamedRule, ...] = (
     ("shared indexers", _shared_indexers),
     ("tied predictions", _tied_predictions),
     ("interleaved schedule", _interleaving),
-    ("overlapped experts", _overlapped_experts),
+    ("overlapped experts", check_overlapped_experts),
     ("options of the job", check_options),
     *BATCH_RULES,
 )

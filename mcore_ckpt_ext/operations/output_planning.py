@@ -10,7 +10,7 @@ from mcore_ckpt_ext.formats.registry import format_written
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.target import Target, version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.layout_choice.rules import undivided_experts
+from mcore_ckpt_ext.layout_choice.expert_rules import undivided_experts
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
