@@ -21,7 +21,8 @@ from mcore_ckpt_ext.job.releases import (
     releases_between,
     releases_by_arguments,
 )
-from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version, parse_version
 
@@ -233,7 +234,22 @@ def stock_resumes(checkpoint: CheckpointView, placement_changed: bool, version: 
         and not _lacks_natural_shapes(checkpoint)
         and stock_can_load(checkpoint.optimizer_format, placement_changed, version)
         and not _is_shifted(checkpoint)
+        and not _stores_remainders_as_masters(checkpoint)
     )
+
+
+def _stores_remainders_as_masters(checkpoint: CheckpointView) -> bool:
+    """Return whether remainders of masters are stored in fp32, which FusedAdam refuses.
+
+    Source: `fully_reshardable` writes them so (see `numbers_of_remainders`); the check "remainders as fp32" of
+    `megatron/policy.py` says the same of a job.
+    """
+    if checkpoint.optimizer_format != FULLY_RESHARDABLE:
+        return False
+    try:
+        return PARAM_REMAINDER in checkpoint.optimizer.kinds
+    except CheckpointError:  # what cannot be read says nothing about how it was written
+        return False
 
 
 def _is_shifted(checkpoint: CheckpointView) -> bool:

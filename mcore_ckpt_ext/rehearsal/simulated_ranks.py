@@ -20,9 +20,8 @@ from mcore_ckpt_ext.megatron.load_decision import LoadAssessment, assess
 from mcore_ckpt_ext.megatron.load_phases import MegatronLoad
 from mcore_ckpt_ext.megatron.local_checkpoints import LOCAL
 from mcore_ckpt_ext.megatron.presentation import must_be_presented
-from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.operations.workers import Team
-from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank, on_every_rank
 from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
 from mcore_ckpt_ext.rehearsal.groups import simulated_groups
@@ -130,17 +129,17 @@ class SimulatedRanks:
         """
         checkpoint, running = load.session.checkpoint, self._running
         groups = self.groups(checkpoint)
-        index = checkpoint.format_reader.index
+        has_state = checkpoint.optimizer_format is not None
         dtypes = {checkpoint.named_tensor(WEIGHT, name).dtype for name in checkpoint.names(WEIGHT)}
         chain = simulated_chain(
             running,
             groups,
             {dtype_of(dtype, running) for dtype in dtypes},
-            has_remainders=index is not None and has_remainders(index),
+            has_remainders=has_state and PARAM_REMAINDER in checkpoint.optimizer.kinds,
         )
         job = RunningJob(chain, len(groups), load.arguments, self._version_pair, bool(load.tokens))
         found = assess(load.session, job, None if load.is_presented else checkpoint.common)
-        if checkpoint.optimizer_format is None:
+        if not has_state:
             raise BeyondRehearsalError(
                 UnsupportedCheckpointError(
                     "there is nothing to rehearse: the checkpoint has no optimizer state that this version reads",

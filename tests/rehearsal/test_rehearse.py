@@ -91,6 +91,7 @@ def test_lost_elements_are_refused(name: str) -> None:
         ("p08", "pp=2", 4, PACKAGE, "files"),
         ("p09", "pp=2", 4, PACKAGE, "number of optimizers"),
         ("p45", "pp=2", 4, PACKAGE, "CPU offloading"),
+        ("p47b", "tp=2", 4, PACKAGE, "optimizer arguments"),
         ("p43", "pp=2", 4, None, None),
     ],
 )
