@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt_ext.continuity.cyclic import ReadingLayout
 from mcore_ckpt_ext.continuity.data_order import DataOrder, data_order, followed_history
-from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
 from mcore_ckpt_ext.megatron.live.phases import Phase, Who
 from mcore_ckpt_ext.megatron.live.planning import FILLING, PREPARING, VERIFYING
@@ -118,7 +118,10 @@ def _account_data(load: MegatronLoad) -> tuple[DataOrder, Sequence[ReadingLayout
     session = load.probe.session
     if session is None or session.folder.name == RELEASE:
         return None
-    written = session.checkpoint.arguments
+    try:
+        written = session.checkpoint.arguments
+    except CheckpointError:
+        return None  # what cannot be read is refused when the loader is decided
     order = data_order(written, load.running)
     if not order.goes_on and DATA_ORDER.chosen(load.arguments) == REQUIRED:
         raise ModelMismatchError(
