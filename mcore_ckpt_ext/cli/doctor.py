@@ -211,13 +211,12 @@ def _hooks() -> Iterator[Line]:
         return
     mcore_ckpt_ext.install()
     problems = {
-        module: _import_problem(module) for module in dict.fromkeys(patch_point.module for patch_point in PATCH_POINTS)
+        module: _import_problem(module)
+        for module in dict.fromkeys(name for patch_point in PATCH_POINTS for name in patch_point.modules)
     }
-    states = list(zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True))
-    patched = {(place.attribute, place.wrapper) for place, found in states if found.state == "patched"}
-    for place, patch_point in states:
-        problem = problems[place.module]
-        framework = next(name for prefix, name in _DISTRIBUTIONS.items() if place.module.startswith(prefix))
+    for place, patch_point in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True):
+        problem = next(filter(None, (problems[module] for module in place.modules)), None)
+        framework = next(name for prefix, name in _DISTRIBUTIONS.items() if place.modules[0].startswith(prefix))
         # Megatron appends the commit of any repository that contains its folder (megatron/core/package_info.py).
         version = f" ({patch_point.version.partition('+')[0]})" if patch_point.version else ""
         if patch_point.state == "patched":
@@ -226,10 +225,10 @@ def _hooks() -> Iterator[Line]:
                 "ok",
                 f"patched{version}" + (f"; {patch_point.reason}" if patch_point.reason else ""),
             )
+        elif patch_point.state == "not needed":
+            yield Line(patch_point.patch_point, "ok", f"not needed{version}: {patch_point.reason}")
         elif problem is not None and installed_version(framework) is None:
             yield Line(patch_point.patch_point, "note", f"not installed: {problem}")
-        elif problem is not None and (place.attribute, place.wrapper) in patched:
-            yield Line(patch_point.patch_point, "note", "not in this release, which has it in another module")
         else:
             yield Line(patch_point.patch_point, "FAILED", f"not patched{version}: {patch_point.reason or problem}")
 
@@ -237,7 +236,7 @@ def _hooks() -> Iterator[Line]:
 def _loops() -> Iterator[Line]:
     """Report for each training loop whether its own patch points and those of Megatron Core are patched."""
     states = [
-        (place.module, patch_point.state)
+        (place.modules[0], patch_point.state)
         for place, patch_point in zip(PATCH_POINTS, mcore_ckpt_ext.status(), strict=True)
     ]
     for distribution, (what, prefixes) in _LOOPS.items():

@@ -3,7 +3,7 @@
 Sources in megatron/core/dist_checkpointing/strategies, core_v0.12.3 to 0.19.2 and the development head of August 2026:
 a persistent writer, forked, spawned or started by a fork server, runs `PersistentAsyncCaller.async_loop`
 (async_utils.py); a fork server ends with the last process that it started. `get_write_results_queue`
-(filesystem_async.py, since 0.17) starts the process of a `Manager`.
+(filesystem_async.py; `_get_write_results_queue` up to 0.16) starts the process of a `Manager`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,6 @@ from mcore_ckpt_ext.model_space.names import stacked_axes
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import overridden
 
-_PREPROCESS = "load_preprocess"
-
 
 def request_stored_layers(load: Callable[..., Any], session: LoadSession) -> Callable[..., Any]:
     """Wrap `dist_checkpointing.load` of a folder: request layers by the keys of the checkpoint."""
@@ -37,7 +35,7 @@ def request_stored_layers(load: Callable[..., Any], session: LoadSession) -> Cal
         call = signature.bind(*positional, **keywords).arguments
         # With this check Megatron compares the requests of all ranks, so that all ranks make this call.
         by_all = call.get("validate_access_integrity", True) and call.get("process_group") is None
-        preprocess = scope.get(_PREPROCESS)
+        preprocess = scope.get("load_preprocess")
         stacks = None if preprocess is None else _stored_stacks(session, by_all=by_all)
         if preprocess is None or stacks is None:
             return load(*positional, **keywords)
@@ -47,7 +45,7 @@ def request_stored_layers(load: Callable[..., Any], session: LoadSession) -> Cal
             _announce(_translate(request, stacks))
             return request, *others
 
-        with overridden(scope, **{_PREPROCESS: load_preprocess}):
+        with overridden(scope, load_preprocess=load_preprocess):
             return load(*positional, **keywords)
 
     return load_by_stored_keys

@@ -24,8 +24,7 @@ def registry(framework):
 
 def _registry(framework, **differences):
     wanted = {
-        "module": f"{framework.name}.checkpointing",
-        "attribute": "load",
+        "locations": (f"{framework.name}.checkpointing:load",),
         "wrapper": f"{framework.name}.wrappers:wrap",
         "parameters": ("optimizer", "strict"),
         "version_module": framework.name,
@@ -224,7 +223,7 @@ def test_an_unexpected_target_is_left_alone_and_reported_once(registry, framewor
 
 def test_patch_points_with_the_same_reason_are_logged_in_one_line(framework, caplog):
     module, wrapper = f"{framework.name}.checkpointing", f"{framework.name}.wrappers:wrap_badly"
-    registry = HookRegistry([PatchPoint(module, name, wrapper, ()) for name in ("load", "untouched")])
+    registry = HookRegistry([PatchPoint((f"{module}:{name}",), wrapper) for name in ("load", "untouched")])
     try:
         with listening(caplog):
             registry.install()
@@ -433,3 +432,95 @@ def test_errors_of_the_wrapper_are_of_the_types_that_the_framework_raises(framew
     with pytest.raises(LookupError, match="refused"):
         _load(framework)
     next(made, None)
+
+
+MOVED = ("{name}.checkpointing:load_all", "{name}.checkpointing:load", "{name}.elsewhere:load")
+
+
+def _moved(framework, **differences):
+    locations = tuple(location.format(name=framework.name) for location in MOVED)
+    return _registry(framework, **{"locations": locations, **differences})
+
+
+@pytest.mark.parametrize("module", ["checkpointing", "elsewhere"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_function_that_was_renamed_or_moved_is_wrapped_without_a_warning(framework, caplog, module, late):
+    source = (framework.folder / "checkpointing.py").read_text()
+    for name in ("checkpointing", "elsewhere"):
+        framework.write(name, source if name == module else "def untouched(): pass")
+    for registry in _moved(framework):
+        with listening(caplog):
+            if late:
+                _import(framework, module)
+            registry.install()
+            for name in ("checkpointing", "elsewhere"):
+                _import(framework, name)
+        assert framework.loaded(module).load("m", "o") == OURS
+        (status,) = registry.status()
+        assert (status.patch_point, status.state) == (f"{framework.name}.checkpointing.load_all", "patched")
+        assert not caplog.records
+
+
+def test_a_function_that_is_nowhere_is_reported(framework, caplog):
+    framework.write("checkpointing", "def untouched(): pass")
+    for registry in _moved(framework):
+        registry.install()
+        with listening(caplog):
+            _import(framework, "checkpointing")
+        (status,) = registry.status()
+        assert (status.state, len(caplog.records)) == ("not patched", 1)
+        assert f"{framework.name}.checkpointing has no function load_all or load" in status.reason
+
+
+def test_a_module_that_may_still_be_imported_is_waited_for(framework, caplog):
+    framework.write("checkpointing", "def untouched(): pass")
+    framework.write("elsewhere", "def load(): pass")
+    for registry in _moved(framework):
+        registry.install()
+        with listening(caplog):
+            _import(framework, "checkpointing")
+        assert registry.status()[0].state == "waiting for import"
+        with listening(caplog):
+            _import(framework, "elsewhere")
+        assert "expected the parameters" in registry.status()[0].reason
+        assert len(caplog.records) == 1
+
+
+def test_of_two_names_in_a_module_the_newest_is_wrapped(framework):
+    framework.write("checkpointing", "def load_all(m, optimizer, strict): return 'stock', m\nload = load_all\n")
+    for registry in _moved(framework):
+        registry.install()
+        module = _import(framework, "checkpointing")
+        assert module.load_all("m", "o", True) == OURS
+        assert module.load("m", "o", True) == STOCK
+
+
+@pytest.mark.parametrize(("version", "state"), [("0.16.1", "not needed"), ("0.17.0", "not patched")])
+def test_a_function_that_came_later_is_not_missed(framework, version, state):
+    (framework.folder / "__init__.py").write_text(f"__version__ = {version!r}")
+    location = f"{framework.name}.checkpointing:get_write_results_queue"
+    for registry in _registry(framework, locations=(location,), parameters=()):
+        registry.install()
+        _import(framework, "checkpointing")
+        assert registry.status()[0].state == state
+
+
+@pytest.mark.parametrize(
+    ("version", "reads", "missing"),
+    [
+        ("0.15.0", ("untouched", "set_loaded_iteration"), None),
+        ("0.16.0", ("untouched", "set_loaded_iteration"), "set_loaded_iteration"),
+        ("0.16.0", ("unwrap_model", "get_args"), "unwrap_model, get_args"),
+        (None, ("set_loaded_iteration",), "set_loaded_iteration"),
+    ],
+)
+def test_names_that_a_wrapper_reads_are_checked_where_the_original_is_defined(framework, version, reads, missing):
+    (framework.folder / "__init__.py").write_text("" if version is None else f"__version__ = {version!r}")
+    for registry in _registry(framework, reads=reads):
+        module = _import(framework, "checkpointing")
+        module.load = _theirs(module.load)
+        registry.install()
+        (status,) = registry.status()
+        assert status.state == ("patched" if missing is None else "not patched")
+        expected = f"{framework.name}.checkpointing has no {missing}, which the wrapper needs"
+        assert status.reason == (None if missing is None else expected)

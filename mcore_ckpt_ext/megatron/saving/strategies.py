@@ -58,7 +58,7 @@ class MegatronWriters:
 
     def are_done(self) -> bool:
         """Return True if Megatron's queue is empty."""
-        return bool(self._scope["is_empty_async_queue"]())
+        return not self._queue().get_num_unfinalized_calls()
 
     @contextlib.contextmanager
     def handing_over(self) -> Iterator[None]:

@@ -13,7 +13,8 @@ from mcore_ckpt_ext.megatron.saving.strategies import MegatronWriters, _Impatien
 
 @pytest.mark.parametrize("is_empty", [True, False])
 def test_are_done(is_empty: bool) -> None:
-    writers = MegatronWriters({"is_empty_async_queue": lambda: is_empty}, pytest.fail)
+    queue = SimpleNamespace(get_num_unfinalized_calls=lambda: int(not is_empty))
+    writers = MegatronWriters({"_async_calls_queue": queue}, pytest.fail)
     assert writers.are_done() is is_empty
 
 
