@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.resumed_settings import Setting
     from mcore_ckpt_ext.operations.verification import verify
     from mcore_ckpt_ext.operations.versions import Evidence, Resumption, Writer
-    from mcore_ckpt_ext.patching.registry import PatchPointStatus
+    from mcore_ckpt_ext.patching.patch_point import PatchPointStatus
 
 __version__ = "0.2.0"
 
@@ -151,7 +151,7 @@ _MODULES = {
     "ResumeRefusedError": "mcore_ckpt_ext.errors",
     "Resumption": "mcore_ckpt_ext.operations.versions",
     "SaveFailedError": "mcore_ckpt_ext.errors",
-    "PatchPointStatus": "mcore_ckpt_ext.patching.registry",
+    "PatchPointStatus": "mcore_ckpt_ext.patching.patch_point",
     "Stage": "mcore_ckpt_ext.operations.pipeline_map",
     "StorageError": "mcore_ckpt_ext.errors",
     "StoredFile": "mcore_ckpt_ext.operations.inspection",

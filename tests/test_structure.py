@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping, Set
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -322,3 +323,50 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 def test_which_modules_form_cycles() -> None:
     assert between_cycles({"a": {"b"}, "b": {"a", "d"}, "c": {"a"}, "d": {"e"}, "e": set()}) == {"a", "b"}
     assert between_cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()
+
+
+OPTIMIZERS = "optimizers"
+
+
+def names_an_optimizer_format(source: str, names: Set[str]) -> list[int]:
+    """Return the lines of a source that name an optimizer format: by a string, or by a constant for one."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Constant(value=str(text)) if text in names:
+                found.append(node.lineno)
+            case ast.ImportFrom(module=str(module), names=aliases) if f".{OPTIMIZERS}." in module:
+                constants = (getattr(import_module(module), alias.name, None) for alias in aliases)
+                found += [node.lineno for constant in constants if isinstance(constant, str) and constant in names]
+    return found
+
+
+def test_optimizer_formats_are_named_by_their_table_alone() -> None:
+    """What others need to know of one is a trait of its `Encoding`, or a function of `optimizers/table.py`.
+
+    `fsdp_dtensor` is also the name of a checkpoint format (`--ckpt-format`).
+    """
+    from mcore_ckpt_ext.formats.plain_dcp import FSDP_DTENSOR
+    from mcore_ckpt_ext.optimizers.table import FORMATS
+
+    names = {*FORMATS} - {FSDP_DTENSOR}
+    assert len(names) >= 8
+    sources = {path.relative_to(PACKAGE): path.read_text() for path in PACKAGE.rglob("*.py")}
+    found = {
+        str(path): lines
+        for path, source in sources.items()
+        if path.parts[0] != OPTIMIZERS and (lines := names_an_optimizer_format(source, names))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "format == 'dp_reshardable'",
+        "KINDS = ('legacy', 'fully_reshardable')",
+        "from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE",
+    ],
+)
+def test_names_of_optimizer_formats_are_found(source: str) -> None:
+    assert names_an_optimizer_format(source, {"dp_reshardable", "fully_reshardable"}) == [1]

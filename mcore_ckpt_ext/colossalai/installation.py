@@ -16,7 +16,7 @@ import torch
 from mcore_ckpt_ext.colossalai.classes import PLUGINS, STATIC_MODEL, STATIC_MODEL_MODULES, WRAPPER, Target, find
 from mcore_ckpt_ext.colossalai.methods import namespace
 from mcore_ckpt_ext.colossalai.state import Precision, get_static_torch_model
-from mcore_ckpt_ext.patching.registry import PatchPointStatus
+from mcore_ckpt_ext.patching.patch_point import PatchPointStatus
 from mcore_ckpt_ext.patching.singletons import PROCESS
 
 _ABSENT = object()

@@ -15,12 +15,10 @@ from mcore_ckpt_ext.job.releases import (
     DESCRIBES_LOCAL_SHARDS,
     EXTENDS_INDEX_WITH_SHAPES,
     KEEPS_PLANS_IN_INDEX,
-    STORES_FULLY_RESHARDABLE,
     Capability,
     releases_between,
 )
-from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
-from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
+from mcore_ckpt_ext.optimizers.table import encodings_named
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.versions import Version
 
@@ -68,8 +66,9 @@ def bounds_of_metadata(common: Mapping[str, Any]) -> Iterator[Bound]:
         yield "no content metadata", *DESCRIBES_CONTENT.span_without
         return
     label = sharding_type(dict(common))
-    if label in (DP_RESHARDABLE, FULLY_RESHARDABLE):
-        yield f"the content metadata name the optimizer format {label}", *STORES_FULLY_RESHARDABLE.span
+    labels = [encoding.labeled_by for encoding in encodings_named(label) if encoding.labeled_by is not None]
+    if labels:
+        yield f"the content metadata name the optimizer format {label}", *labels[0].span
     elif "singleton_local_shards" in content:
         yield "the content metadata have singleton_local_shards", *DESCRIBES_LOCAL_SHARDS.span
     else:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from mcore_ckpt_ext.errors import ContentError
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_FILE
-from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, FolderIndex
 
-TORCH_DCP = "torch_dcp"
+TORCH_DCP, FSDP_DTENSOR = "torch_dcp", "fsdp_dtensor"
 _SHARD = "/shard_"
 _ARGUMENTS = "args"
 _BEHIND_WRAPPERS = ("model.module.", "model0.module.", "optimizer.state.module.")

@@ -55,8 +55,7 @@ from mcore_ckpt_ext.megatron.stored_layers import request_stored_layers
 from mcore_ckpt_ext.megatron.unchecked_loads import UncheckedLoads
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizer_reshard import prepare
-from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
-from mcore_ckpt_ext.optimizers.table import encodings_named
+from mcore_ckpt_ext.optimizers.table import may_be_shifted
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 from mcore_ckpt_ext.optimizers.workarounds.fully_reshardable_padding import masters_hold
 from mcore_ckpt_ext.patching.log import announce
@@ -277,8 +276,8 @@ def _is_shifted(checkpoint: Checkpoint) -> bool:
     See `optimizers/workarounds/fully_reshardable_padding.py`. Without weights in the same folder this cannot be seen
     here, and the load is checked afterwards.
     """
-    names = [encoding.name for encoding in encodings_named(checkpoint.optimizer_format)]
-    return FULLY_RESHARDABLE in names and bool(checkpoint.names(WEIGHT)) and not _is_as_named(checkpoint)
+    is_possible = may_be_shifted(checkpoint.optimizer_format) and bool(checkpoint.names(WEIGHT))
+    return is_possible and not _is_as_named(checkpoint)
 
 
 def _is_as_named(checkpoint: Checkpoint) -> bool:

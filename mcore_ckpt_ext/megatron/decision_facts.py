@@ -25,8 +25,7 @@ from mcore_ckpt_ext.megatron.param_group_compat import has_as_many_groups
 from mcore_ckpt_ext.megatron.policy import OF_ARGUMENTS, LoadDecision, decide
 from mcore_ckpt_ext.megatron.presentation import changes_of
 from mcore_ckpt_ext.optimizers.first_step import counts_no_step
-from mcore_ckpt_ext.optimizers.model_space_formats import NOT_DISTRIBUTED
-from mcore_ckpt_ext.optimizers.table import FORMATS
+from mcore_ckpt_ext.optimizers.table import FORMATS, unlabeled_format
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
 
 
@@ -130,7 +129,7 @@ def _format_of(session: LoadSession, common: Mapping[str, Any], written: JobArgu
     # A layer-wise optimizer may have a distributed optimizer's label: then the keys decide.
     if not chain.whole or written.use_distributed_optimizer:
         return label
-    return session.checkpoint.optimizer_format if label else NOT_DISTRIBUTED
+    return session.checkpoint.optimizer_format if label else unlabeled_format()
 
 
 def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:

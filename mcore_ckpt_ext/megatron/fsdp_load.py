@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed, agreed_here
-from mcore_ckpt_ext.formats.plain_dcp import plain_backend
+from mcore_ckpt_ext.formats.plain_dcp import FSDP_DTENSOR, plain_backend
 from mcore_ckpt_ext.formats.torch_dcp.reader import NAME as TORCH_DCP
 from mcore_ckpt_ext.megatron.live.model import Chunks
 from mcore_ckpt_ext.megatron.load_decision import explain
@@ -25,7 +25,6 @@ from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.sources.megatron_fsdp import MegatronFsdpAdapter
 from mcore_ckpt_ext.megatron.sources.torch_fsdp import TorchFsdpAdapter
-from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.overrides import Scope
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import Any
 
-    from mcore_ckpt_ext.patching.registry import HookRegistry, PatchPointStatus
+    from mcore_ckpt_ext.patching.patch_point import PatchPointStatus
+    from mcore_ckpt_ext.patching.registry import HookRegistry
     from mcore_ckpt_ext.settings import Setting
 
 __all__ = ["install", "status", "uninstall"]

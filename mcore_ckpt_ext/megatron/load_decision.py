@@ -26,8 +26,7 @@ from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.megatron.random_states import are_lacking, are_too_few, may_differ
 from mcore_ckpt_ext.megatron.running_version import megatron_version
-from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
-from mcore_ckpt_ext.optimizers.table import encodings_named, shows_names
+from mcore_ckpt_ext.optimizers.table import may_be_shifted, shows_names
 from mcore_ckpt_ext.patching.log import is_logging_rank, own_logger
 from mcore_ckpt_ext.patching.overrides import Scope
 from mcore_ckpt_ext.settings import EXPLAIN
@@ -53,7 +52,7 @@ class LoadAssessment:
     @property
     def may_be_shifted(self) -> bool:
         """True if masters may be shifted (see `optimizers.workarounds.fully_reshardable_padding`)."""
-        return any(one.name == FULLY_RESHARDABLE for one in encodings_named(self.decision.optimizer_format))
+        return may_be_shifted(self.decision.optimizer_format)
 
 
 def assess(

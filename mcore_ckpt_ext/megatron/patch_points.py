@@ -6,7 +6,7 @@ Each ``parameters`` was compared with the definition in Megatron-LM 0.7.0, 0.8.0
 
 from __future__ import annotations
 
-from mcore_ckpt_ext.patching.registry import PatchPoint
+from mcore_ckpt_ext.patching.patch_point import PatchPoint
 
 # Errors of Megatron Core for a checkpoint that does not fit or is damaged: its own type, and torch's, which does not
 # derive from Exception (megatron/core/dist_checkpointing/validation.py and strategies/torch.py, core_v0.7.0 to 0.19.2).

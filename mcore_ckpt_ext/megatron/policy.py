@@ -35,7 +35,6 @@ from mcore_ckpt_ext.megatron.param_group_compat import (
     lacks_live_group,
     overrides_own_bounds,
 )
-from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 
 WITHOUT_RANDOM_STATES = "without the random states, some of which it would not find"
@@ -123,7 +122,7 @@ def decide(facts: LoadFacts) -> LoadDecision:
 
 
 def _is_in_place(facts: LoadFacts) -> bool:
-    return DP_RESHARDABLE in [encoding.name for encoding in encodings_named(facts.optimizer_format)]
+    return any(encoding.is_copied_in_place for encoding in encodings_named(facts.optimizer_format))
 
 
 def _keeps_quantized_masters(facts: LoadFacts) -> bool:

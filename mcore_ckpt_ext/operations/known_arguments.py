@@ -8,7 +8,6 @@ from typing import Any
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.optimizers.model_space_formats import LAYER_WISE, NOT_DISTRIBUTED
 from mcore_ckpt_ext.optimizers.table import encodings_named
 
 _NEEDED: Sequence[str] = (
@@ -30,8 +29,7 @@ def with_shown_arguments(checkpoint: CheckpointView, job: JobArguments) -> JobAr
         found = {"bf16": "bfloat16" in dtypes, "fp16": "float16" in dtypes}
     encodings = encodings_named(checkpoint.optimizer_format)
     if encodings and not job.is_set("use_distributed_optimizer"):
-        whole = all(encoding.name in (LAYER_WISE, NOT_DISTRIBUTED) for encoding in encodings)
-        found["use_distributed_optimizer"] = not whole
+        found["use_distributed_optimizer"] = any(encoding.distributed for encoding in encodings)
     return job.replace(**found) if found else job
 
 

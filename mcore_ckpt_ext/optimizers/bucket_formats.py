@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from mcore_ckpt_ext.job.releases import LOADS_BUCKET_SPACE, LOADS_DP_RESHARDABLE
+from mcore_ckpt_ext.job.releases import LOADS_BUCKET_SPACE, LOADS_DP_RESHARDABLE, STORES_FULLY_RESHARDABLE
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
@@ -100,6 +100,8 @@ ENCODINGS = (
         claims=partial(_claims, DP_RESHARDABLE),
         read=partial(_read, (PackingRule.SINCE_0_13,)),
         stock_loads=LOADS_DP_RESHARDABLE,
+        labeled_by=STORES_FULLY_RESHARDABLE,
+        is_copied_in_place=True,
         needs_same_buffers=True,
         note="another TP, PP, VPP or EP is refused or fails",
         shows_names=False,

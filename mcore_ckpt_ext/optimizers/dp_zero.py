@@ -105,5 +105,6 @@ ENCODINGS = (
         read=_read,
         needs_same_buffers=True,
         shows_names=False,
+        is_in_rank_files=True,
     ),
 )

@@ -216,5 +216,6 @@ ENCODINGS = (
         shows_names=False,
         distributed=False,
         opening_reads_elements=True,
+        is_in_rank_files=True,
     ),
 )

@@ -16,7 +16,12 @@ from functools import partial
 
 from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR, LOADS_FULLY_RESHARDABLE, LOADS_MODEL_SPACE
+from mcore_ckpt_ext.job.releases import (
+    LOADS_FSDP_DTENSOR,
+    LOADS_FULLY_RESHARDABLE,
+    LOADS_MODEL_SPACE,
+    STORES_FULLY_RESHARDABLE,
+)
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.master_check import first_mismatch
 from mcore_ckpt_ext.model_space.slices import Slice
@@ -150,6 +155,7 @@ ENCODINGS = (
         claims=_claims(NOT_DISTRIBUTED),
         read=partial(_read, distributed=False),
         distributed=False,
+        is_unlabeled=True,
     ),
     Encoding(
         name=MODEL_SPACE,
@@ -158,6 +164,7 @@ ENCODINGS = (
         claims=_claims(MODEL_SPACE),
         read=_read_model_space,
         stock_loads=LOADS_MODEL_SPACE,
+        is_portable=True,
         # Up to 0.13 groups are matched by position; refused since commit 5ab481cb.
         note="0.8 to 0.13 load it, too, but exchange weight decay between groups when PP > 1",
         is_reshaped=True,
@@ -171,6 +178,8 @@ ENCODINGS = (
         stock_loads=LOADS_FULLY_RESHARDABLE,
         note="0.15 to 0.19 may have written it shifted: mcore-ckpt verify PATH",
         may_be_shifted=True,
+        labeled_by=STORES_FULLY_RESHARDABLE,
+        is_portable=True,
     ),
     Encoding(
         name=FSDP_DTENSOR,

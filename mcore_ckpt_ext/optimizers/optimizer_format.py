@@ -120,6 +120,11 @@ class Encoding:
         opening_reads_elements: whether the content can be listed only by reading elements.
         may_be_shifted: whether Megatron itself may have written parameters shifted (`OptimizerState.shifted`).
         is_reshaped: whether arrays may have other shapes than their parameters.
+        labeled_by: the capability of the releases that name it in the content metadata; None if none does.
+        is_unlabeled: whether it is the format where no label names one.
+        is_copied_in_place: whether Megatron copies it into its live flat buffers, not each parameter's state by itself.
+        is_portable: whether conversions to torch_dist write it, since Megatron loads it under any layout.
+        is_in_rank_files: whether only legacy checkpoints have it.
     """
 
     name: str
@@ -135,3 +140,8 @@ class Encoding:
     opening_reads_elements: bool = False
     may_be_shifted: bool = False
     is_reshaped: bool = False
+    labeled_by: Capability | None = None
+    is_unlabeled: bool = False
+    is_copied_in_place: bool = False
+    is_portable: bool = False
+    is_in_rank_files: bool = False

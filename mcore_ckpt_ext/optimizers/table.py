@@ -32,6 +32,36 @@ def encodings_named(name: str | None) -> list[Encoding]:
     return [encoding for encoding in ENCODINGS if encoding.name in parts]
 
 
+def unlabeled_format() -> str:
+    """Return the name of the format of an optimizer that no label describes."""
+    return next(encoding.name for encoding in ENCODINGS if encoding.is_unlabeled)
+
+
+def legacy_format(*, distributed: bool) -> str:
+    """Return the name of the format in legacy checkpoints."""
+    return next(row.name for row in ENCODINGS if row.is_in_rank_files and row.distributed == distributed)
+
+
+def portable_format(version: Version) -> str:
+    """Return the name of the format that a release's Megatron loads under any layout."""
+    rows = [row for row in ENCODINGS if row.is_portable and (row.labeled_by is None or row.labeled_by.is_of(version))]
+    return max(rows, key=lambda row: row.labeled_by is not None).name
+
+
+def saved_format(*, portable: bool) -> str:
+    """Return the name of the format of a DistributedOptimizer of the newest release.
+
+    Args:
+        portable: whether it is saved with --dist-ckpt-optim-fully-reshardable.
+    """
+    return next(row.name for row in ENCODINGS if row.labeled_by is not None and row.is_portable == portable)
+
+
+def may_be_shifted(name: str | None) -> bool:
+    """Return True if Megatron itself may have written an optimizer format's parameters shifted."""
+    return any(encoding.may_be_shifted for encoding in encodings_named(name))
+
+
 def stock_can_load(name: str | None, placement_changed: bool, version: Version) -> bool:
     """Return whether Megatron itself loads an intact optimizer state correctly.
 

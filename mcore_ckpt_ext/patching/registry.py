@@ -7,92 +7,28 @@ never reaches the framework; other packages may wrap the function before or afte
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from mcore_ckpt_ext.patching.import_hook import PostImportFinder
 from mcore_ckpt_ext.patching.log import is_logging_rank, own_logger
-
-Function = Callable[..., Any]
-State = Literal["waiting for import", "patched", "not patched", "not needed"]
-
-
-class PatchPoint(NamedTuple):
-    """One function of a framework that this package wraps.
-
-    It is a named tuple, since every ``import torch`` pays for this class, and a dataclass takes ten times as long to
-    make.
-
-    Args:
-        locations: where releases define it, the newest first, as "module:function" or "module:Class.method". In each
-            module the first that is there is wrapped; a module without any is no problem while another has one.
-        wrapper: "module:function" of the factory that takes the original and returns its replacement;
-            imported only after the framework's module.
-        parameters: names that the original must accept, in this order; there may be others in between.
-        version_module: the module whose ``__version__`` is the framework's version.
-        raises: types of errors that the original raises, as "module:class". If the wrapper raises an error of this
-            package, that error becomes an instance of them (see `replaced_errors`).
-        reads: the names that the wrapper reads from the globals of the original. Without one of them it is not wrapped,
-            unless the framework's release is older than the name (`FIRST_WITH_NAME`, job/release_names.py).
-    """
-
-    locations: tuple[str, ...]
-    wrapper: str
-    parameters: tuple[str, ...] = ()
-    version_module: str | None = None
-    raises: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return self.locations[0].replace(":", ".")
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The modules of all locations, each once."""
-        return tuple(dict.fromkeys(location.partition(":")[0] for location in self.locations))
-
-    def attributes(self, module: str) -> list[str]:
-        """Return the names that the function may have in a module, the newest first."""
-        places = (location.partition(":") for location in self.locations)
-        return [attribute for name, _, attribute in places if name == module]
-
-
-class PatchPointStatus(NamedTuple):
-    """The state of one patch point.
-
-    Attributes:
-        patch_point: the function, with its module; of several locations the newest.
-        state: whether it is patched.
-        version: the framework's version, or None if it is not imported.
-        reason: why it is not patched, or None.
-    """
-
-    patch_point: str
-    state: State
-    version: str | None = None
-    reason: str | None = None
-
-
-class PatchPointMismatchError(Exception):
-    """A framework's function does not have the expected form."""
-
-
-class _Place(NamedTuple):
-    """A module and the name of a function in it, ``Class.method`` for a method."""
-
-    module: ModuleType
-    attribute: str
-
-    def function(self) -> Any:
-        """Return the function; None if there is none, or if a class only inherits it."""
-        owner, _, name = self.attribute.rpartition(".")
-        return vars(getattr(self.module, owner, object)).get(name) if owner else getattr(self.module, name, None)
+from mcore_ckpt_ext.patching.patch_point import (
+    Function,
+    PatchPoint,
+    PatchPointMismatchError,
+    PatchPointStatus,
+    Place,
+    checked_function,
+    is_imported,
+    is_older_than,
+    may_be_imported,
+    place_in,
+    version_of,
+)
 
 
 class _Patch:
@@ -102,7 +38,7 @@ class _Patch:
     it, or a reference that cannot be found, still works after `uninstall`.
     """
 
-    def __init__(self, place: _Place, original: Function, replacement: Function, raises: tuple[str, ...]) -> None:
+    def __init__(self, place: Place, original: Function, replacement: Function, raises: tuple[str, ...]) -> None:
         self.place, self.original = place, original
         self.active = True
 
@@ -222,10 +158,11 @@ class HookRegistry:
             before.
         """
         try:
-            place = _place_in(patch_point, name, module)
+            place = place_in(patch_point, name, module)
             if place is None:
-                return self._pass_over(patch_point, name)
-            original = _checked_function(patch_point, place)
+                self._pass_over(patch_point, name)
+                return None
+            original = checked_function(patch_point, place)
             if not self._is_ours(patch_point, original):
                 wrappers, _, wrap = patch_point.wrapper.partition(":")
                 replacement = getattr(import_module(wrappers), wrap)(original)
@@ -244,15 +181,11 @@ class HookRegistry:
         Raises:
             PatchPointMismatchError: the function is missing.
         """
-        if any(
-            module is not None and _place_in(patch_point, other, module) for other, module in _imported(patch_point)
-        ):
+        if is_imported(patch_point) or any(map(may_be_imported, patch_point.modules)):
             return
         attributes = patch_point.attributes(name)
-        if any(_may_be_imported(other) for other in patch_point.modules):
-            return
-        version = _version(patch_point)
-        if not all(_is_older_than(version, attribute) for attribute in attributes):
+        version = version_of(patch_point)
+        if not all(is_older_than(version, attribute) for attribute in attributes):
             raise PatchPointMismatchError(f"{name} has no function {' or '.join(attributes)}")
         with self._lock:
             self._absent[patch_point] = "this release has no such function, and needs none"
@@ -278,7 +211,7 @@ class HookRegistry:
             return any(patch.dispatch is function for patch in self._patches.get(patch_point, ()))
 
     def _status(self, patch_point: PatchPoint) -> PatchPointStatus:
-        version = _version(patch_point)
+        version = version_of(patch_point)
         if patch_point in self._reasons:
             return PatchPointStatus(str(patch_point), "not patched", version, self._reasons[patch_point])
         if patch_point in self._patches:
@@ -304,58 +237,6 @@ class HookRegistry:
             return None
         place = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', repr(current))}"
         return f"wrapped by another package: {place}"
-
-
-def _place_in(patch_point: PatchPoint, name: str, module: ModuleType) -> _Place | None:
-    """Return the place of the function in a module; None if the module has it under none of its names."""
-    places = (_Place(module, attribute) for attribute in patch_point.attributes(name))
-    return next((place for place in places if callable(place.function())), None)
-
-
-def _imported(patch_point: PatchPoint) -> list[tuple[str, ModuleType | None]]:
-    return [(name, sys.modules.get(name)) for name in patch_point.modules]
-
-
-def _may_be_imported(name: str) -> bool:
-    """Return True if a module is not imported, and exists as far as can be told without importing anything."""
-    parts = name.split(".")
-    names = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-    missing = next((parent for parent in names if parent not in sys.modules), None)
-    return missing is not None and find_spec(missing) is not None
-
-
-def _is_older_than(version: str | None, name: str) -> bool:
-    """Return True if a release of Megatron precedes the first with a name that the wrappers know."""
-    from mcore_ckpt_ext.job.release_names import precedes_name  # imported late: `import torch` pays for this module
-
-    return precedes_name(version, name)
-
-
-def _checked_function(patch_point: PatchPoint, place: _Place) -> Function:
-    """Return the function to wrap, or raise PatchPointMismatchError if it is not as expected."""
-    target = place.function()
-    try:
-        names = iter(inspect.signature(target).parameters)
-    except ValueError as error:
-        raise PatchPointMismatchError(f"its parameters cannot be read: {error}") from error
-    # `in` consumes the iterator up to the name that it finds, so this also checks the order.
-    if not all(name in names for name in patch_point.parameters):
-        found = ", ".join(inspect.signature(target).parameters)
-        raise PatchPointMismatchError(f"expected the parameters ({', '.join(patch_point.parameters)}), found ({found})")
-    scope = getattr(inspect.unwrap(target), "__globals__", {})
-    version = _version(patch_point)
-    missing = [name for name in patch_point.reads if name not in scope and not _is_older_than(version, name)]
-    if missing:
-        module = scope.get("__name__", place.module.__name__)
-        raise PatchPointMismatchError(f"{module} has no {', '.join(missing)}, which the wrapper needs")
-    function: Function = target
-    return function
-
-
-def _version(patch_point: PatchPoint) -> str | None:
-    module = sys.modules.get(patch_point.version_module or "")
-    version = getattr(module, "__version__", None)
-    return None if version is None else str(version)
 
 
 def _rebind(own_module: ModuleType, attribute: str, before: Function, after: Function) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.optimizers.table import saved_format
 from mcore_ckpt_ext.selftest.jobs import Job, Machine, layout_of
 from mcore_ckpt_ext.selftest.models import EXPERTS, MODELS, arguments
 
@@ -14,7 +15,6 @@ _RESUMED = "optimizer resumed from"
 _FAST = "--ckpt-ext-load: "
 EIGHT_RANKS = "eight-ranks"
 """The job whose checkpoint is part of this package."""
-DP_RESHARDABLE, FULLY_RESHARDABLE = "dp_reshardable", "fully_reshardable"
 
 
 def plan(machine: Machine) -> tuple[Job, ...]:
@@ -22,7 +22,7 @@ def plan(machine: Machine) -> tuple[Job, ...]:
     return (
         *_dense(machine),
         *_of_eight_ranks(machine),
-        *_fully_reshardable(machine),
+        *_portable(machine),
         *_experts(machine),
         *_engine(machine),
     )
@@ -55,7 +55,7 @@ def _dense(machine: Machine) -> Iterator[Job]:
     others = [layout for layout in found if layout != source][:_MOST_LAYOUTS]
     if interleaved := _interleaved(machine):
         others.append(interleaved)
-    save = _saving(machine, "gpt", source, DP_RESHARDABLE, ("--async-save",), check="save, asynchronously")
+    save = _saving(machine, "gpt", source, ("--async-save",), check="save, asynchronously")
     yield save
     for layout in others:
         yield _resuming(machine, save, layout, expects=_RESUMED)
@@ -72,7 +72,7 @@ def _dense(machine: Machine) -> Iterator[Job]:
 def saved_by_eight_ranks(machine: Machine) -> Job:
     """Return the job that saved the checkpoint of this package."""
     layout = layout_of(8, 2, 2)
-    job = _saving(_without_engine(machine), "tiny gpt", layout, DP_RESHARDABLE, (), check="save")
+    job = _saving(_without_engine(machine), "tiny gpt", layout, (), check="save")
     return replace(job, name=EIGHT_RANKS)
 
 
@@ -90,11 +90,11 @@ def _of_eight_ranks(machine: Machine) -> Iterator[Job]:
     )
 
 
-def _fully_reshardable(machine: Machine) -> Iterator[Job]:
+def _portable(machine: Machine) -> Iterator[Job]:
     found = layouts(machine.ranks, machine.layers)
     source = _source(found)
     flags = ("--dist-ckpt-optim-fully-reshardable",)
-    save = _saving(machine, "gpt", source, FULLY_RESHARDABLE, flags, check="save")
+    save = _saving(machine, "gpt", source, flags, portable=True, check="save")
     yield save
     yield _resuming(machine, save, max(found, key=lambda one: (one != source, one.tensor)), *flags)
 
@@ -102,7 +102,7 @@ def _fully_reshardable(machine: Machine) -> Iterator[Job]:
 def _experts(machine: Machine) -> Iterator[Job]:
     ranks, expert = machine.ranks, min(EXPERTS, machine.ranks)
     source = layout_of(ranks, 1, 1, max(size for size in (1, 2, 4) if size <= expert and ranks % size == 0))
-    save = _saving(machine, "experts", source, DP_RESHARDABLE, (), check="save")
+    save = _saving(machine, "experts", source, (), check="save")
     yield save
     found = [layout_of(ranks, 1, 2), layout_of(ranks, 2, 1), layout_of(ranks, 2, 2, 2), layout_of(ranks, 1, 1)]
     for layout in dict.fromkeys(found):
@@ -125,7 +125,7 @@ def _in_fp8(machine: Machine, model: str, recipe: str, found: Sequence[ParallelL
     source, form = _source(found), "e4m3" if recipe == "blockwise" else "hybrid"
     flags = ("--fp8-format", form, "--fp8-recipe", recipe)
     skipped = machine.no_engine or why_not
-    save = _saving(machine, model, source, DP_RESHARDABLE, flags, check="save", skipped=skipped)
+    save = _saving(machine, model, source, flags, check="save", skipped=skipped)
     # Otherwise Transformer Engine refuses its own pickled states (2.20: transformer_engine/pytorch/_extra_state.py).
     save = replace(save, environment={"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"})
     yield save
@@ -138,12 +138,13 @@ def _saving(
     machine: Machine,
     model: str,
     layout: ParallelLayout,
-    kind: str,
     flags: Sequence[str],
     *,
     check: str,
+    portable: bool = False,
     skipped: str = "",
 ) -> Job:
+    kind = saved_format(portable=portable)
     return Job(
         name=f"{model}-{kind}".replace(" ", "-"),
         model=model,

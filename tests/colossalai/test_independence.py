@@ -15,7 +15,8 @@ REPOSITORY = Path(__file__).parents[2]
 PARTS = {"colossalai", "zero_strict_state_dict"}
 SHARED = {
     *("collectives", "devices", "errors", "group_device", "lazy_torch", "settings"),
-    *("patching", "patching.import_hook", "patching.log", "patching.registry", "patching.singletons"),
+    *("patching", "patching.import_hook", "patching.log", "patching.patch_point", "patching.registry"),
+    "patching.singletons",
     *("storage", "storage.atomic_files", "storage.crc32", "storage.gc_pause", "storage.paths"),
     *("storage.store_errors", "storage.store_path"),
 }

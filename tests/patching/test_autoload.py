@@ -76,6 +76,7 @@ def test_imports_of_the_autoload(python):
             "patching",
             "patching.import_hook",
             "patching.log",
+            "patching.patch_point",
             "patching.registry",
             "patching.singletons",
             "settings",

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from mcore_ckpt_ext.patching.import_hook import PostImportFinder
-from mcore_ckpt_ext.patching.registry import HookRegistry, PatchPoint
+from mcore_ckpt_ext.patching.patch_point import PatchPoint
+from mcore_ckpt_ext.patching.registry import HookRegistry
 
 STOCK = ("stock", "m")
 OURS = ("ours", "stock", "m")

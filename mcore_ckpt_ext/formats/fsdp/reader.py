@@ -20,13 +20,13 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.fsdp.names import HALVES, parameter_of
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
+from mcore_ckpt_ext.formats.plain_dcp import FSDP_DTENSOR
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK
 from mcore_ckpt_ext.formats.torch_dist.flattened import MODEL, FlattenedCheckpoint
 from mcore_ckpt_ext.formats.unread_state import OTHER
 from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR
 from mcore_ckpt_ext.model_space.names import is_extra_state, is_first_linear, is_module_buffer, parse
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 

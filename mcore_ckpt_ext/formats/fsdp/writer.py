@@ -20,6 +20,7 @@ from mcore_ckpt_ext.formats.fsdp.names import GROUPS, HALVES, MODEL, STATE, Modu
 from mcore_ckpt_ext.formats.fsdp.options import FsdpDtensor
 from mcore_ckpt_ext.formats.laid_out import OutputPlan, check_iteration, iteration
 from mcore_ckpt_ext.formats.param_group_assignment import group_that_holds
+from mcore_ckpt_ext.formats.plain_dcp import FSDP_DTENSOR
 from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.unread_state import COMMON_KEYS
@@ -29,7 +30,6 @@ from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.names import is_module_buffer
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 

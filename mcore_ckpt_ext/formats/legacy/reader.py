@@ -52,11 +52,11 @@ from mcore_ckpt_ext.layout.parallel import has_varying_layers, layers_by_chunk
 from mcore_ckpt_ext.layout.parameter_order import ObservedOrder, ParameterOrder
 from mcore_ckpt_ext.model_space.anatomy import second_names
 from mcore_ckpt_ext.optimizers.derived_masters import with_masters
-from mcore_ckpt_ext.optimizers.dp_zero import LEGACY, buffer_arrays, legacy_optimizer
+from mcore_ckpt_ext.optimizers.dp_zero import buffer_arrays, legacy_optimizer
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatState, GroupKey
 from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS, LegacyMasters, RankOptimizers
-from mcore_ckpt_ext.optimizers.legacy_masters import NAME as PER_PARAMETER
 from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.table import legacy_format
 from mcore_ckpt_ext.optimizers.unsupported import check_provable
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
@@ -117,15 +117,19 @@ class LegacyCheckpoint(FormatReader):
     @cached_property
     @override
     def stored_optimizer_format(self) -> str | None:
-        if self._buffer_files:
-            return LEGACY
-        return PER_PARAMETER if any(rank.optimizers for rank in self._ranks) else None
+        has_buffers = bool(self._buffer_files)
+        return legacy_format(distributed=has_buffers) if has_buffers or self._keeps_whole_state else None
+
+    @property
+    def _keeps_whole_state(self) -> bool:
+        """True if each rank's model file has the optimizer's state of its parameters."""
+        return not self._buffer_files and any(rank.optimizers for rank in self._ranks)
 
     @cached_property
     @override
     def optimizer(self) -> OptimizerState:
         check_provable(self.view, None, [str(self.stored_optimizer_format)])
-        if self.stored_optimizer_format == LEGACY:
+        if self._buffer_files:
             return legacy_optimizer(self.view, FlatState(self._flat_arrays(), joined=True, chunked=False))
         if files := [file.name for own in self._ranks for file in self._folders.layer_wise_files(own.folder)]:
             # The model's file has the parameters of the first data-parallel rank, which look like a complete optimizer.
@@ -152,7 +156,7 @@ class LegacyCheckpoint(FormatReader):
 
         Such an optimizer is in addition to those of dense parameters.
         """
-        if self.stored_optimizer_format == PER_PARAMETER:
+        if self._keeps_whole_state:
             return has_experts(child for rank in self._ranks for child in rank.optimizers)
         return self._children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
 
@@ -200,7 +204,7 @@ class LegacyCheckpoint(FormatReader):
 
     @override
     def chained_optimizer_settings(self) -> list[dict[str, Any]]:
-        return self._settings.chained_optimizer_settings() if self.stored_optimizer_format == PER_PARAMETER else []
+        return self._settings.chained_optimizer_settings() if self._keeps_whole_state else []
 
     @override
     def grad_scaler(self) -> dict[str, Any] | None:
@@ -253,7 +257,7 @@ class LegacyCheckpoint(FormatReader):
             common = {key: value for key, value in own.state.items() if key != "optimizer"}
             found += in_common_state(common, known)
             of_optimizers = [item for optimizer in own.optimizers for item in in_optimizer(optimizer)]
-            if self.stored_optimizer_format == PER_PARAMETER:
+            if self._keeps_whole_state:
                 of_optimizers = [item for item in of_optimizers if not _in_masters(item.key)]
             found += of_optimizers
             found += (UnreadState(f.name, UNKNOWN, f.stat().st_size) for f in self._folders.other_files(own.folder))

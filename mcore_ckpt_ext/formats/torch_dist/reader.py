@@ -40,11 +40,10 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.bucket_formats import optimizer_children
 from mcore_ckpt_ext.optimizers.derived_masters import with_masters
 from mcore_ckpt_ext.optimizers.groups import checked_groups, keeps_nothing
-from mcore_ckpt_ext.optimizers.model_space_formats import NOT_DISTRIBUTED
 from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
 from mcore_ckpt_ext.optimizers.optimizer_format import StoredKeys
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognised
+from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognised, unlabeled_format
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
@@ -134,7 +133,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     @cached_property
     def stored_optimizer_format(self) -> str | None:
         """The optimizer format according to its keys, which take precedence over the common state."""
-        return NOT_DISTRIBUTED if self._keeps_nothing else format_name(self._optimizer_keys)
+        return unlabeled_format() if self._keeps_nothing else format_name(self._optimizer_keys)
 
     @cached_property
     def _keeps_nothing(self) -> bool:

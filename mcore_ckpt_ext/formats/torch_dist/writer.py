@@ -54,7 +54,7 @@ from mcore_ckpt_ext.model_space.anatomy import block_of, leaves_out_state
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, MODEL_SPACE
+from mcore_ckpt_ext.optimizers.table import portable_format
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, TargetSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.archive_writer import plan_archive
@@ -244,7 +244,7 @@ class TorchDistTarget:
         arguments.no_save_rng = not any(key.startswith("rng_state/") for key in objects)
         content: dict[str, Any] = {}
         if source.optimizer_format is not None:
-            encoding = FULLY_RESHARDABLE if STORES_FULLY_RESHARDABLE.is_of(self._version) else MODEL_SPACE
+            encoding = portable_format(self._version)
             children = self._chain.entries(encoding) or self._distributed(encoding)
             common["optimizer"] = dict(enumerate(children)) if len(children) > 1 else children[0]
             if any(SHARDING_MARK in child for child in children):

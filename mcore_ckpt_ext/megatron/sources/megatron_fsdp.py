@@ -11,6 +11,7 @@ from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.fsdp.names import GROUPS, MODEL, ModuleNames
 from mcore_ckpt_ext.formats.fsdp.options import FsdpDtensor
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray, FsdpTarget
+from mcore_ckpt_ext.formats.plain_dcp import FSDP_DTENSOR
 from mcore_ckpt_ext.formats.target import LayerSpec
 from mcore_ckpt_ext.job.differences import SAME_MODEL
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -19,7 +20,6 @@ from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DcpStorageAdapter
 from mcore_ckpt_ext.operations.sources import open_source
-from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 
 
 class MegatronFsdpAdapter(DcpStorageAdapter):
