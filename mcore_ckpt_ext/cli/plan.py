@@ -14,7 +14,8 @@ from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
 from mcore_ckpt_ext.errors import format_bytes, join_some
-from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation, parse_sizes
+from mcore_ckpt_ext.job.dimensions import PINS, with_defaults
+from mcore_ckpt_ext.layout_choice.options import Recomputation, parse_sizes
 from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
@@ -161,8 +162,8 @@ def _show_data(layouts: Sequence[PlannedLayout]) -> None:
 
 def _in_pins(one: PlannedLayout) -> str:
     """Return the sizes of a layout for `--rehearse`, without default sizes."""
-    assumed = dict.fromkeys(PINS, 1) | {"etp": one.sizes["tp"]}
-    named = [f"{name}={one.sizes[name]}" for name in PINS if one.sizes[name] != assumed[name]]
+    assumed = with_defaults({"tensor": one.sizes["tp"]}) | {"tensor": 1}
+    named = [f"{label}={one.sizes[label]}" for label, name in PINS.items() if one.sizes[label] != assumed[name]]
     return " ".join(named) or "tp=1"
 
 

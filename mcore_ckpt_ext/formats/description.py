@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import ContentError, UsageError, shorten
+from mcore_ckpt_ext.job.dimensions import SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.facts import Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.loops import bridge, nemo, verl
@@ -32,17 +33,9 @@ PARTIAL = "mcore_ckpt_ext_partial"
 # ms-swift stores its own arguments under this key. Many have the names of Megatron's, but `mcore_model` does not exist
 # there (`MegatronArguments`, swift/megatron/arguments/megatron_args.py, 4.6.0).
 _OF_SWIFT = "mcore_model"
-# The sizes of the layout, by their names in the sidecar.
-_RECORDED = {
-    "tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size",
-    "virtual_pipeline": "virtual_pipeline_model_parallel_size", "expert": "expert_model_parallel_size",
-    "expert_tensor": "expert_tensor_parallel_size", "context": "context_parallel_size", "data": "data_parallel_size",
-    "world": "world_size",
-}  # fmt: skip
-
 COMPARED_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "num_experts")
 """Sizes of a model that two descriptions of it must agree on."""
-_COMPARED = (*_RECORDED.values(), *COMPARED_SIZES)
+_COMPARED = (*SIZE_ARGUMENTS.values(), *COMPARED_SIZES)
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,8 @@ def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar |
     found = next((one for looks in _READERS if (one := looks(folder)) is not None), None)
     description = found or Description(own or _partial({}, folder), "its own arguments" if own else "")
     counted, problems = _train_state(reader) if description.source == bridge.RUN_CONFIG else ({}, ())
-    recorded = {_RECORDED[name]: size for name, size in sidecar.layout.items() if name in _RECORDED} if sidecar else {}
+    sizes = {} if sidecar is None else sidecar.layout
+    recorded = {SIZE_ARGUMENTS[name]: size for name, size in sizes.items() if name in SIZE_ARGUMENTS}
     known = {**description.arguments.raw, **counted, **recorded, **facts.sizes()}
     ignored = (*description.problems, *problems)
     return replace(description, arguments=_partial(known, folder, ignored), problems=ignored)

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.job.arguments.kinds import MOST_RANKS
+from mcore_ckpt_ext.job.dimensions import DIMENSIONS, LABELS, MODEL_SIZE_ARGUMENTS, SIZE_ARGUMENTS, in_words
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
@@ -91,45 +92,26 @@ class ParallelLayout:
         return {name: None if name in self.unknown else size for name, size in self.sizes().items()}
 
     def __str__(self) -> str:
-        always = {"TP", "PP", "DP"}
-        parts = [
-            f"{label}{getattr(self, name)}"
-            for name, label in _LABELS.items()
-            if name not in self.unknown and (getattr(self, name) > 1 or label in always)
-        ]
-        if self.expert_tensor != self.tensor and "expert_tensor" not in self.unknown:
-            parts.insert(-1, f"ETP{self.expert_tensor}")
-        missing = [label for name, label in _LABELS.items() if name in self.unknown]
+        parts = in_words({name: size for name, size in self.known_sizes().items() if size is not None})
+        missing = [label for name, label in LABELS.items() if name in self.unknown and name != "expert_tensor"]
         if not parts:
             return "not known"
-        return " x ".join(parts) + (f" ({', '.join(missing)} not known)" if missing else "")
-
-
-_LABELS = {
-    "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "expert": "EP", "context": "CP", "data": "DP",
-}  # fmt: skip
+        return parts + (f" ({', '.join(missing)} not known)" if missing else "")
 
 
 def _unknown(arguments: JobArguments) -> frozenset[str]:
     """Return the dimensions of unknown size; none for Megatron's arguments, where missing means 1."""
     if arguments.is_complete:
         return frozenset()
+    is_single_stage = arguments.pipeline_model_parallel_size == 1
+    has_no_experts = arguments.is_set("num_experts") and not arguments.num_experts
+    not_needed = {dimension.name for dimension in DIMENSIONS if dimension.is_of_experts and has_no_experts}
     known = {
-        "tensor": arguments.tensor_model_parallel_size is not None,
-        "pipeline": arguments.pipeline_model_parallel_size is not None,
-        "virtual_pipeline": arguments.is_set("virtual_pipeline_model_parallel_size")
-        or arguments.pipeline_model_parallel_size == 1,
-        "expert": arguments.expert_model_parallel_size is not None or _has_no_experts(arguments),
-        "expert_tensor": arguments.expert_tensor_parallel_size is not None or _has_no_experts(arguments),
-        "context": arguments.context_parallel_size is not None,
-        "data": arguments.data_parallel_size is not None,
-        "world": arguments.world_size is not None,
+        name: name in not_needed or arguments.raw.get(argument) is not None for name, argument in SIZE_ARGUMENTS.items()
     }
+    # Megatron stores None for one stage.
+    known["virtual_pipeline"] = arguments.is_set(SIZE_ARGUMENTS["virtual_pipeline"]) or is_single_stage
     return frozenset(name for name, is_known in known.items() if not is_known)
-
-
-def _has_no_experts(arguments: JobArguments) -> bool:
-    return arguments.is_set("num_experts") and not arguments.num_experts
 
 
 def has_varying_layers(arguments: JobArguments) -> bool:
@@ -229,8 +211,7 @@ def prediction_chunk(arguments: JobArguments, layout: ParallelLayout) -> tuple[i
 # The arguments that determine the positions of parameters in the gradient buffers of a rank: the parallel layout, the
 # division into buckets (distributed_data_parallel.py), and the order in which modules register their parameters.
 _PLACING_ARGUMENTS = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size",
+    *(name for name in MODEL_SIZE_ARGUMENTS if name != SIZE_ARGUMENTS["context"]),
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets", "ddp_pad_buckets_for_high_nccl_busbw",

@@ -5,14 +5,9 @@ from __future__ import annotations
 from enum import Enum
 
 from mcore_ckpt_ext.errors import UsageError, shorten
+from mcore_ckpt_ext.job.dimensions import PINS
 
 _MOST = 1 << 20
-
-PINS = {
-    "tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "ep": "expert", "etp": "expert_tensor",
-    "cp": "context",
-}  # fmt: skip
-"""The dimensions that a user can fix, and their names in `ParallelLayout`."""
 
 
 class Recomputation(Enum):

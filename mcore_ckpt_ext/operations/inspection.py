@@ -18,6 +18,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.messages import vocabulary_contradiction
 from mcore_ckpt_ext.formats.unread_state import OTHER
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.dimensions import LABELS
 from mcore_ckpt_ext.job.facts import NOTHING, Facts
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
@@ -32,10 +33,6 @@ from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.storage.paths import file_sizes
 
 SCHEMA = SCHEMAS["inspect"]
-_LABELS = {
-    "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "expert": "EP", "expert_tensor": "ETP",
-    "context": "CP", "data": "DP",
-}  # fmt: skip
 _DISTCP = re.compile(r"^(?:.*/)?__(\d+)_(\d+)\.distcp$")
 
 
@@ -174,7 +171,7 @@ def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
         path=str(checkpoint.folder),
         format=checkpoint.format,
         iteration=None if checkpoint.is_release else checkpoint.iteration,
-        layout={_LABELS.get(name, name): size for name, size in sizes.items()},
+        layout={LABELS.get(name, name): size for name, size in sizes.items()},
         layout_text=str(layout) if with_job else "",
         writer=writer,
         optimizer_format=checkpoint.optimizer_format,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from mcore_ckpt_ext.job.dimensions import OF_MODEL, SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.layout_choice.search import FoundLayout, batch_of
@@ -15,14 +16,8 @@ def arguments_of(one: FoundLayout) -> dict[str, Any]:
     """Return Megatron's arguments of a layout, as they are after parsing."""
     choice, layout = one.choice, one.choice.layout
     return {
-        "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.expert_tensor,
-        "context_parallel_size": layout.context,
-        "data_parallel_size": layout.data,
-        "world_size": layout.world,
+        **{SIZE_ARGUMENTS[name]: size for name, size in layout.sizes().items()},
+        SIZE_ARGUMENTS["virtual_pipeline"]: layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         **({} if choice.job.global_batch_size is None else {"micro_batch_size": choice.micro_batch}),
         **(dict(choice.split.arguments) if choice.split else {}),
         **({"make_vocab_size_divisible_by": divisor} if (divisor := _divisor(one)) else {}),
@@ -42,16 +37,12 @@ def flags_of(one: FoundLayout, changes: Mapping[str, Any] = MappingProxyType({})
         changes: what the job changes besides, by the name of the argument.
     """
     choice, layout = one.choice, one.choice.layout
-    flags = [
-        f"--tensor-model-parallel-size {layout.tensor}",
-        f"--pipeline-model-parallel-size {layout.pipeline}",
-        f"--context-parallel-size {layout.context}",
-    ]
-    if choice.job.num_experts:
-        flags += [
-            f"--expert-model-parallel-size {layout.expert}",
-            f"--expert-tensor-parallel-size {layout.expert_tensor}",
-        ]
+    sizes = {
+        dimension.argument: getattr(layout, dimension.name)
+        for dimension in sorted(OF_MODEL, key=lambda dimension: dimension.is_of_experts)
+        if dimension.name != "virtual_pipeline" and (choice.job.num_experts or not dimension.is_of_experts)
+    }
+    flags = [f"--{argument.replace('_', '-')} {size}" for argument, size in sizes.items()]
     split = dict(choice.split.arguments) if choice.split else {}
     text = split.get("pipeline_model_parallel_layout")
     # Virtual stages of hybrid models are only given in their pattern.

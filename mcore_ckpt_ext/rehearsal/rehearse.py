@@ -12,6 +12,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_s
 from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.dimensions import in_words
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -71,7 +72,7 @@ def rehearse(
         check_changes(changes or {})
     check_gpus(gpus)
     version = version_number(megatron_version)
-    plain = Rehearsal(SCHEMA, str(path), gpus, "not known", _in_words(sizes), str(version))
+    plain = Rehearsal(SCHEMA, str(path), gpus, "not known", in_words({**sizes}), str(version))
     request = _Request(gpus, sizes, version, arguments or {}, changes or {}, full=full, team=team or SingleProcess())
     with reraise_as_unreadable(path), collector_paused():
         try:
@@ -232,8 +233,3 @@ def _extra_parameter_orders(checkpoint: CheckpointView) -> tuple[str, ...]:
 def _proof(checkpoint: CheckpointView) -> str:
     proof = checkpoint.proof
     return "equal to their weights when rounded" if proof is BY_ROUNDING else proof.words
-
-
-def _in_words(sizes: Mapping[str, int]) -> str:
-    labels = {"tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "expert": "EP", "context": "CP"}
-    return " x ".join(f"{label}{sizes[name]}" for name, label in labels.items() if sizes.get(name, 1) > 1) or "TP1"

@@ -8,11 +8,12 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UsageError, shorten
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.dimensions import PINS, with_defaults
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.layer_form import LAYER_FORM, check_layer_form
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, PaddedRows
-from mcore_ckpt_ext.layout_choice.options import PINS, parse_sizes
+from mcore_ckpt_ext.layout_choice.options import parse_sizes
 from mcore_ckpt_ext.operations.layout_flags import arguments_of, flags_of
 from mcore_ckpt_ext.operations.layout_rules import search_sizes
 from mcore_ckpt_ext.versions import Version
@@ -43,8 +44,7 @@ def sizes_in(text: str) -> dict[str, int]:
     sizes = {PINS[label]: size for label, size in parse_sizes(text).items()}
     if not sizes:
         raise UsageError("the layout to rehearse is empty", expected="tp=8 pp=8")
-    defaults = dict.fromkeys(PINS.values(), 1) | {"expert_tensor": sizes.get("tensor", 1)}
-    return defaults | sizes
+    return with_defaults(sizes)
 
 
 def check_changes(changes: Mapping[str, Any]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.job.assignments import parse_assignments
+from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout_choice.options import PINS
 from mcore_ckpt_ext.rehearsal.rehearse import rehearse
 from mcore_ckpt_ext.rehearsal.result import Rehearsal
 from tests.harness.layouts import Layout

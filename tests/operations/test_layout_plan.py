@@ -14,6 +14,7 @@ import torch
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.grad_buffer import align, bucket_alignment
 from mcore_ckpt_ext.layout.local_parameters import Cut
@@ -22,7 +23,6 @@ from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.layer_wise import layer_wise_stages
 from mcore_ckpt_ext.layout_choice.memory import CONTEXT, Buffers, memory_of
 from mcore_ckpt_ext.layout_choice.model_table import Holding, ModelTable, PaddedRows, Parameter, StageHolding
-from mcore_ckpt_ext.layout_choice.options import PINS
 from mcore_ckpt_ext.layout_choice.rules import violations
 from mcore_ckpt_ext.layout_choice.search import SearchRequest, search
 from mcore_ckpt_ext.layout_choice.stage_activations import StageActivations

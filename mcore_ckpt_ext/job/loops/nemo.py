@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt_ext.job.dimensions import MODEL_SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.loops.bridge import section_arguments
 from mcore_ckpt_ext.job.loops.transformer import is_plain, model_arguments
@@ -27,10 +28,7 @@ PREFIX = "module."
 # Values of `Llama31Config`, besides the scaling factor, that equal Megatron's (`apply_rope_scaling`).
 _LLAMA_3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 _ATTRIBUTE = re.compile(r"Attr\(name='(\w+)'\)", re.ASCII)
-_LAYOUT = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size", "sequence_parallel",
-)  # fmt: skip
+_LAYOUT = (*MODEL_SIZE_ARGUMENTS, "sequence_parallel")
 
 
 def of_model(content: Any, source: str) -> JobArguments:

@@ -7,6 +7,7 @@ of a DistributedOptimizer (`DistributedDataParallelConfig`).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -14,16 +15,13 @@ import torch.distributed as dist
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS
+from mcore_ckpt_ext.job.dimensions import MODEL_SIZE_ARGUMENTS, SIZE_ARGUMENTS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import SWITCHES
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 
-_OF_MODEL = (
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size",
-    *SWITCHES, *WEIGHT_SHARDS,
-)  # fmt: skip
+_OF_MODEL = (*MODEL_SIZE_ARGUMENTS, *SWITCHES, *WEIGHT_SHARDS)
 # Attributes of `ddp_config` and their arguments: Megatron-Bridge stores this object as its section `ddp`.
 OF_BUFFERS = {name: argument for name, argument, field in BRIDGE_FIELDS if field.section == "ddp"}
 
@@ -68,6 +66,6 @@ def live_arguments(chunks: Iterable[Any], optimizer: Any) -> JobArguments:
         known = getattr(child, "ddp_config", None)
         arguments |= {argument: getattr(known, name) for name, argument in OF_BUFFERS.items() if hasattr(known, name)}
     world = dist.get_world_size() if dist.is_initialized() else 1
-    sizes = [arguments.get(name) or 1 for name in (*_OF_MODEL[:2], _OF_MODEL[5])]
-    arguments |= {"world_size": world, "data_parallel_size": max(1, world // (sizes[0] * sizes[1] * sizes[2]))}
+    sizes = [arguments.get(SIZE_ARGUMENTS[name]) or 1 for name in ("tensor", "pipeline", "context")]
+    arguments |= {"world_size": world, "data_parallel_size": max(1, world // prod(sizes))}
     return JobArguments.of(arguments, source="the live model and its optimizer", is_complete=False)
