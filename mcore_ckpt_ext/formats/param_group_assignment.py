@@ -37,7 +37,7 @@ def group_that_holds(
     """
     decays = float(decays_by_rule(name, shape, arguments))
     wanted = {"wd_mult": decays, "is_expert_parallel": of_experts(name), _DECOUPLED: name.endswith(VOCABULARY)}
-    groups = [{**group, _DECOUPLED: _is_decoupled(group, arguments)} for group in groups]
+    groups = [{**group, _DECOUPLED: is_decoupled(group, arguments)} for group in groups]
     fit = list(range(len(groups)))
     for setting, value in wanted.items():
         values = {bool(_setting(group, setting)) for group in groups}
@@ -65,7 +65,8 @@ def decay_of(group: Mapping[str, Any]) -> Any:
     return identity(group, ("wd_mult",))[0]
 
 
-def _is_decoupled(group: Mapping[str, Any], arguments: JobArguments) -> bool:
+def is_decoupled(group: Mapping[str, Any], arguments: JobArguments) -> bool:
+    """Return whether a group has the learning rate of embeddings and output layers (--decoupled-lr) of a job."""
     rate = arguments.decoupled_lr
     return bool(_setting(group, _DECOUPLED)) or rate not in (None, arguments.lr) and group.get("max_lr") == rate
 

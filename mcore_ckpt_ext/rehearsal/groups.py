@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mcore_ckpt_ext.formats.param_group_assignment import decay_of, is_decoupled
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, Group, identity, rule_of, with_defaults
 
@@ -32,12 +33,34 @@ def _distinct(
     stored: Sequence[Group], written: JobArguments, running: JobArguments, *, of_experts: bool
 ) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for group in with_defaults(stored):
+    groups = with_defaults(stored)
+    rates = decoupled_bounds(running)
+    was_decoupled = any(is_decoupled(group, written) for group in groups)
+    for group in groups:
         live = {**group, "params": [0], "is_expert_parallel": of_experts}
         live.pop("step", None)
-        for bound, rate in _BOUNDS_OF_RATES.items():
-            # A group with its own rate, as with --decoupled-lr, keeps it.
-            if group.get(bound) is not None and group[bound] == written.raw.get(rate):
-                live[bound] = running.raw.get(rate, group[bound])
-        found.setdefault(repr((rule_of(live), identity(live, REFINED_IDENTITY))), live)
+        if is_decoupled(group, written):
+            own = [{**live, **rates}] if rates else []
+        else:
+            for bound, rate in _BOUNDS_OF_RATES.items():
+                # A group may have other bounds by overrides of its own, which it keeps.
+                if group.get(bound) is not None and group[bound] == written.raw.get(rate):
+                    live[bound] = running.raw.get(rate, group[bound])
+            own = [live]
+            if rates and not was_decoupled and not of_experts and decay_of(group):
+                own.append({**live, **rates, **({"default_config": False} if "default_config" in live else {})})
+        for one in own:
+            found.setdefault(repr((rule_of(one), identity(one, REFINED_IDENTITY))), one)
     return found
+
+
+def decoupled_bounds(running: JobArguments) -> dict[str, Any]:
+    """Return the bounds of the group of embeddings and output layers; empty without --decoupled-lr.
+
+    Source: `get_standard_config_overrides`, megatron/core/optimizer/__init__.py, core_v0.16.0 to 0.19.2;
+    `_update_min_and_max_lr_in_param_groups` before.
+    """
+    highest, lowest = running.decoupled_lr, running.decoupled_min_lr
+    if highest is None:
+        return {}
+    return {"max_lr": highest, "min_lr": running.raw.get("min_lr") if lowest is None else lowest}

@@ -11,7 +11,11 @@ _COMPARED = {
     "lr": ("max_lr", "learning rate"),
     "min_lr": ("min_lr", "minimum learning rate"),
     "lr_decay_style": ("lr_decay_style", "learning rate decay style"),
+    "start_weight_decay": ("start_wd", "start weight decay"),
+    "end_weight_decay": ("end_wd", "end weight decay"),
+    "weight_decay_incr_style": ("wd_incr_style", "weight decay incr style"),
 }
+_DECAYS = ("start_weight_decay", "end_weight_decay")
 
 
 class SimulatedScheduler:
@@ -35,6 +39,11 @@ class SimulatedScheduler:
         if settings.get("override_opt_param_scheduler") or settings.get("use_checkpoint_opt_param_scheduler"):
             return
         for name, (key, label) in _COMPARED.items():
-            live = settings.get(name)
+            live = self._decay(name) if name in _DECAYS else settings.get(name)
             if live is not None and key in stored and live != stored[key]:
                 raise AssertionError(f"another {label}, {live} instead of {stored[key]}")
+
+    def _decay(self, name: str) -> Any:
+        """Return the weight decay at the start or end; a constant one is given by one argument (`validate_args`)."""
+        is_constant = self._settings.get("weight_decay_incr_style", "constant") == "constant"
+        return self._settings.get("weight_decay" if is_constant else name)

@@ -24,7 +24,8 @@ CHANGEABLE = frozenset({
     "bf16", "fp16", "padded_vocab_size", "vocab_size", "make_vocab_size_divisible_by", "overlap_grad_reduce",
     "ddp_bucket_size", "ddp_num_buckets", "lr", "min_lr", "lr_decay_style", "override_opt_param_scheduler",
     "use_checkpoint_opt_param_scheduler", "use_distributed_optimizer", "use_precision_aware_optimizer",
-    "optimizer_cpu_offload", "hybrid_layer_pattern", *LAYER_FORM,
+    "optimizer_cpu_offload", "decoupled_lr", "decoupled_min_lr", "weight_decay", "start_weight_decay",
+    "end_weight_decay", "weight_decay_incr_style", "hybrid_layer_pattern", *LAYER_FORM,
 })  # fmt: skip
 """Arguments, other than the layout, that may differ from those of the job that wrote the checkpoint.
 

@@ -197,6 +197,11 @@ REFUSALS = [
         model={"bf16": False, "fp16": True},
     ),
     Refusal(
+        "a learning rate of embeddings that is new",
+        r"no single counterpart.*max_lr 0\.0005",
+        model={"decoupled_lr": 5e-4},
+    ),
+    Refusal(
         "biases that the model lacks",
         r"does not have.*\.bias.*different: add_bias_linear True, now False",
         model={"add_bias_linear": False},

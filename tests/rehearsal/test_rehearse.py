@@ -16,7 +16,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout_choice.options import parse_sizes
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.operations.layout_plan import plan
-from mcore_ckpt_ext.rehearsal.rehearse import PACKAGE, STOCK, _in_words, rehearse
+from mcore_ckpt_ext.rehearsal.rehearse import PACKAGE, STOCK, rehearse
 from mcore_ckpt_ext.rehearsal.result import Rehearsal
 from mcore_ckpt_ext.rehearsal.target import sizes_in
 from tests.harness.checkpoints import APART, CORRUPTED, INTACT, fixture_named
@@ -152,13 +152,6 @@ def test_stock_megatron_refuses_in_words_of_its_own(tmp_path: Path) -> None:
     flip(path, position + 3)
     found = rehearsed(copy.run, "tp=2", 4, full=True)
     assert (found.loaded_by, found.will_succeed, found.is_verbatim) == (STOCK, False, False)
-
-
-@pytest.mark.parametrize(("sizes", "words"), [
-    ({"tensor": 2}, "TP2"), ({"tensor": 1, "pipeline": 2, "expert": 4}, "PP2 x EP4"), ({}, "TP1"),
-])  # fmt: skip
-def test_a_layout_is_named_by_its_sizes_above_one(sizes: dict[str, int], words: str) -> None:
-    assert _in_words(sizes) == words
 
 
 def test_damage_between_the_samples_shows_when_all_is_compared(tmp_path: Path) -> None:

@@ -83,3 +83,25 @@ def test_a_remainder_that_differs_from_its_recorded_digest_is_refused(
     found = rehearsed(copy)
     assert not found.will_succeed
     assert "remainders of masters have changed since they were saved" in str(found.refusal)
+
+
+OVERRIDE = {"override_opt_param_scheduler": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("p10", {"decoupled_lr": 5e-4}, "max_lr 0.0005"),
+        ("p10", {"decoupled_lr": 5e-4, **OVERRIDE}, None),
+        ("p10", {"weight_decay": 0.05}, "another start weight decay, 0.05 instead of 0.01"),
+        ("p10", {"weight_decay": 0.05, **OVERRIDE}, None),
+        ("p10", {"weight_decay": 0.01}, None),
+        ("p10", {"lr": 1.0}, "another learning rate"),
+    ],
+)
+def test_other_parameter_groups_are_judged_as_the_job_judges_them(
+    name: str, changes: dict[str, object], reason: str | None
+) -> None:
+    found = rehearse(fixture_named(name).run, 2, sizes_in("tp=2"), changes=changes)
+    assert found.will_succeed == (reason is None), found.refusal
+    assert reason is None or reason in str(found.refusal)
