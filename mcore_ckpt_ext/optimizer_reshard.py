@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mcore_ckpt_ext.collectives import rank_and_size
+from mcore_ckpt_ext.formats.accounts import Account, account_of_load
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof, weaker_of
@@ -60,6 +61,8 @@ class Summary:
     """Number of elements of parameters that the checkpoint's model does not have."""
     vocabulary: str = ""
     """How the padding of the vocabulary changed; empty if it did not."""
+    account: Account = Account()
+    """What was read of the checkpoint, and what was not looked at."""
 
     def __str__(self) -> str:
         changed = f"; {self.changed} weights halfway between two values took the value that this optimizer writes"
@@ -71,6 +74,7 @@ class Summary:
             f"iteration {self.iteration} was loaded"
             f"{self.vocabulary}{fresh if self.new else ''}{changed if self.changed else ''}"
             f"{f'; {in_words(self.differing)}' if self.differing else ''}"
+            f"{f'; {self.account.in_words}' if self.account.in_words else ''}"
             f"{f'; {SIDECAR_FILE} is ignored: {self.sidecar_problem}' if self.sidecar_problem else ''}"
         )
 
@@ -240,6 +244,7 @@ class LiveRank:
             sidecar_problem=checkpoint.sidecar_problem,
             new=sum(of_rank.new for of_rank in filled),
             vocabulary=changed_padding(checkpoint.vocabulary_rows, resume.running.padded_vocab_size),
+            account=account_of_load(checkpoint),
         )
 
     def certainty(self, checkpoint: CheckpointView) -> str:

@@ -85,6 +85,18 @@ def account_of(
     )
 
 
+def account_of_load(checkpoint: CheckpointView) -> Account:
+    """Return the account of a resume, which reads all parameters of the model and of the optimizer.
+
+    Only the index is looked at, so that every rank of a large job can ask.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    read = sum(len(checkpoint.names(kind)) for kind in checkpoint.kinds())
+    return Account(compared=read, not_looked_at=tuple(checkpoint.unread(objects=False)))
+
+
 def together(accounts: Iterable[Account]) -> Account:
     """Return the account of several checkpoints that are one source."""
     listed = list(accounts)

@@ -10,6 +10,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some, reraise_as_unreadable
 from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
+from mcore_ckpt_ext.formats.accounts import account_of_load
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.dimensions import in_words
@@ -214,6 +215,8 @@ class _Rehearsing:
         tokens = running.tokens or checkpoint.tokens
         if tokens is None and checkpoint.vocabulary_rows is not None:
             yield "its tokenizer has no tokens beyond the rows of the checkpoint: how many there are is not stored"
+        if rest := account_of_load(checkpoint).in_words:
+            yield rest
         if simulated.frozen:
             yield f"parameters without optimizer state are frozen in the job, too: {join_some(simulated.frozen, 3)}"
 

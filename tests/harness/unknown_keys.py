@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,6 +40,18 @@ def add_to_torch_dist(folder: Path) -> None:
             metadata.storage_data[MetadataIndex(key)] = place
         metadata.state_dict_metadata[key] = entry
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def add_to_plain_dcp(folder: Path) -> None:
+    """An array of an optimizer, with the bytes of another that is stored."""
+    path = folder / ".metadata"
+    path.chmod(0o644)
+    metadata = pickle.loads(path.read_bytes())
+    like = next(key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata))
+    metadata.state_dict_metadata[LOST] = metadata.state_dict_metadata[like]
+    places = {replace(key, fqn=LOST): place for key, place in metadata.storage_data.items() if key.fqn == like}
+    metadata.storage_data |= places
+    path.write_bytes(pickle.dumps(metadata))
 
 
 def add_to_zarr(folder: Path) -> None:

@@ -28,6 +28,7 @@ from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip, payload_position
 from tests.harness.jobs import copy_of
 from tests.harness.layouts import Layout
+from tests.harness.unknown_keys import LOST, OTHER, add_to_torch_dist
 
 # Row 21 of 128: only the first of two tensor-parallel ranks has it, and it is in no sample of the layout recovery.
 MATRIX, ELEMENT = "decoder.layers.1.mlp.linear_fc1.weight", 700
@@ -209,6 +210,9 @@ REFUSALS = [
 ]
 
 
+WITH_UNKNOWN_KEYS = Refusal("keys that nobody knows", "", lambda run: add_to_torch_dist(iteration(run)))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("refusals")
@@ -218,7 +222,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(folder: Path) -> Outcomes:
     """Every refusal and, at the end, the intact checkpoint, resumed as TP2 x PP1; saved as TP1 x PP4 x DP2."""
     cases = []
-    for number, refusal in enumerate([*REFUSALS, Refusal("intact", ""), Refusal("intact, full", "", environment=FULL)]):
+    accepted = [Refusal("intact", ""), Refusal("intact, full", "", environment=FULL), WITH_UNKNOWN_KEYS]
+    for number, refusal in enumerate([*REFUSALS, *accepted]):
         run = copy_of(fixture_named(refusal.fixture).run, folder / f"{number}")
         refusal.damage(run)
         cases.append(Case(refusal.name, run, environment=refusal.environment, model=refusal.model))
@@ -251,6 +256,12 @@ def test_a_rehearsal_is_refused_in_the_same_words(
 def test_a_rehearsal_of_the_intact_checkpoint_succeeds(outcomes: Outcomes, folder: Path) -> None:
     assert outcomes["intact"][0]["error"] is None
     assert rehearse(folder / f"{len(REFUSALS)}", 2, sizes_in("tp=2"), full=True).will_succeed
+
+
+def test_the_line_of_a_resume_names_what_it_did_not_look_at(outcomes: Outcomes) -> None:
+    (line,) = (line for line in outcomes[WITH_UNKNOWN_KEYS.name][0]["lines"] if "optimizer resumed from" in line)
+    assert f"; not looked at: {LOST}, {OTHER}/shard_0_1" in line
+    assert not any("not looked at" in line for line in outcomes["intact"][0]["lines"])
 
 
 def test_a_program_that_catches_the_errors_of_stock_megatron_catches_the_refusals(outcomes: Outcomes) -> None:

@@ -10,17 +10,31 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.formats.accounts import Account
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
+from mcore_ckpt_ext.storage.json_tree import encode
 from tests.harness.checkpoints import fixture_named
-from tests.harness.huggingface import save_whole, tensors
-from tests.harness.unknown_keys import LOST, add_to_legacy, add_to_torch_dist, add_to_zarr
+from tests.harness.colossalai_folders import colossalai_checkpoint
+from tests.harness.damage import without_digests
+from tests.harness.huggingface import make, save_whole, tensors
+from tests.harness.peft import adapter, peft_folder
+from tests.harness.unknown_keys import (
+    LOST,
+    OTHER,
+    STRANGE,
+    add_to_legacy,
+    add_to_plain_dcp,
+    add_to_torch_dist,
+    add_to_zarr,
+)
 
 KNOWN_TOWERS = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava")
 
@@ -203,3 +217,114 @@ def test_a_key_that_nobody_knows_is_in_every_account(name: str, tmp_path: Path) 
     assert (inspected.compared, inspected.by_form) == (before.compared, before.by_form)
     everything = converted.compared + converted.by_form
     assert everything == inspected.by_form == verified.by_form
+
+
+def of_fsdp(name: str) -> Callable[[Path], Path]:
+    return lambda folder: fixture_named(name).copy_to(folder).iteration
+
+
+def of_canonical(folder: Path) -> Path:
+    mcore_ckpt_ext.convert(fixture_named("p02").run, folder, mcore_ckpt_ext.Canonical())
+    return folder
+
+
+def add_to_canonical(folder: Path) -> None:
+    about = json.loads((folder / "common.json").read_text())
+    about["common"] = encode({**mcore_ckpt_ext.open_checkpoint(folder).common, OTHER: STRANGE})
+    (without_digests(folder) / "common.json").write_text(json.dumps(about))
+
+
+def of_hugging_face(folder: Path) -> Path:
+    make("llama", folder)
+    return folder
+
+
+def of_adapters(folder: Path) -> Path:
+    make("llama", folder.parent / "base")
+    return peft_folder(folder, adapter("model.layers.0.self_attn.q_proj", 32, 32))
+
+
+def base_of(folder: Path) -> Path | None:
+    """Return the model that adapters were trained for; None for other folders."""
+    return folder.parent / "base" if (folder / "adapter_config.json").exists() else None
+
+
+def add_to_safetensors(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    content = {**load_file(path), IN_A_LAYER: STRANGE}
+    save_file(content, path, metadata={"format": "pt"})
+
+
+def of_colossalai(folder: Path) -> Path:
+    return colossalai_checkpoint(folder)
+
+
+def add_to_colossalai(folder: Path) -> None:
+    path = next(folder.glob("modeling/*00001.bin"))
+    torch.save({**torch.load(path), IN_A_LAYER: STRANGE}, path)
+    index = next(folder.glob("modeling/*.index.json"))
+    content = json.loads(index.read_text())
+    content["weight_map"][IN_A_LAYER] = path.name
+    index.write_text(json.dumps(content))
+
+
+IN_A_LAYER = "model.layers.0.mystery.weight"
+# For each format: a folder, what adds a key to it, and the key.
+STRANGERS = {
+    "fsdp_dtensor": (of_fsdp("p50"), add_to_plain_dcp, LOST),
+    "torch_dcp": (of_fsdp("p51"), add_to_plain_dcp, LOST),
+    "canonical": (of_canonical, add_to_canonical, OTHER),
+    "hf": (of_hugging_face, add_to_safetensors, IN_A_LAYER),
+    "peft": (of_adapters, add_to_safetensors, IN_A_LAYER),
+    "colossalai": (of_colossalai, add_to_colossalai, IN_A_LAYER),
+}
+
+
+def told(account: Account | None) -> list[str]:
+    return [] if account is None else [item.key for item in account.not_looked_at]
+
+
+def of_a_conversion(folder: Path, out: Path) -> Account:
+    """The account of a conversion that leaves out all optimizer state that it cannot convert."""
+    base = base_of(folder)
+    kinds = [item.kind for item in mcore_ckpt_ext.open_checkpoint(folder, weights=base).unread() if item.of_optimizer]
+    target = mcore_ckpt_ext.Canonical()
+    return mcore_ckpt_ext.convert(folder, out, target, drop=kinds, dry_run=True, weights=base).account
+
+
+def of_a_verification(folder: Path) -> list[str]:
+    found = verify(folder, weights=base_of(folder))
+    return told(found.account) + [finding.what for finding in found.findings]
+
+
+# What each command says about the keys of a folder.
+COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
+    "inspect": lambda folder, out: told(inspect(folder, weights=base_of(folder)).account),
+    "verify": lambda folder, out: of_a_verification(folder),
+    "diff": lambda folder, out: told(compare(folder, folder, weights=base_of(folder)).account_a),
+    "convert": lambda folder, out: told(of_a_conversion(folder, out)),
+}
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    root, found = tmp_path_factory.mktemp("strangers"), {}
+    for name, (make_folder, add, key) in STRANGERS.items():
+        folder = make_folder(root / name)
+        assert mcore_ckpt_ext.open_checkpoint(folder, weights=base_of(folder)).format == name
+        add(folder)
+        found[name] = (folder, key)
+    return found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", STRANGERS)
+def test_every_command_names_a_key_that_nobody_knows_or_refuses_it(
+    name: str, command: str, strangers: dict[str, tuple[Path, str]], tmp_path: Path
+) -> None:
+    folder, key = strangers[name]
+    try:
+        said = COMMANDS[command](folder, tmp_path / "out")
+    except CheckpointError as refusal:
+        said = [str(refusal)]
+    assert any(key.removeprefix("model.") in text for text in said), said

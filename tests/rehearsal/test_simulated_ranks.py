@@ -19,6 +19,7 @@ from mcore_ckpt_ext.rehearsal.simulated_ranks import SimulatedRanks
 from mcore_ckpt_ext.rehearsal.target import sizes_in
 from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.damage import MATRIX, flip, recorded_digests
+from tests.harness.unknown_keys import LOST, OTHER, add_to_torch_dist
 
 
 def rehearsed(fixture: Fixture, layout: str = "tp=2", gpus: int = 2) -> Rehearsal:
@@ -105,3 +106,12 @@ def test_other_parameter_groups_are_judged_as_the_job_judges_them(
     found = rehearse(fixture_named(name).run, 2, sizes_in("tp=2"), changes=changes)
     assert found.will_succeed == (reason is None), found.refusal
     assert reason is None or reason in str(found.refusal)
+
+
+def test_a_key_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    copy = fixture_named("p10").copy_to(tmp_path / "copy")
+    add_to_torch_dist(copy.iteration)
+    found = rehearsed(copy)
+    assert found.will_succeed
+    assert f"not looked at: {LOST}, {OTHER}/shard_0_1" in found.given
+    assert not any("not looked at" in line for line in rehearsed(fixture_named("p10")).given)

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from mcore_ckpt_ext.collectives import gather, text_of
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.accounts import account_of_load
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -142,9 +143,11 @@ class DcpStorageAdapter(ABC):
         what, of_what = (
             ("model and optimizer", source.optimizer_format) if self._fills_optimizer else ("weights", "alone")
         )
+        rest = account_of_load(source).in_words
         return (
             f"{what} resumed from {source.layout} by {self.whose}: {source.format}, {of_what}, "
             f"{sum(read) / 1e6:,.1f} MB read, {sum(proven):,} masters {how}"
+            f"{f'; {rest}' if rest else ''}"
         )
 
     def _fill(self, state_dict: dict[str, Any], load: Callable[..., None]) -> None:
