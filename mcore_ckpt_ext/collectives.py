@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -182,46 +183,78 @@ def _all_gathered_over(device: torch.device, data: bytes, ranks: int, group: Any
     return numpy.concatenate(blocks, axis=1)
 
 
+@dataclass(frozen=True)
+class TorchRanks:
+    """Ranks of torch.distributed: a `Communicator` of the whole job, or of this rank's groups.
+
+    Args:
+        groups: process groups along axes; an exchange in one after the other reaches all ranks. None is the default
+            group.
+    """
+
+    groups: tuple[Any, ...] = (None,)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the job."""
+        return rank_and_size()[0]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the job."""
+        return rank_and_size()[1]
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0 of the job."""
+        return is_first_rank()
+
+    def by_rank(self, item: Result) -> dict[int, Result]:
+        """Return an item of every rank, by its rank in the job."""
+        if self.groups == (None,):
+            return dict(enumerate(gather(item)))
+        known = {dist.get_rank(): item}
+        for group in self.groups:
+            known = {rank: found for part in gather(known, group) for rank, found in part.items()}
+        return dict(sorted(known.items()))
+
+    def gather(self, item: Result) -> list[Result]:
+        """Return an item of every rank, in their order."""
+        return list(self.by_rank(item).values())
+
+    def agree(
+        self, work: Callable[[], Result], phase: str = "", consequence: str = OPTIMIZER_UNCHANGED
+    ) -> list[Result]:
+        """Do `work` on every rank; return the results of all ranks, or raise the same refusal on all.
+
+        Raises:
+            ResumeRefusedError: the work of some rank raised; the message has phase, consequence and all reasons.
+        """
+        return list(self.agree_by_rank(work, phase, consequence).values())
+
+    def agree_by_rank(self, work: Callable[[], Result], phase: str, consequence: str) -> dict[int, Result]:
+        """Do what `agree` does; return the results by rank in the job."""
+        result: Result | None = None
+        cause: Exception | CheckpointException | None = None
+        with collector_paused():  # planning allocates many objects; each collection would scan the whole program
+            try:
+                result = work()
+            except (Exception, CheckpointException) as error:  # noqa: BLE001 - the latter is no Exception
+                cause = error
+            outcomes = self.by_rank((result, None if cause is None else reason_of(cause)))
+        refused = {rank: reason for rank, (_, reason) in outcomes.items() if reason is not None}
+        if refused:
+            raise refusal(phase, refused, consequence) from cause
+        return {rank: found for rank, (found, _) in outcomes.items()}  # type: ignore[misc]  # none failed
+
+
+JOB = TorchRanks()
+"""All ranks of this job."""
+
+
 def agreed(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_UNCHANGED) -> list[Result]:
-    """Do `work` on every rank; return the results of all ranks, or raise the same refusal on all.
-
-    Args:
-        phase: names the work in the message.
-        work: the function to call; it must not communicate.
-        consequence: the state in which a refusal leaves the job.
-
-    Raises:
-        ResumeRefusedError: the work of some rank raised; the message holds the reasons.
-    """
-    return list(agreed_among(lambda item: dict(enumerate(gather(item))), phase, work, consequence).values())
-
-
-def agreed_among(
-    exchange: Callable[[Any], dict[int, Any]], phase: str, work: Callable[[], Result], consequence: str
-) -> dict[int, Result]:
-    """Do what `agreed` does, among some ranks of the job.
-
-    Args:
-        exchange: takes an item of this rank, returns the items of all ranks concerned, by rank.
-        phase: names the work in the message.
-        work: the function to call; it must not communicate.
-        consequence: the state in which a refusal leaves the job.
-
-    Raises:
-        ResumeRefusedError: the work of some rank raised; the message holds the reasons.
-    """
-    result: Result | None = None
-    cause: Exception | CheckpointException | None = None
-    with collector_paused():  # planning allocates many objects; each collection would scan the whole program
-        try:
-            result = work()
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - the latter is no Exception
-            cause = error
-        outcomes = exchange((result, None if cause is None else reason_of(cause)))
-    refused = {rank: reason for rank, (_, reason) in outcomes.items() if reason is not None}
-    if refused:
-        raise refusal(phase, refused, consequence) from cause
-    return {rank: found for rank, (found, _) in outcomes.items()}
+    """Do `work` on every rank of the job; see `TorchRanks.agree`."""
+    return JOB.agree(work, phase, consequence)
 
 
 def agreed_here(phase: str, work: Callable[[], Result], consequence: str = OPTIMIZER_UNCHANGED) -> Result:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mcore_ckpt_ext.collectives import Failure, agreed, agreed_among, gather, highest_of_all, listed_of_all
+from mcore_ckpt_ext.collectives import Failure, TorchRanks, agreed, gather, highest_of_all, listed_of_all
 from mcore_ckpt_ext.errors import ResumeRefusedError, format_ranks
 
 RANKS = 8
@@ -78,6 +78,13 @@ def test_ranks_with_the_same_reason_are_joined() -> None:
     assert format_ranks(range(0, 1024, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 504 more"
 
 
+class WithAnother(TorchRanks):
+    """This rank, and another one that has learned of its failure."""
+
+    def by_rank(self, item: Any) -> dict[int, Any]:
+        return {0: item, 1: (None, "")}
+
+
 def test_of_a_failure_that_megatron_collects_only_the_failed_rank_is_reported() -> None:
     """On most ranks its exception says nothing."""
     failures: Any = {0: (RuntimeError("a damaged object"), [])}
@@ -86,7 +93,7 @@ def test_of_a_failure_that_megatron_collects_only_the_failed_rank_is_reported() 
         raise Failure("", failures)
 
     with pytest.raises(ResumeRefusedError, match="refused while reading; untouched") as refused:
-        agreed_among(lambda own: {0: own, 1: (None, "")}, "reading", work, "untouched")
+        WithAnother().agree(work, "reading", "untouched")
     assert "rank 0: rank 0: a damaged object" in str(refused.value)
     assert "rank 1" not in str(refused.value)
 

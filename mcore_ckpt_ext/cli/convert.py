@@ -24,8 +24,8 @@ from mcore_ckpt_ext.job.facts import FactsOfSource
 from mcore_ckpt_ext.targets import TARGETS, Target
 
 if TYPE_CHECKING:
+    from mcore_ckpt_ext.communicator import Communicator
     from mcore_ckpt_ext.operations.conversion import Report
-    from mcore_ckpt_ext.operations.workers import Team
 
 _FIELDS = {name: target.options() for name, target in TARGETS.items()}
 
@@ -195,7 +195,7 @@ def _spoken(targets: tuple[str, ...]) -> str:
     return f"--to {', '.join(others)} or {last}" if others else f"--to {last}"
 
 
-def _converted(arguments: argparse.Namespace, target: Target, team: Team) -> Report:
+def _converted(arguments: argparse.Namespace, target: Target, team: Communicator) -> Report:
     from mcore_ckpt_ext.operations.conversion import convert
 
     return convert(

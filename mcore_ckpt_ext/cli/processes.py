@@ -13,10 +13,11 @@ from typing import TypeVar, cast
 from mcore_ckpt_ext.cli.heartbeat import Heartbeat, Store
 from mcore_ckpt_ext.cli.output import message
 from mcore_ckpt_ext.cli.ranks import STARTED_BY_TORCHRUN, variables_of_srun
+from mcore_ckpt_ext.communicator import Communicator, SingleProcess
 from mcore_ckpt_ext.errors import CheckpointError, UsageError, format_error
-from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 # Set if the agent of torchrun hosts the store instead of the first process (torch/distributed/rendezvous.py).
 _AGENT_HOLDS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -28,7 +29,7 @@ _PART_OF_WAIT, _SHORTEST, _LONGEST = 0.05, 0.001, 0.1
 
 
 @contextmanager
-def the_team(*, join: bool = False) -> Iterator[Team]:
+def the_team(*, join: bool = False) -> Iterator[Communicator]:
     """Provide the processes that share this command: torchrun's, those to `join`, or only this one.
 
     RANK and WORLD_SIZE alone are not enough: the shell of a training pod has them, but its processes run the training.
@@ -114,33 +115,26 @@ class ConnectedProcesses:
         self.rank, self.size = rank, size
         self._exchanges = 0
 
-    def all(self, work: Callable[[], None]) -> None:
-        """Do the work in this process, and raise an error in all processes if one has failed."""
+    def agree(self, work: Callable[[], Result], phase: str = "", consequence: str = "") -> list[Result]:
+        """Do the work in every process; raise an error in all of them if one has failed, its own in that one."""
+        result: Result | None = None
         error: Exception | None = None
         try:
-            work()
+            result = work()
         except Exception as caught:  # noqa: BLE001 - raised again below
             error = caught
         try:
-            reasons = self.gather(None if error is None else format_error(error))
+            outcomes = self.gather((result, None if error is None else format_error(error)))
         except CheckpointError:
             if error is not None:
                 raise error from None
             raise
-        failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
         if error is not None:
             raise error
-        if failed:
-            rank, reason = next(iter(failed.items()))
-            raise CheckpointError(f"process {rank} failed, so all stop: {reason}")
-
-    def first(self, work: Callable[[], None]) -> None:
-        """Do the work in the first process, and wait for it in the others."""
-        self.all(work if self.rank == 0 else lambda: None)
-
-    def total(self, count: int) -> int:
-        """Return the sum over all processes."""
-        return sum(self.gather(count))
+        for rank, (_, reason) in enumerate(outcomes):
+            if reason is not None:
+                raise CheckpointError(f"process {rank} failed, so all stop: {reason}")
+        return [result for result, _ in outcomes]  # type: ignore[misc]  # none failed
 
     def gather(self, item: Item) -> list[Item]:
         """Return one item from every process, in the order of ranks.

@@ -20,8 +20,8 @@ from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.storage.paths import as_path
 
 if TYPE_CHECKING:
+    from mcore_ckpt_ext.communicator import Communicator
     from mcore_ckpt_ext.operations.findings import Check, Finding, Verification
-    from mcore_ckpt_ext.operations.workers import Team
 
 
 _SHOWN = 4
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     return _exit_code(found)
 
 
-def _verify(arguments: argparse.Namespace, team: Team) -> Verification:
+def _verify(arguments: argparse.Namespace, team: Communicator) -> Verification:
     from mcore_ckpt_ext.operations.verification import verify
 
     return verify(
@@ -93,7 +93,7 @@ def _verify(arguments: argparse.Namespace, team: Team) -> Verification:
     )
 
 
-def _measured(arguments: argparse.Namespace, team: Team) -> Verification:
+def _measured(arguments: argparse.Namespace, team: Communicator) -> Verification:
     """Verify, and write metrics, even if the checkpoint cannot be verified.
 
     Raises:

@@ -154,7 +154,7 @@ def write_one(path: Path, state: Any, ranks: Ranks, is_writer: bool) -> None:
             files.add(path.name, partial(write_tensors, state))
             files.publish()
 
-        ranks.agreed(f"saving {path.name}", finish, NOT_WHOLE)
+        ranks.agree(finish, f"saving {path.name}", NOT_WHOLE)
 
 
 def write_index(metadata: Mapping[str, Any], entries: Mapping[str, str]) -> Callable[[Path], object]:
@@ -185,7 +185,7 @@ def read_by_all(ranks: Ranks, files: Callable[[], Iterable[Path]]) -> dict[Any, 
         for file in files():
             entries.update(load(file))
 
-    ranks.agreed("reading the checkpoint", read, "nothing is written")
+    ranks.agree(read, "reading the checkpoint", "nothing is written")
     return entries
 
 
@@ -213,7 +213,7 @@ def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict
             _refuse_other_entries(present if exactly else present & keys, keys, index.parent / name)
             entries.update((key, value) for key, value in found.items() if str(key) in keys)
 
-    ranks.agreed("reading the checkpoint", read, "nothing is written")
+    ranks.agree(read, "reading the checkpoint", "nothing is written")
     return entries
 
 

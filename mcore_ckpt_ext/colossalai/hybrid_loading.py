@@ -131,5 +131,5 @@ def _aliases(ranks: Ranks, model: Any) -> list[set[str]]:
         names.setdefault(parameter, set()).add(name)
     stage = model.stage_manager.stage if model.stage_manager is not None else None
     across = [names.get(shared[stage], set()) if stage in shared else set() for shared in model.shared_params]
-    groups = [set().union(*of_all) for of_all in zip(*ranks.gather(across).values(), strict=True)]
+    groups = [set().union(*of_all) for of_all in zip(*ranks.gather(across), strict=True)]
     return [*groups, *(some for some in names.values() if len(some) > 1 and not any(some & group for group in groups))]

@@ -135,7 +135,9 @@ class HybridParallelCheckpointIOMethods:
         else:
             ranks = _ranks(self)
             states = read_sharded_by_all(ranks, index, exactly=False)
-            found = ranks.agreed("reading the param groups", partial(param_groups_of, index), OPTIMIZER_UNCHANGED)
+            found = ranks.agree_by_rank(
+                partial(param_groups_of, index), "reading the param groups", OPTIMIZER_UNCHANGED
+            )
             load_optimizer(self, ranks, optimizer, found[dist.get_rank()], states)
         take(optimizer)
 

@@ -80,7 +80,7 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
         def accept() -> None:
             accepted.append(_accepted(model, zero, content.outline, strict, are_outlines))
 
-        zero.ranks.agreed("calling load_state_dict", accept, _UNTOUCHED)
+        zero.ranks.agree(accept, "calling load_state_dict", _UNTOUCHED)
     except ResumeRefusedError as error:
         raise StateDictMismatchError(str(error)) from error
     return _write(accepted[0], content.comes_from_first, keeps_exact=has_exact_masters(model))

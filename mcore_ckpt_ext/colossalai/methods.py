@@ -187,7 +187,7 @@ class CheckpointIOMethods:
                 if files.is_writer:
                     utils.clean_folder(checkpoint_path, base, list(entries.values()))
 
-            zero.ranks.agreed("saving the model", finish, NOT_WHOLE)
+            zero.ranks.agree(finish, "saving the model", NOT_WHOLE)
 
     def save_unsharded_optimizer(
         self, optimizer: Any, checkpoint: str, gather_dtensor: bool = True, use_async: bool = False
@@ -227,7 +227,7 @@ class CheckpointIOMethods:
                 if files.is_writer:
                     utils.clean_folder(str(checkpoint), base, list(entries.values()))
 
-            zero.ranks.agreed("saving the optimizer", finish, NOT_WHOLE)
+            zero.ranks.agree(finish, "saving the optimizer", NOT_WHOLE)
 
     def load_unsharded_model(self, model: Any, checkpoint: str, strict: bool = True, *_: Any, **__: Any) -> None:
         """Load the model like ColossalAI; all ranks refuse a file that one rank cannot read."""
@@ -256,7 +256,7 @@ class CheckpointIOMethods:
         ranks = wrapped(optimizer.module).ranks
         states = read_sharded_by_all(ranks, index)
         groups: list[Any] = []
-        ranks.agreed("reading the param groups", lambda: groups.extend(param_groups_of(index)), "nothing is written")
+        ranks.agree(lambda: groups.extend(param_groups_of(index)), "reading the param groups", "nothing is written")
         optimizer.load_state_dict({"param_groups": groups, "state": states})
 
 
@@ -315,7 +315,7 @@ def _ties_omitted(model: Any) -> Iterator[None]:
 
 def _writes(zero: Wrapped) -> bool:
     """Return True on the first of the wrapper's ranks, which need not be rank 0 of the job."""
-    return dist.get_rank() == min(zero.ranks.gather(None))
+    return dist.get_rank() == min(zero.ranks.by_rank(None))
 
 
 def _write_config(model: Any, folder: Path) -> None:

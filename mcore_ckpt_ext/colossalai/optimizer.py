@@ -152,10 +152,11 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     is_full = any(state_dict.get("state", {}).values())
     content = same_content(zero, "optimizer.load_state_dict", {}, state_dict, is_full, OPTIMIZER_UNCHANGED)
     fitting: list[tuple[list[dict[str, Any]], dict[int, State], Padding]] = []
-    zero.ranks.agreed(
-        "calling optimizer.load_state_dict", lambda: fitting.append(_fitting(optimizer, zero, content.outline)),
+    zero.ranks.agree(
+        lambda: fitting.append(_fitting(optimizer, zero, content.outline)),
+        "calling optimizer.load_state_dict",
         OPTIMIZER_UNCHANGED,
-    )  # fmt: skip
+    )
     groups, states, rows = fitting[0]
     fate = GroupErrors(zero.ranks, "writing the optimizer", "it is partly written: do not train on, load again")
     fate.attempt(partial(optimizer.load_param_groups, groups))

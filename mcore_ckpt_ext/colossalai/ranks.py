@@ -8,41 +8,16 @@ in one group of each axis, one after the other, reaches all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch.distributed as dist
-
-from mcore_ckpt_ext.collectives import agreed_among, gather, highest_of_all
+from mcore_ckpt_ext.collectives import TorchRanks, highest_of_all
 from mcore_ckpt_ext.errors import ResumeRefusedError
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that hold one wrapper.
-
-    Args:
-        groups: this rank's process group of each axis; None is the default group.
-    """
-
-    groups: tuple[Any, ...]
-
-    def gather(self, item: Result) -> dict[int, Result]:
-        """Return an item of every rank, by its rank in the job."""
-        known = {dist.get_rank(): item}
-        for group in self.groups:
-            known = {rank: found for part in gather(known, group) for rank, found in part.items()}
-        return dict(sorted(known.items()))
-
-    def agreed(self, phase: str, work: Callable[[], Result], consequence: str) -> dict[int, Result]:
-        """Call `work`, which must not communicate, on every rank; return the results of all.
-
-        Raises:
-            ResumeRefusedError: on all ranks, if it failed on one; the message has `consequence` and the reasons.
-        """
-        return agreed_among(self.gather, phase, work, consequence)
+class Ranks(TorchRanks):
+    """The ranks that hold one wrapper."""
 
     def same_call(
         self, call: str, arguments: Mapping[str, object], inspect_here: Callable[[], Result],
@@ -67,7 +42,7 @@ class Ranks:
             found = inspect_here()
             return {"call": call, **{name: repr(value) for name, value in arguments.items()}}, found
 
-        answers = self.agreed(f"calling {call}", own, untouched)
+        answers = self.agree_by_rank(own, f"calling {call}", untouched)
         calls = {rank: made for rank, (made, _) in answers.items()}
         for name in dict.fromkeys(name for one in calls.values() for name in one):
             if len({one.get(name) for one in calls.values()}) > 1:
@@ -95,7 +70,7 @@ class Ranks:
             if failure is not None:
                 raise failure
 
-        self.agreed(phase, own, consequence)
+        self.agree(own, phase, consequence)
 
 
 class GroupErrors:

@@ -60,7 +60,7 @@ def refuse_different(ranks: Ranks, summaries: Mapping[int, str | None], found: D
     """
     if len({one for one in summaries.values() if one is not None}) < 2:
         return
-    by_rank = {rank: one for rank, one in ranks.gather(found).items() if summaries[rank] is not None}
+    by_rank = {rank: one for rank, one in ranks.by_rank(found).items() if summaries[rank] is not None}
     paths = sorted({path for one in by_rank.values() for path in one})
     differing = [path for path in paths if len({one.get(path) for one in by_rank.values()}) > 1]
     more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""

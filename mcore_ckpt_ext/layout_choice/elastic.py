@@ -13,12 +13,13 @@ from itertools import islice
 from math import ceil, gcd, inf, log2, prod
 
 from mcore_ckpt_ext.errors import format_bytes
+from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.choice import Choice
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Sharding
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, PaddedRows
-from mcore_ckpt_ext.layout_choice.options import PINS, Recomputation
+from mcore_ckpt_ext.layout_choice.options import Recomputation
 from mcore_ckpt_ext.layout_choice.rules import RULES, violations
 from mcore_ckpt_ext.layout_choice.search import (
     FoundLayout,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
+from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import ContentError, UnsupportedCheckpointError, reraise_as_unreadable
 from mcore_ckpt_ext.formats.accounts import Account, account_of
@@ -35,7 +36,7 @@ from mcore_ckpt_ext.operations.reading import Rooms, blocks, cached, without_shi
 from mcore_ckpt_ext.operations.replicas import differing_copies_of, shifted_names
 from mcore_ckpt_ext.operations.resumed_settings import settings_compared
 from mcore_ckpt_ext.operations.sources import open_both
-from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team, Workers, map_shares
+from mcore_ckpt_ext.operations.workers import Workers, map_shares
 from mcore_ckpt_ext.planning.array_location import TransposeCodec
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
@@ -54,7 +55,7 @@ def compare(
     progress: Progress = lambda done, total: None,
     pictures: bool = False,
     tensors_only: bool = False,
-    team: Team = ONE_PROCESS,
+    team: Communicator = ONE_PROCESS,
 ) -> Comparison:
     """Compare two checkpoints.
 
@@ -99,7 +100,7 @@ def _comparison(
     workers: int,
     progress: Progress,
     pictures: bool,
-    team: Team,
+    team: Communicator,
 ) -> Comparison:
     known = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
     if any(side.checkpoint.format_reader.is_model_folder for side in sides):
@@ -159,7 +160,7 @@ def _facts(sides: tuple[_Side, _Side]) -> Iterator[MetadataDifference]:
     yield from metadata_differences(a.checkpoint, b.checkpoint)
 
 
-def _differing_copies(side: _Side, kinds: Sequence[str], team: Team) -> tuple[str, ...]:
+def _differing_copies(side: _Side, kinds: Sequence[str], team: Communicator) -> tuple[str, ...]:
     held = [(kind, name) for kind in kinds for name in side.names(kind)]
     shifted = {kind: shifted_names(side.checkpoint, kind) for kind in kinds if kind in side.kinds}
 

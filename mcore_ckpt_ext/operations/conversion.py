@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcore_ckpt_ext.communicator import Communicator, SingleProcess, on_all, total
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import DestinationError, ProofError, reraise_as_unreadable
 from mcore_ckpt_ext.families.config_keys import accepting
@@ -35,7 +36,6 @@ from mcore_ckpt_ext.operations.source_checks import source_findings
 from mcore_ckpt_ext.operations.source_state import check_unchanged, state_before, state_of
 from mcore_ckpt_ext.operations.sources import open_source
 from mcore_ckpt_ext.operations.unsupported_state import resolve_dropped_state
-from mcore_ckpt_ext.operations.workers import SingleProcess, Team
 from mcore_ckpt_ext.optimizers import tied_copies as left_by_offload
 from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.planning.write_plan import Output
@@ -109,7 +109,7 @@ def convert(
     weights: str | os.PathLike[str] | None = None,
     merge: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    team: Team | None = None,
+    team: Communicator | None = None,
 ) -> Report:
     """Convert a checkpoint, optimizer included.
 
@@ -209,7 +209,7 @@ def convert(
         bytes_read=sum(record.nbytes for record in output.records),
         bytes_written=output.bytes_written,
         peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
-        proven_elements=team.total(filler.proven),
+        proven_elements=total(team, filler.proven),
         seconds=time.monotonic() - begun,
         notes=notes,
         lost=lost,
@@ -271,11 +271,11 @@ def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, 
     return lost
 
 
-def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Team) -> list[str]:
+def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Communicator) -> list[str]:
     """Return a note if ranks hold different copies of one tensor; each process compares its share."""
     kinds, found = checkpoint.carried_kinds() if with_optimizer else (WEIGHT,), list[str]()
-    team.all(lambda: found.extend(differing_copies(checkpoint, kinds, (team.rank, team.size))))
-    count = team.total(len(found))
+    on_all(team, lambda: found.extend(differing_copies(checkpoint, kinds, (team.rank, team.size))))
+    count = total(team, len(found))
     return [in_words(found, count)] if count else []
 
 
@@ -287,7 +287,7 @@ def _left_by_offload(checkpoint: CheckpointView) -> list[str]:
     return [left_by_offload.in_words(count)] if count else []
 
 
-def _check_digests(checkpoint: CheckpointView, team: Team) -> None:
+def _check_digests(checkpoint: CheckpointView, team: Communicator) -> None:
     """Refuse remainders that have changed since they were saved; each process checks its share.
 
     Raises:
@@ -298,7 +298,7 @@ def _check_digests(checkpoint: CheckpointView, team: Team) -> None:
         for buffers in checkpoint.optimizer.buffers:
             check_digests(buffers, str(checkpoint.folder), (team.rank, team.size))
 
-    team.all(own)
+    on_all(team, own)
 
 
 def _check_readable(folder: Path, source: CheckpointView, laid_out: OutputPlan) -> None:

@@ -13,13 +13,13 @@ from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.job.job_arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
 from mcore_ckpt_ext.layout_choice.elastic import ElasticChoice, ElasticRequest, changes_batch, choose
 from mcore_ckpt_ext.layout_choice.memory import Memory
 from mcore_ckpt_ext.layout_choice.model_table import ROWS_DIVISOR, ModelTable
-from mcore_ckpt_ext.layout_choice.options import PINS
 from mcore_ckpt_ext.layout_choice.search import FoundLayout, batch_of
 from mcore_ckpt_ext.operations.assumed_release import release_of
 from mcore_ckpt_ext.operations.job_buffers import buffers_of

@@ -8,10 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast
 
+from mcore_ckpt_ext.communicator import Communicator, on_all, on_first
 from mcore_ckpt_ext.operations.block_reader import BlockReader
 from mcore_ckpt_ext.operations.destination import Destination
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
-from mcore_ckpt_ext.operations.workers import Team
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Record
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.publish import Publication
@@ -26,7 +26,9 @@ Checks = tuple[Callable[[], None], Callable[[], None]]
 class LocalOutput:
     """A temporary folder in the destination's parent, filled record by record, renamed when complete."""
 
-    def __init__(self, destination: Destination, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
+    def __init__(
+        self, destination: Destination, fingerprint: str, team: Communicator, workers: int, block_bytes: int
+    ) -> None:
         self._publication = Publication(destination.path, fingerprint, team.rank, destination.check_replaceable)
         self._team, self._workers, self._block_bytes = team, workers, block_bytes
         self.folder = self._publication.folder
@@ -46,15 +48,15 @@ class LocalOutput:
         team, publication = self._team, self._publication
         notes: list[str] = []
         try:
-            team.first(lambda: publication.open(force=force, resume=resume))
-            team.all(publication.join)
-            team.first(lambda: lay_out((file for file in output.files if not file.last), publication.content))
-            team.all(lambda: self._fill(output, filler, progress))
+            on_first(team, lambda: publication.open(force=force, resume=resume))
+            on_all(team, publication.join)
+            on_first(team, lambda: lay_out((file for file in output.files if not file.last), publication.content))
+            on_all(team, lambda: self._fill(output, filler, progress))
             # These files mark the checkpoint as complete.
-            team.first(lambda: lay_out((file for file in output.files if file.last), publication.content))
+            on_first(team, lambda: lay_out((file for file in output.files if file.last), publication.content))
             for check in checks:
-                team.first(check)
-            team.first(lambda: notes.extend(publication.publish()))
+                on_first(team, check)
+            on_first(team, lambda: notes.extend(publication.publish()))
         finally:
             publication.close()
         return notes
@@ -84,7 +86,9 @@ class LocalOutput:
 class RemoteOutput:
     """Files made one at a time on the local disk and uploaded; the one that marks completion is last."""
 
-    def __init__(self, destination: Destination, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
+    def __init__(
+        self, destination: Destination, fingerprint: str, team: Communicator, workers: int, block_bytes: int
+    ) -> None:
         self._upload = Upload(cast("StorePath", destination.path), fingerprint, team.rank)
         self._team, self._workers, self._block_bytes = team, workers, block_bytes
         self.folder = destination.path
@@ -117,22 +121,22 @@ class RemoteOutput:
                 filler.note_written(record)
             filler.finish(self._workers)
 
-        team.first(lambda: self._upload.open(force=force, resume=resume))
-        team.all(self._upload.join)
-        team.all(share)
-        team.first(unchanged)
-        team.first(self._upload.check_claim)
+        on_first(team, lambda: self._upload.open(force=force, resume=resume))
+        on_all(team, self._upload.join)
+        on_all(team, share)
+        on_first(team, unchanged)
+        on_first(team, self._upload.check_claim)
         last = [file for file in output.files if file.last]
         try:
             for file in last:
-                team.first(lambda file=file: self._make(file, [], filler, None))  # type: ignore[misc]  # bound at once
-            team.first(check_readable)
+                on_first(team, lambda file=file: self._make(file, [], filler, None))  # type: ignore[misc]  # bound at once
+            on_first(team, check_readable)
         except BaseException:  # interrupts included
             if team.rank == 0:
                 self._upload.withdraw([file.name for file in last])
             raise
         notes: list[str] = []
-        team.first(lambda: notes.extend(self._upload.publish()))
+        on_first(team, lambda: notes.extend(self._upload.publish()))
         return notes
 
     def _make(

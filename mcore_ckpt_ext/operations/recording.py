@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
+from mcore_ckpt_ext.communicator import on_first
 from mcore_ckpt_ext.errors import (
     ContentError,
     UnreadableCheckpointError,
@@ -127,7 +128,7 @@ def record(path: Path, folder: Path, content: Content, digests: Digests, workers
     """
     files = file_digests(folder, path, digests.files, workers)
     manifest = Manifest(files, tuple(tensor_digests(content, digests.tensors, workers)))
-    workers.team.first(lambda: write_report(path, manifest_text(manifest), what=_MANIFEST))
+    on_first(workers.team, lambda: write_report(path, manifest_text(manifest), what=_MANIFEST))
 
 
 def compare(

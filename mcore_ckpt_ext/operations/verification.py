@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
+from mcore_ckpt_ext.communicator import ONE_PROCESS, Communicator, on_all
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import (
     CheckpointError,
@@ -53,7 +54,7 @@ from mcore_ckpt_ext.operations.recording import Content, Digests, check_destinat
 from mcore_ckpt_ext.operations.recording import record as write_manifest
 from mcore_ckpt_ext.operations.state_check import StateCheck
 from mcore_ckpt_ext.operations.stored_tensors import check_listing, check_stored_tensors, listed_bytes
-from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Team, Workers
+from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checksums import Confirmed
 from mcore_ckpt_ext.storage.dcp_index import FolderIndex
@@ -75,7 +76,7 @@ def verify(
     record: str | os.PathLike[str] | None = None,
     against: str | os.PathLike[str] | None = None,
     tensors_only: bool = False,
-    team: Team = ONE_PROCESS,
+    team: Communicator = ONE_PROCESS,
     index: FolderIndex | None = None,
 ) -> Verification:
     """Verify a checkpoint.
@@ -274,7 +275,7 @@ class _Run:
         if _has_optimizer_alone(checkpoint):  # without weights its state cannot be checked
             return
         state: list[bool] = []
-        self._workers.team.all(lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
+        on_all(self._workers.team, lambda: state.append(StateCheck(checkpoint, content, failed).recover()))
         if checkpoint.optimizer_format and not state[0]:
             self.results.account = account_of(checkpoint, leaves_out=is_of_optimizer, why=_NOT_RECOVERED)
         self.digests.tensors = check_parameters(

@@ -1,7 +1,7 @@
 """Processes that share the work of a command: steps for all or one of them, and shared failures.
 
-`convert`, `verify`, `diff` and rehearsals take a `Team`. `map_shares` distributes items that have a result each, and
-`Workers` also to the threads of each process.
+`convert`, `verify`, `diff` and rehearsals take a `Communicator`. `map_shares` distributes items that have a result
+each, and `Workers` also to the threads of each process.
 """
 
 from __future__ import annotations
@@ -9,69 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from mcore_ckpt_ext.communicator import Communicator
 from mcore_ckpt_ext.operations.reading import threads
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
-
-class Team(Protocol):
-    """The processes that share work; `rank` is this one's number among `size`."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-
-    def all(self, work: Callable[[], None]) -> None:
-        """Call a function in every process, and return when all have finished it.
-
-        Raises:
-            CheckpointError: some process failed; on every process.
-        """
-
-    def first(self, work: Callable[[], None]) -> None:
-        """Call a function in the first process only; otherwise like `all`."""
-
-    def total(self, count: int) -> int:
-        """Return the sum of a number over all processes."""
-
-    def gather(self, item: Item) -> list[Item]:
-        """Return an item from every process, in their order.
-
-        Raises:
-            CheckpointError: a process has ended.
-        """
-
-
-class SingleProcess:
-    """The single-process implementation of `Team`."""
-
-    rank, size = 0, 1
-
-    def all(self, work: Callable[[], None]) -> None:
-        """Call a function in this process."""
-        work()
-
-    def first(self, work: Callable[[], None]) -> None:
-        """Call a function in this process."""
-        work()
-
-    def total(self, count: int) -> int:
-        """Return the number."""
-        return count
-
-    def gather(self, item: Item) -> list[Item]:
-        """Return a list of the item."""
-        return [item]
-
-
-ONE_PROCESS = SingleProcess()
 
 
 def share_of(sizes: Sequence[int], rank: int, size: int) -> list[int]:
@@ -87,7 +31,10 @@ def share_of(sizes: Sequence[int], rank: int, size: int) -> list[int]:
 
 
 def map_shares(
-    team: Team, work: Callable[[Sequence[Item]], Iterable[Result]], items: Sequence[Item], size: Callable[[Item], int]
+    team: Communicator,
+    work: Callable[[Sequence[Item]], Iterable[Result]],
+    items: Sequence[Item],
+    size: Callable[[Item], int],
 ) -> list[Result]:
     """Let each process work on a share of the items.
 
@@ -104,11 +51,8 @@ def map_shares(
         CheckpointError: some process failed, or has ended; on every process.
     """
     own = share_of([size(item) for item in items], team.rank, team.size)
-    results: list[Result] = []
-    team.all(lambda: results.extend(work([items[position] for position in own])))
-    found: dict[int, Result] = {}
-    for share in team.gather(dict(zip(own, results, strict=True))):
-        found.update(share)
+    shares = team.agree(lambda: dict(zip(own, work([items[position] for position in own]), strict=True)))
+    found = {position: result for share in shares for position, result in share.items()}
     return [found[position] for position in range(len(items))]
 
 
@@ -116,7 +60,7 @@ def map_shares(
 class Workers:
     """The threads of the processes that share work: `count` in each process of `team`."""
 
-    team: Team
+    team: Communicator
     count: int
 
     def map(self, work: Callable[[Item], Result], items: Sequence[Item], size: Callable[[Item], int]) -> list[Result]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
-from mcore_ckpt_ext.collectives import reason_of, refusal
+from mcore_ckpt_ext.collectives import OPTIMIZER_UNCHANGED, reason_of, refusal
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, StorageError
 
 Result = TypeVar("Result")
@@ -25,33 +26,44 @@ class RefusedError(Exception):
         self.is_verbatim = is_verbatim
 
 
-def on_every_rank(
-    phase: str, ranks: int, work: Callable[[], Result], *,
-    is_verbatim: bool = True, beyond_rehearsal: tuple[type[CheckpointError], ...] = (),
-) -> Result:  # fmt: skip
-    """Do once what all ranks of the job do alike.
+@dataclass(frozen=True)
+class SimulatedCommunicator:
+    """The ranks of a simulated job, as each of them sees them: they all do the same.
 
-    Args:
-        phase: the same as in `agreed`.
-        ranks: number of ranks of the job.
-        work: the action of the ranks.
-        is_verbatim: whether it is known that all of them do it.
+    Attributes:
+        size: the number of ranks.
+        is_verbatim: whether it is known that all of them do what they agree on.
         beyond_rehearsal: errors for actions that a rehearsal cannot do; they are raised unchanged.
-
-    Raises:
-        RefusedError: the ranks would refuse.
     """
-    try:
-        return work()
-    except beyond_rehearsal:
-        raise
-    except StorageError:  # nothing is known about what the ranks would do
-        raise
-    except ResumeRefusedError as error:
-        raise RefusedError(error) from error
-    except CheckpointError as error:
-        error_of_all = refusal(phase, dict.fromkeys(range(ranks), reason_of(error)))
-        raise RefusedError(error_of_all, is_verbatim=is_verbatim) from error
+
+    size: int
+    is_verbatim: bool = True
+    beyond_rehearsal: tuple[type[CheckpointError], ...] = ()
+    rank: ClassVar[int] = 0
+
+    def gather(self, item: Result) -> list[Result]:
+        """Return the item for each rank."""
+        return [item] * self.size
+
+    def agree(
+        self, work: Callable[[], Result], phase: str = "", consequence: str = OPTIMIZER_UNCHANGED
+    ) -> list[Result]:
+        """Do once what all ranks of the job do alike, and return the result for each rank.
+
+        Raises:
+            RefusedError: the ranks would refuse.
+        """
+        try:
+            return self.gather(work())
+        except self.beyond_rehearsal:
+            raise
+        except StorageError:  # nothing is known about what the ranks would do
+            raise
+        except ResumeRefusedError as error:
+            raise RefusedError(error) from error
+        except CheckpointError as error:
+            error_of_all = refusal(phase, dict.fromkeys(range(self.size), reason_of(error)), consequence)
+            raise RefusedError(error_of_all, is_verbatim=self.is_verbatim) from error
 
 
 def by_rank(phase: str, ranks: int, work: Callable[[int], object], *, is_verbatim: bool = True) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt_ext.communicator import Communicator, SingleProcess
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, join_some, reraise_as_unreadable
 from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
 from mcore_ckpt_ext.formats.accounts import account_of_load
@@ -23,8 +24,7 @@ from mcore_ckpt_ext.megatron.load_phases import CHECKING, DECIDING, LOOKING, RES
 from mcore_ckpt_ext.megatron.load_session import LoadSession
 from mcore_ckpt_ext.operations.known_arguments import unknown_arguments, with_shown_arguments
 from mcore_ckpt_ext.operations.layout_plan import check_gpus
-from mcore_ckpt_ext.operations.workers import SingleProcess, Team
-from mcore_ckpt_ext.rehearsal.agreement import RefusedError, on_every_rank
+from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator
 from mcore_ckpt_ext.rehearsal.ranks import SimulatedJob
 from mcore_ckpt_ext.rehearsal.result import SCHEMA, Rehearsal
 from mcore_ckpt_ext.rehearsal.scheduler import SimulatedScheduler
@@ -49,7 +49,7 @@ def rehearse(
     arguments: Mapping[str, Any] | None = None,
     changes: Mapping[str, Any] | None = None,
     any_change: bool = False,
-    team: Team | None = None,
+    team: Communicator | None = None,
 ) -> Rehearsal:
     """Simulate a resume under another layout up to its first write, for all ranks, without Megatron.
 
@@ -92,7 +92,7 @@ class _Request:
     arguments: Mapping[str, Any]
     changes: Mapping[str, Any]
     full: bool
-    team: Team
+    team: Communicator
 
 
 class _Rehearsing:
@@ -115,16 +115,16 @@ class _Rehearsing:
     def _rehearsed(self) -> Rehearsal:
         request = self._request
         load = self._found()
-        checkpoint = on_every_rank("looking at the checkpoint", request.gpus, lambda: _opened(load.session))
+        communicator = SimulatedCommunicator(request.gpus, beyond_rehearsal=(UnsupportedCheckpointError, UsageError))
+        opening = replace(communicator, beyond_rehearsal=())
+        checkpoint = opening.agree(lambda: _opened(load.session), "looking at the checkpoint")[0]
         written = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**request.arguments))
         self._plain = replace(self._plain, old_layout=str(ParallelLayout.from_arguments(written)))
         # The table of its parameters needs the packing of the buffers, which ranks of a job recover when they plan.
-        job = on_every_rank(
-            "planning the resume",
-            request.gpus,
+        job = communicator.agree(
             lambda: target_job(checkpoint, written, request.gpus, request.sizes, request.version, request.changes),
-            beyond_rehearsal=(UnsupportedCheckpointError, UsageError),
-        )
+            "planning the resume",
+        )[0]
         self._plain = replace(
             self._plain,
             new_layout=str(job.layout),

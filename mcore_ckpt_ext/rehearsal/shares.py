@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 
+from mcore_ckpt_ext.communicator import Communicator, on_all
 from mcore_ckpt_ext.errors import ContentError
 from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.megatron.live.master_check import prove
 from mcore_ckpt_ext.megatron.live.planning import plan_rank
 from mcore_ckpt_ext.megatron.live.resume import Resume
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
-from mcore_ckpt_ext.operations.workers import Team
 from mcore_ckpt_ext.optimizers.groups import Group
 from mcore_ckpt_ext.optimizers.model_space_formats import is_layer_wise
 from mcore_ckpt_ext.planning.plan import TargetSlice, plans_of
@@ -56,7 +56,7 @@ class Shares:
         resume: Resume,
         groups: Sequence[Sequence[Group]],
         ranks: DataParallelRanks,
-        team: Team,
+        team: Communicator,
     ) -> None:
         """`team`: the processes that share the parts; each gets the same result."""
         self._job, self._resume, self._groups, self._ranks = job, resume, groups, ranks
@@ -92,7 +92,7 @@ class Shares:
                         wrong.extend((pipeline, number) for number in refused)
                     self._count(alike, copies)
 
-        self._team.all(work)
+        on_all(self._team, work)
         self._refuse_any(phase, wrong, self._plan)
 
     def find_weights(self) -> None:
@@ -116,7 +116,7 @@ class Shares:
                     self._figures.weights += wanted.slice.numel
                     self._figures.bytes_read += read * ranks
 
-        self._team.all(work)
+        on_all(self._team, work)
         places = sorted(set().union(*self._team.gather(missing)))
         if places:
             pipeline, number = places[0]
@@ -146,7 +146,7 @@ class Shares:
                     except ContentError:
                         wrong.append((pipeline, number))
 
-        self._team.all(work)
+        on_all(self._team, work)
         self._refuse_any(phase, wrong, self._prove)
 
     def _stages(self) -> Iterator[tuple[int, list[Held]]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from mcore_ckpt_ext.communicator import Communicator
 from mcore_ckpt_ext.errors import CheckpointError, ContentError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -21,8 +23,7 @@ from mcore_ckpt_ext.megatron.load_phases import MegatronLoad
 from mcore_ckpt_ext.megatron.local_checkpoints import LOCAL
 from mcore_ckpt_ext.megatron.presentation import must_be_presented
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
-from mcore_ckpt_ext.operations.workers import Team
-from mcore_ckpt_ext.rehearsal.agreement import RefusedError, by_rank, on_every_rank
+from mcore_ckpt_ext.rehearsal.agreement import RefusedError, SimulatedCommunicator, by_rank
 from mcore_ckpt_ext.rehearsal.data_parallel import DataParallelRanks
 from mcore_ckpt_ext.rehearsal.groups import simulated_groups
 from mcore_ckpt_ext.rehearsal.optimizers import simulated_chain
@@ -56,7 +57,14 @@ class SimulatedRanks:
     job: SimulatedJob
 
     def __init__(
-        self, size: int, written: JobArguments, running: JobArguments, version: Version, team: Team, *, full: bool
+        self,
+        size: int,
+        written: JobArguments,
+        running: JobArguments,
+        version: Version,
+        team: Communicator,
+        *,
+        full: bool,
     ) -> None:
         """Simulate ranks.
 
@@ -93,9 +101,9 @@ class SimulatedRanks:
             return
         takes_ranks = phase.who in (Who.EACH_RANK, Who.FRAMEWORK)
         ranks = 1 if phase.who is Who.FIRST_RANK else self._size
-        result = on_every_rank(
-            phase.name, ranks, lambda: phase.work(load, *([self] if takes_ranks else [])), is_verbatim=not phase.quotes
-        )
+        communicator = SimulatedCommunicator(ranks, is_verbatim=not phase.quotes)
+        work = partial(phase.work, load, *([self] if takes_ranks else []))
+        result = communicator.agree(work, phase.name, phase.consequence)[0]
         if phase.collect is not None:
             phase.collect(load, self, [result])
 
@@ -179,8 +187,8 @@ class SimulatedRanks:
         self.job = job = self._simulated(resume.checkpoint)
         # Each rank recovers the packing of the buffers that it needs; with one pipeline stage, it needs all.
         needs_all = job.layout.pipeline == 1 and not job.models.has_expert_optimizer
-        on_every_rank(self._phase, self._size, lambda: job.trained, is_verbatim=needs_all)
-        groups = on_every_rank(self._phase, self._size, lambda: self.groups(resume.checkpoint))
+        SimulatedCommunicator(self._size, is_verbatim=needs_all).agree(lambda: job.trained, self._phase)
+        groups = SimulatedCommunicator(self._size).agree(lambda: self.groups(resume.checkpoint), self._phase)[0]
         ranks = DataParallelRanks(job, resume.checkpoint, self._version)
         self.shares = Shares(job, resume, groups, ranks, self._team)
         self.shares.plan(self._phase)

@@ -13,13 +13,14 @@ import pytest
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext import FsdpDtensor, Legacy, TorchDist
+from mcore_ckpt_ext.communicator import ONE_PROCESS
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UsageError
 from mcore_ckpt_ext.operations import recording
 from mcore_ckpt_ext.operations.findings import RECORDED_FILES, RECORDED_TENSORS, Verification
 from mcore_ckpt_ext.operations.integrity import digest_of_file
 from mcore_ckpt_ext.operations.recording import tensor_digests
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Workers
+from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.manifest import read_manifest
 from mcore_ckpt_ext.targets import Target

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext import Legacy, TorchDist
+from mcore_ckpt_ext.communicator import ONE_PROCESS
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.operations import integrity, verification
-from mcore_ckpt_ext.operations.workers import ONE_PROCESS, Workers
+from mcore_ckpt_ext.operations.workers import Workers
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan

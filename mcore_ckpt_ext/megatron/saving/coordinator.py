@@ -177,7 +177,7 @@ class Coordinator:
             return results[0] if results else None
         if save is not None and problem is not None:
             problem = save.report.added_to(problem)
-        if (reason := self._ranks.agree(Point.INDEX, problem)) is not None:
+        if (reason := self._ranks.agree_on(Point.INDEX, problem)) is not None:
             what = "the index could not be written" if save is None else f"iteration {save.iteration} was not saved"
             raise SaveFailedError(f"{what}:\n  {reason}")
         return results[0] if results else None
@@ -194,7 +194,7 @@ class Coordinator:
             self._active = before
 
     def _first_does(self, point: Point, work: Callable[[], object]) -> str | None:
-        return self._ranks.agree(point, attempt(work) if self._ranks.is_first else None)
+        return self._ranks.agree_on(point, attempt(work) if self._ranks.is_first else None)
 
     def _begin(self, save: Save) -> None:
         """On rank 0: wait until the previous save is committed, and prepare the folder of this one."""
@@ -240,7 +240,7 @@ class Coordinator:
                 if problem is not None and step.has_barrier:
                     self._ranks.barrier()
         # The reason may be empty: an error that Megatron collects from all ranks has a text on rank 0 only.
-        reason = self._ranks.agree(Point.FINALIZE, None if problem is None else save.report.added_to(problem))
+        reason = self._ranks.agree_on(Point.FINALIZE, None if problem is None else save.report.added_to(problem))
         save.stalled += self._now() - began
         if reason is not None:
             raise _NotFinalizedError(f"iteration {save.iteration} was not saved:\n  {reason}", save)
@@ -259,7 +259,7 @@ class Coordinator:
         for save in self._at(State.PUBLISHING):
             if exchange and self._ranks.is_first:
                 self._publisher.end(wait=True)
-            reason = self._ranks.agree(Point.OUTCOME, save.problem) if exchange else None
+            reason = self._ranks.agree_on(Point.OUTCOME, save.problem) if exchange else None
             save.become(State.FAILED if reason else State.COMMITTED)
             self._saves.remove(save)
             reasons += [reason.removeprefix("rank 0: ")] if reason else []
@@ -277,7 +277,7 @@ class Coordinator:
         """
         failed = []
         for save in reversed(self._at(State.WRITING)):
-            if reason := self._ranks.agree(Point.REPORT, save.report.failure()):
+            if reason := self._ranks.agree_on(Point.REPORT, save.report.failure()):
                 save.become(State.FAILED)
                 self._saves.remove(save)
                 failed.append((save, reason))

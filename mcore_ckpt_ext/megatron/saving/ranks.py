@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from mcore_ckpt_ext.collectives import highest_of_all, is_first_rank, reasons_of_all
+from mcore_ckpt_ext.collectives import TorchRanks, highest_of_all, reasons_of_all
 from mcore_ckpt_ext.errors import SaveFailedError
 from mcore_ckpt_ext.megatron.saving.save import Point
 
 
-class JobRanks:
+class JobRanks(TorchRanks):
     """The ranks of torch.distributed's default group, or a single rank without it."""
 
-    @property
-    def is_first(self) -> bool:
-        """True on the rank that commits saves."""
-        return is_first_rank()
-
-    def agree(self, point: Point, problem: str | None) -> str | None:
+    def agree_on(self, point: Point, problem: str | None) -> str | None:
         """Exchange problems with all ranks; only three numbers are exchanged if there is none.
 
         Raises:

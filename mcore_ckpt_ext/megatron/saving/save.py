@@ -52,7 +52,7 @@ class Ranks(Protocol):
     def is_first(self) -> bool:
         """True on the rank that commits saves."""
 
-    def agree(self, point: Point, problem: str | None) -> str | None:
+    def agree_on(self, point: Point, problem: str | None) -> str | None:
         """Meet all ranks; return the problems of all ranks with their ranks, or None if no rank has one."""
 
     def barrier(self) -> None:

@@ -201,7 +201,7 @@ class Rank:
 
     # The ranks of the job, as the coordinator sees them.
 
-    def agree(self, point: Point, problem: str | None) -> str | None:
+    def agree_on(self, point: Point, problem: str | None) -> str | None:
         found = self.meet(point.name, problem)
         texts = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]
         return "\n  ".join(texts) if any(text is not None for text in found) else None

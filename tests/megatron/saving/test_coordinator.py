@@ -294,7 +294,7 @@ class OneRank:
 
     is_first = True
 
-    def agree(self, point: Point, problem: str | None) -> str | None:
+    def agree_on(self, point: Point, problem: str | None) -> str | None:
         return None if problem is None else f"rank 0: {problem}"
 
     def barrier(self) -> None:

@@ -26,7 +26,7 @@ def rank_process(rank: int, store: Path, calls: Sequence[Call], answers: Any) ->
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(calls))
     ranks = JobRanks()
     try:
-        answer = ranks.agree(*calls[rank])
+        answer = ranks.agree_on(*calls[rank])
     except Exception as error:
         answer = f"{type(error).__name__}: {error}"
     answers.put((rank, ranks.is_first, answer))
