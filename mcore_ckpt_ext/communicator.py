@@ -1,4 +1,4 @@
-"""The ranks of a job, or the processes of a command, as one of them sees them: one protocol for every world.
+"""One protocol for the ranks of a job and the processes of a command, as one of them sees them.
 
 `collectives.TorchRanks` implements it for torch.distributed, `cli.processes.ConnectedProcesses` by a store,
 `rehearsal.agreement.SimulatedCommunicator` for simulated ranks, and `SingleProcess` for a program on its own.

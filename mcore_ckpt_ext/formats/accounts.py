@@ -88,7 +88,7 @@ def account_of(
 def account_of_load(checkpoint: CheckpointView) -> Account:
     """Return the account of a resume, which reads all parameters of the model and of the optimizer.
 
-    Only the index is looked at, so that every rank of a large job can ask.
+    Only the index is looked at, so that every rank of a large job can call this.
 
     Raises:
         CheckpointError: the checkpoint is damaged.

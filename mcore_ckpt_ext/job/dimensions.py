@@ -53,13 +53,13 @@ MODEL_SIZE_ARGUMENTS = tuple(dimension.argument for dimension in OF_MODEL)
 
 
 def with_defaults(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the size of each dimension that a user can choose, by name; those without one have Megatron's default."""
+    """Return the size of each dimension that a user can choose, by name; if not given, Megatron's default."""
     defaults = {dimension.name: sizes.get(dimension.default or "", 1) for dimension in OF_MODEL}
     return defaults | sizes
 
 
 def in_words(sizes: dict[str, int]) -> str:
-    """Return sizes as messages show them: those above 1, those always shown, and `ETP` where it is not TP.
+    """Return sizes as messages show them: those above 1, and those that are always shown.
 
     Args:
         sizes: the sizes by name; a dimension of unknown size is absent.

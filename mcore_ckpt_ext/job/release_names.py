@@ -1,4 +1,4 @@
-"""The first release of Megatron Core with each name that this package wraps or reads, where the oldest lacks it.
+"""The first release of Megatron Core with each name that this package needs and the oldest lacks.
 
 Compared in megatron/training/checkpointing.py and async_utils.py, megatron/core/dist_checkpointing/serialization.py,
 strategies/async_utils.py and strategies/filesystem_async.py of every release from core_v0.7.0 to 0.19.2.

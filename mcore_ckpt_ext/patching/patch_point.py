@@ -1,4 +1,4 @@
-"""A function of a framework that this package wraps, as data, and whether a module has it as expected."""
+"""Functions of frameworks that this package wraps, as data; checks that a module has one as expected."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def is_imported(patch_point: PatchPoint) -> bool:
 
 
 def may_be_imported(name: str) -> bool:
-    """Return True if a module is not imported, and exists as far as can be told without importing anything."""
+    """Return True if a module exists and is not imported, as far as is known without importing anything."""
     parts = name.split(".")
     names = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
     missing = next((parent for parent in names if parent not in sys.modules), None)

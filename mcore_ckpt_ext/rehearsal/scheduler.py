@@ -44,6 +44,6 @@ class SimulatedScheduler:
                 raise AssertionError(f"another {label}, {live} instead of {stored[key]}")
 
     def _decay(self, name: str) -> Any:
-        """Return the weight decay at the start or end; a constant one is given by one argument (`validate_args`)."""
+        """Return the weight decay at the start or end; one argument gives a constant one (`validate_args`)."""
         is_constant = self._settings.get("weight_decay_incr_style", "constant") == "constant"
         return self._settings.get("weight_decay" if is_constant else name)
