@@ -66,7 +66,7 @@ def decay_of(group: Mapping[str, Any]) -> Any:
 
 
 def is_decoupled(group: Mapping[str, Any], arguments: JobArguments) -> bool:
-    """Return whether a group has a job's learning rate of embeddings and output layers (--decoupled-lr)."""
+    """Return whether a group has the rate of a job's embeddings and output layers (--decoupled-lr)."""
     rate = arguments.decoupled_lr
     return bool(_setting(group, _DECOUPLED)) or rate not in (None, arguments.lr) and group.get("max_lr") == rate
 
