@@ -53,7 +53,7 @@ MODEL_SIZE_ARGUMENTS = tuple(dimension.argument for dimension in OF_MODEL)
 
 
 def with_defaults(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the size of each dimension that a user can choose, by name; if not given, Megatron's default."""
+    """Return the size of each dimension that a user can choose; if not given, Megatron's default."""
     defaults = {dimension.name: sizes.get(dimension.default or "", 1) for dimension in OF_MODEL}
     return defaults | sizes
 
