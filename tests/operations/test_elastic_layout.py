@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mcore_ckpt_ext import choose_layout
-from mcore_ckpt_ext.layout_choice.options import PINS
+from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.rehearsal.rehearse import rehearse
 from tests.harness.checkpoints import fixture_named
 
