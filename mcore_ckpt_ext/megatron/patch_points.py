@@ -105,11 +105,6 @@ PATCH_POINTS = (
         wrapper="elastic.ending:wrap_signals_received",
         parameters=("self",),
     ),
-    _patch_point(
-        "megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
-        "mcore_ckpt_ext.megatron.elastic.ending:wrap_signals_received",
-        "self",
-    ),
     # Every loop that loads with Megatron Core calls it; read in core_v0.12.1, 0.16.1, 0.19.0 and 0.19.2.
     _patch_point(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.sharded_state_dict",
