@@ -57,8 +57,8 @@ FEATURES = {
     "GPT, masked losses, per token": "--eod-mask-loss --calculate-per-token-loss",
     "SwiGLU, grouped queries": " ".join(toy_jobs.LLAMA),
     "attention sinks": "--softmax-type learnable",
-    "latent attention": "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 "
-    "--v-head-dim 8 --position-embedding-type rope --normalization RMSNorm",
+    "latent attention": "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 8 --position-embedding-type rope --normalization RMSNorm",
     "multi-token prediction": "--mtp-num-layers 1 --position-embedding-type rope",
     "experts, aux_loss": _BALANCED,
     "experts, aux_loss, per token": f"{_BALANCED} --calculate-per-token-loss",
@@ -123,8 +123,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure what training computes otherwise under another layout.")
     parser.add_argument("--only", default="", metavar="TEXT", help="features whose name contains this text")
     only = parser.parse_args(words).only
-    print("| feature |", " | ".join(LAYOUTS), "|", flush=True)  # noqa: T201
-    print("|---" * (len(LAYOUTS) + 1), "|", sep="", flush=True)  # noqa: T201
+    print("| feature |", " | ".join(LAYOUTS), "|", flush=True)
+    print("|---" * (len(LAYOUTS) + 1), "|", sep="", flush=True)
     for name in FEATURES:
         if only not in name:
             continue
@@ -134,7 +134,7 @@ def main(words: Sequence[str] | None = None) -> None:
             "" if label not in found else "fails" if (size := found[label]) is None else f"{size:.0e}"
             for label in LAYOUTS
         )
-        print(f"| {name} |", " | ".join(cells), "|", flush=True)  # noqa: T201
+        print(f"| {name} |", " | ".join(cells), "|", flush=True)
         shutil.rmtree(folder)
 
 
