@@ -49,7 +49,7 @@ LAYOUTS = {
 }
 """The layouts under which each feature is resumed; `EP 2` only with experts."""
 _EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather --disable-bias-linear"
-_BALANCED = f"{_EXPERTS} --moe-aux-loss-coeff 1.0"
+BALANCED = f"{_EXPERTS} --moe-aux-loss-coeff 1.0"
 _MUON = "--optimizer muon --muon-tp-mode"
 FEATURES = {
     "GPT": "",
@@ -60,10 +60,10 @@ FEATURES = {
     "latent attention": "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 8 --position-embedding-type rope --normalization RMSNorm",
     "multi-token prediction": "--mtp-num-layers 1 --position-embedding-type rope",
-    "experts, aux_loss": _BALANCED,
-    "experts, aux_loss, per token": f"{_BALANCED} --calculate-per-token-loss",
-    "experts, seq_aux_loss": f"{_BALANCED} --moe-router-load-balancing-type seq_aux_loss",
-    "experts, global_aux_loss": f"{_BALANCED} --moe-router-load-balancing-type global_aux_loss",
+    "experts, aux_loss": BALANCED,
+    "experts, aux_loss, per token": f"{BALANCED} --calculate-per-token-loss",
+    "experts, seq_aux_loss": f"{BALANCED} --moe-router-load-balancing-type seq_aux_loss",
+    "experts, global_aux_loss": f"{BALANCED} --moe-router-load-balancing-type global_aux_loss",
     "experts, sinkhorn": f"{_EXPERTS} --moe-router-load-balancing-type sinkhorn",
     "experts, z loss": f"{_EXPERTS} --moe-z-loss-coeff 1.0",
     "experts, expert bias": f"{_EXPERTS} --moe-router-enable-expert-bias --moe-router-score-function sigmoid",
