@@ -14,10 +14,8 @@ from typing import Any, Final
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.job.releases import (
-    AVERAGES_GLOBAL_BALANCE,
-    DIVIDES_LOSS_BY_TOKENS_OF_CONTEXT_RANK,
-    SCALES_BALANCE_BY_LOCAL_TOKENS,
-    TRAINS_SINKS,
+    AVERAGES_BY_CONTEXT_RANK,
+    SCALES_BALANCE_BY_RANK,
 )
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.versions import Version
@@ -117,7 +115,7 @@ DEPENDENCIES = (
         "--eod-mask-loss, --sft or own data without --calculate-per-token-loss", (CONTEXT,),
         "each context-parallel rank averages over its own tokens", DEFECT,
         "pretrain_gpt.py, `loss_func`, and megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
-        _has_masks, releases=DIVIDES_LOSS_BY_TOKENS_OF_CONTEXT_RANK.is_of,
+        _has_masks, releases=AVERAGES_BY_CONTEXT_RANK.is_of,
     ),
     Dependency(
         "--moe-router-load-balancing-type aux_loss", (MICRO_BATCH,),
@@ -128,14 +126,14 @@ DEPENDENCIES = (
         "--moe-router-load-balancing-type global_aux_loss", (MICRO_BATCHES,),
         "each micro batch is balanced by the average of those before it, so that only the last one sees all", DEFECT,
         f"{_ROUTER}, `_apply_global_aux_loss`", lambda job: _balances(job, ("global_aux_loss",)),
-        "1.5e-2 of the gradient norm (coefficient 1)", AVERAGES_GLOBAL_BALANCE.is_of,
+        "1.5e-2 of the gradient norm (coefficient 1)",
     ),
     Dependency(
         "a balancing loss with --calculate-per-token-loss", (TENSOR, CONTEXT),
         "its gradient is divided by the tokens of all tensor and context parallel ranks, but multiplied by one's",
         DEFECT, f"{_ROUTER}, `attach_and_log_load_balancing_loss`",
         lambda job: bool(job.raw.get("calculate_per_token_loss")) and _balances(job, _BALANCES),
-        releases=SCALES_BALANCE_BY_LOCAL_TOKENS.is_of,
+        releases=SCALES_BALANCE_BY_RANK.is_of,
     ),
     Dependency(
         "--moe-expert-capacity-factor", (RANK_TOKENS,),
@@ -160,7 +158,7 @@ DEPENDENCIES = (
         "megatron/core/transformer/dot_product_attention.py and megatron/core/tensor_parallel/layers.py, "
         "`param_is_not_tensor_parallel_duplicate`",
         lambda job: job.raw.get("softmax_type") == "learnable" and _number(job, "clip_grad", 1.0) > 0,
-        "below 1e-7 at the start of training", TRAINS_SINKS.is_of,
+        "below 1e-7 at the start of training",
     ),
     Dependency(
         "gated delta nets without --sequence-parallel", (TENSOR,),

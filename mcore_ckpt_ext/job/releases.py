@@ -332,27 +332,8 @@ NORMALIZES_PLAIN_QUERIES = Capability(
     since=Version(0, 19),
     until=Version(0, 20),
 )
-DIVIDES_LOSS_BY_TOKENS_OF_CONTEXT_RANK = Capability(
-    "averages the loss of a micro batch over the tokens of each context-parallel rank",
-    "pretrain_gpt.py, `loss_func`: until 0.12 it adds loss and tokens over these ranks",
-    since=Version(0, 13),
-)
-SCALES_BALANCE_BY_LOCAL_TOKENS = Capability(
-    "multiplies a balancing loss by the tokens of one tensor and context parallel rank",
-    "megatron/core/transformer/moe/router.py, `attach_and_log_load_balancing_loss` and its predecessors",
-    since=Version(0, 12),
-    until=Version(0, 19),
-)
-AVERAGES_GLOBAL_BALANCE = Capability(
-    "balances experts by the average over the micro batches so far (`global_aux_loss`)",
-    "megatron/core/transformer/moe/router.py, `_apply_global_aux_loss`",
-    since=Version(0, 15),
-)
-TRAINS_SINKS = Capability(
-    "has learnable attention sinks",
-    "megatron/core/transformer/dot_product_attention.py, `softmax_offset`",
-    since=Version(0, 15),
-)
+AVERAGES_BY_CONTEXT_RANK = Capability("averages a loss on each context rank", "pretrain_gpt.py", Version(0, 13))
+SCALES_BALANCE_BY_RANK = Capability("scales balance by a rank's tokens", "router.py", Version(0, 12), Version(0, 19))
 RESUMES_WITH_THIS_PACKAGE = Capability(
     "has a `load_checkpoint` in which this package is tested",
     "megatron/training/checkpointing.py, 0.16.1 to 0.19.2; docs/reference/loops.md",

@@ -215,7 +215,7 @@ def _fits(memory: Memory, request: SearchRequest) -> bool | None:
 
 
 def _rank(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tuple[object, ...]:
-    """Return a sort key: fits, keeps batch, mathematics and form, idles least, TP within a node, like the old one."""
+    """Return a sort key: fits, keeps batch, mathematics and form, idles least, TP in a node, as before."""
     layout = one.choice.layout
     crosses = layout.tensor > request.gpus_per_node
     return (
