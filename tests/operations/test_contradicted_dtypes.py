@@ -81,7 +81,7 @@ def test_in_the_index_of_fsdp_dtensor(tmp_path: Path) -> None:
     refused(tmp_path / "run", tmp_path / "out")
 
 
-def test_in_legacy_files_without_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_legacy_files_without_checksums(tmp_path: Path) -> None:
     """The quick verification does not open them."""
     mcore_ckpt_ext.convert(
         fixture_named("p02").run,
@@ -93,6 +93,9 @@ def test_in_legacy_files_without_checksums(tmp_path: Path, monkeypatch: pytest.M
     state = torch.load(path, weights_only=False)
     buffer = next(iter(state[0].values()))
     buffer["exp_avg"] = buffer["exp_avg"].view(torch.int32)
-    monkeypatch.setattr(torch.utils.serialization.config.save, "compute_crc32", False)
-    torch.save(state, path)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
     refused(tmp_path / "run", tmp_path / "out", quick=False)
