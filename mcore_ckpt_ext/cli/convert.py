@@ -12,7 +12,7 @@ from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.folding import left_out_rows
 from mcore_ckpt_ext.cli.join import add_join
 from mcore_ckpt_ext.cli.json_output import print_result
-from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message
+from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message, summarized
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
             for row in left_out_rows(report.account.not_looked_at):
                 line(f"{'copied unchanged' if row.carried else 'left out'}: {row.keys}, {row.size}: {row.why}")
             for note in report.notes:
-                line(Painted(f"note: {note}", REMARKABLE))
+                line(Painted(f"note: {summarized(note)}", REMARKABLE))
     return 0
 
 

@@ -60,8 +60,31 @@ def message(text: str | Painted) -> None:
     _write(sys.stderr, ["mcore-ckpt: ", text])
 
 
+_MOST_OF_MESSAGE, _MOST_OF_DETAIL = 400, 240
+"""The number of characters above which a message is summarized, and to which its longest details are shortened."""
+_ITEM_ENDS = ("; ", ", ", " ")
+
+
+def summarized(text: str, most: int = _MOST_OF_MESSAGE) -> str:
+    """Shorten a text behind one of its items, and name the option that shows all of it."""
+    if len(text) <= most:
+        return text
+    ends = (text.rfind(end, most // 2, most) for end in _ITEM_ENDS)
+    end = next((place for place in ends if place > 0), most)
+    return f"{text[:end]} ... (in full with --json)"
+
+
 def error_message(sentence: str, details: Mapping[str, str]) -> None:
-    """Write an error: on a terminal with each detail on a line, otherwise in one line, as in a log."""
+    """Write an error: on a terminal with each detail on a line, otherwise in one line, as in a log.
+
+    What was found and expected is shortened in a long message; the place and the hint never are.
+    """
+    if len(sentence) + sum(map(len, details.values())) > _MOST_OF_MESSAGE:
+        sentence = summarized(sentence)
+        long = {
+            label: summarized(details[label], _MOST_OF_DETAIL) for label in ("found", "expected") if label in details
+        }
+        details = {**details, **long}
     if sys.stderr is None or not sys.stderr.isatty():
         message("; ".join([f"error: {sentence}", *(f"{label}: {text}" for label, text in details.items())]))
         return

@@ -13,6 +13,7 @@ from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_reh
 from mcore_ckpt_ext.cli.report import report
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.cli.terminal import terminal_width
+from mcore_ckpt_ext.continuity.mathematics import sentence_of
 from mcore_ckpt_ext.errors import format_bytes, join_some
 from mcore_ckpt_ext.job.dimensions import PINS, with_defaults
 from mcore_ckpt_ext.layout_choice.options import Recomputation, parse_sizes
@@ -119,6 +120,7 @@ def _show_layouts(found: LayoutPlan) -> None:
     shown_columns = len(_HEADER) if (terminal_width() or _WIDTH) >= _WIDTH else _NARROW
     table((_cells(one)[:shown_columns] for one in found.layouts), header=_HEADER[:shown_columns], right=(2, 4, 6))
     _show_data(found.layouts)
+    _show_differences(found.layouts)
     best = found.layouts[0]
     heading(f"flags for {best.layout}")
     line(f"  {best.flags}")
@@ -156,6 +158,15 @@ def _show_data(layouts: Sequence[PlannedLayout]) -> None:
         if one.data.is_remarkable:
             hint = f"; it goes on with {one.data.hint}" if one.data.hint else ""
             by_sentence.setdefault(f"{one.data.sentence}{hint}", []).append(one.layout)
+    for sentence, names in by_sentence.items():
+        line(f"  {sentence}: {'all' if len(names) == len(layouts) else join_some(names)}")
+
+
+def _show_differences(layouts: Sequence[PlannedLayout]) -> None:
+    """Name the layouts under which training computes the same but for rounding, and why others do not."""
+    by_sentence: dict[str, list[str]] = {}
+    for one in layouts:
+        by_sentence.setdefault(sentence_of(one.differences), []).append(one.layout)
     for sentence, names in by_sentence.items():
         line(f"  {sentence}: {'all' if len(names) == len(layouts) else join_some(names)}")
 

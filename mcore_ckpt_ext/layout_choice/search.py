@@ -9,6 +9,7 @@ from functools import cache
 from itertools import product
 from math import gcd, isqrt, log2, prod
 
+from mcore_ckpt_ext.continuity.mathematics import Difference, differences, is_same_training, sizes_of
 from mcore_ckpt_ext.job.dimensions import PINS
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -67,6 +68,7 @@ class FoundLayout:
         keeps_batch: whether both batch sizes are unchanged, as far as they are known.
         changes: how much of the job's form changes; see `_changes`.
         holdings: the totals on a rank of each pipeline stage.
+        differences: all that training computes otherwise, apart from rounding.
     """
 
     choice: Choice
@@ -76,6 +78,12 @@ class FoundLayout:
     keeps_batch: bool
     changes: int
     holdings: tuple[StageHolding, ...]
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def keeps_mathematics(self) -> bool:
+        """True if nothing differs but rounding and what is drawn by chance."""
+        return is_same_training(self.differences)
 
 
 @dataclass
@@ -185,7 +193,20 @@ def _weighed(
         batch_of(choice.job) in ((choice.micro_batch, choice.global_batch), (choice.micro_batch, None)),
         _changes(choice, old),
         held,
+        _differences(choice, old),
     )
+
+
+def _differences(choice: Choice, old: ParallelLayout) -> tuple[Difference, ...]:
+    """Return what training computes otherwise; a plan may keep the rows of the vocabulary by its flags."""
+    job = choice.job
+    before = sizes_of(
+        old, *batch_of(job), None, divides_sequence=old.tensor > 1 and bool(job.raw.get("sequence_parallel"))
+    )
+    whole = None if job.global_batch_size is None else choice.global_batch
+    divides_sequence = choice.has_sequence_parallelism
+    after = sizes_of(choice.layout, choice.micro_batch, whole, None, divides_sequence=divides_sequence)
+    return differences(job, before, after, choice.version)
 
 
 def _fits(memory: Memory, request: SearchRequest) -> bool | None:
@@ -195,13 +216,14 @@ def _fits(memory: Memory, request: SearchRequest) -> bool | None:
 
 
 def _rank(one: FoundLayout, old: ParallelLayout, request: SearchRequest) -> tuple[object, ...]:
-    """Return a sort key: fits, keeps batch and form, idles least, TP within a node, like the old one."""
+    """Return a sort key: fits, keeps batch, mathematics and form, idles least, TP in a node, as before."""
     layout = one.choice.layout
     crosses = layout.tensor > request.gpus_per_node
     return (
         not one.fits,
         one.fits is False,
         not one.keeps_batch,
+        not one.keeps_mathematics,
         one.changes,
         int(one.bubble / _BUBBLE_STEP),
         crosses,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.collectives import agreed
+from mcore_ckpt_ext.continuity.mathematics import differences, sentence_of, sizes_of_job
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.job.job_arguments import JobArguments
@@ -144,6 +145,14 @@ class _Load:
             announce(f"{LOAD.flag}: {self._read_lines[-1]}{f'; {PROVEN}' if proven else ''}")
         return result
 
+    def _mathematics(self) -> str:
+        """Return what the job computes otherwise than the one that saved, for the summary."""
+        written, running = self._load.checkpoint.arguments, self._load.running
+        old, new = sizes_of_job(written), sizes_of_job(running)
+        if not written.is_complete or old == new:
+            return ""
+        return f"; {sentence_of(differences(running, old, new, megatron_version()))}"
+
     def _account_data(self) -> None:
         """Let the data go on in its order, and log where it does not, unless the summary has."""
         data = self._load.data
@@ -254,7 +263,7 @@ class _Load:
         fresh = f"; {_ANEW}, as in stock Megatron on a changed layout" if rank.starts_random_states else ""
         data = f"; {load.data.sentence}" if load.data is not None else ""
         self._summarized = True
-        announce(f"{rank.summary}{grown}{fresh}{data}")
+        announce(f"{rank.summary}{grown}{fresh}{data}{self._mathematics()}")
         return rank.result, rank.proof(load.checkpoint)
 
     def _load_schedule(self, schedule: Mapping[str, Any] | None, *, follows_samples: bool) -> None:

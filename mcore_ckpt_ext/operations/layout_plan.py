@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from mcore_ckpt_ext.continuity.data_order import DataOrder, data_order
+from mcore_ckpt_ext.continuity.mathematics import Difference
 from mcore_ckpt_ext.defaults import SCHEMAS
 from mcore_ckpt_ext.errors import UsageError, reraise_as_unreadable
 from mcore_ckpt_ext.families.forward_pass import refuse_unknown_names
@@ -57,6 +58,7 @@ class PlannedLayout:
         stock_resumes: stock Megatron resumes it, with its optimizer, without this package.
         keeps_random_state: random states are restored.
         data: whether the data goes on in the same order.
+        differences: all that training computes otherwise than before, apart from rounding.
         flags: flags for the job's command line.
         removed_flags: flags of the old job that contradict these, and must not be given.
         notes: changes for the user.
@@ -78,6 +80,7 @@ class PlannedLayout:
     stock_resumes: bool
     keeps_random_state: bool
     data: DataOrder
+    differences: tuple[Difference, ...]
     flags: str
     removed_flags: tuple[str, ...]
     notes: tuple[str, ...]
@@ -339,6 +342,7 @@ def _planned(
         stock_resumes=stock_resumes(checkpoint, is_moved, version),
         keeps_random_state=keeps,
         data=data_order(job, running.replace(**batch)),
+        differences=one.differences,
         flags=" ".join(flags_of(one)),
         removed_flags=tuple(removed_flags_of(one, job)),
         notes=tuple(notes_of(one, job, keeps)),

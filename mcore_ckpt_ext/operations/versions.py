@@ -22,7 +22,6 @@ from mcore_ckpt_ext.job.releases import (
     releases_by_arguments,
 )
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
-from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version, parse_version
 
@@ -244,7 +243,8 @@ def _stores_remainders_as_masters(checkpoint: CheckpointView) -> bool:
     Source: `fully_reshardable` writes them so (see `numbers_of_remainders`); the check "remainders as fp32" of
     `megatron/policy.py` says the same of a job.
     """
-    if checkpoint.optimizer_format != FULLY_RESHARDABLE:
+    encodings = encodings_named(checkpoint.optimizer_format)
+    if not any(encoding.stores_remainders_in_fp32 for encoding in encodings):
         return False
     try:
         return PARAM_REMAINDER in checkpoint.optimizer.kinds

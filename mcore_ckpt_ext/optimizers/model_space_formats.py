@@ -178,6 +178,7 @@ ENCODINGS = (
         stock_loads=LOADS_FULLY_RESHARDABLE,
         note="0.15 to 0.19 may have written it shifted: mcore-ckpt verify PATH",
         may_be_shifted=True,
+        stores_remainders_in_fp32=True,
         labeled_by=STORES_FULLY_RESHARDABLE,
         is_portable=True,
     ),

@@ -119,6 +119,7 @@ class Encoding:
         distributed: whether it belongs to a DistributedOptimizer.
         opening_reads_elements: whether the content can be listed only by reading elements.
         may_be_shifted: whether Megatron itself may have written parameters shifted (`OptimizerState.shifted`).
+        stores_remainders_in_fp32: whether remainders of masters are stored as fp32 numbers (`numbers_of_remainders`).
         is_reshaped: whether arrays may have other shapes than their parameters.
         labeled_by: the capability of the releases that name it in the content metadata; None if none does.
         is_unlabeled: whether it is the format where no label names one.
@@ -139,6 +140,7 @@ class Encoding:
     distributed: bool = True
     opening_reads_elements: bool = False
     may_be_shifted: bool = False
+    stores_remainders_in_fp32: bool = False
     is_reshaped: bool = False
     labeled_by: Capability | None = None
     is_unlabeled: bool = False

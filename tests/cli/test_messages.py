@@ -64,6 +64,22 @@ class TestPattern:
         code, _, err = said(capsys, "doctor")
         assert (code, err) == (2, "mcore-ckpt: error: process 0 failed, so all stop\n")
 
+    def test_a_long_one_is_summarized(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        keys = "; ".join(f"key_{number}" for number in range(200))
+
+        def fail(_: object) -> int:
+            raise CheckpointError("the keys are unknown", found=keys, where="/run" * 70, hint="leave them out")
+
+        monkeypatch.setattr(doctor, "run", fail)
+        _, out, err = said(capsys, "doctor", "--json")
+        assert json.loads(out)["error"]["found"] == keys
+        found, _, rest = err.partition("found: ")[2].partition(" ... (in full with --json)")
+        assert keys.startswith(found + ";")
+        assert len(found) <= 240
+        assert rest == f"; where: {'/run' * 70}; hint: leave them out\n"
+
     def test_in_json(self, capsys: pytest.CaptureFixture[str]) -> None:
         _, out, _ = said(capsys, "inspect", "nothing", "--json")
         assert json.loads(out)["error"] == {

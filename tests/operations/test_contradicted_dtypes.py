@@ -37,10 +37,10 @@ def test_dtypes_of_kinds(kind: str, dtype: str, contradicted: bool) -> None:
     assert contradicts_kind(kind, dtype) is contradicted
 
 
-def refused(run: Path, folder: Path) -> None:
-    found = verify(run, quick=True)
+def refused(run: Path, folder: Path, *, quick: bool = True) -> None:
+    found = verify(run, quick=quick)
     assert not found.sound
-    assert any("int32" in finding.what for finding in found.findings)
+    assert any("int32" in finding.what for finding in found.findings), found.findings
     with pytest.raises(UnreadableCheckpointError, match="int32"):
         mcore_ckpt_ext.convert(run, folder, mcore_ckpt_ext.Canonical())
 
@@ -68,3 +68,34 @@ def test_in_the_index_of_distcp_files(name: str, state: str, tmp_path: Path) -> 
     metadata.state_dict_metadata[keys[0]].properties.dtype = torch.int32
     path.write_bytes(pickle.dumps(metadata))
     refused(fixture.run, tmp_path / "out")
+
+
+def test_in_the_index_of_fsdp_dtensor(tmp_path: Path) -> None:
+    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "run", mcore_ckpt_ext.FsdpDtensor())
+    (iteration,) = (tmp_path / "run").glob("iter_*")
+    path = without_digests(iteration) / ".metadata"
+    metadata = pickle.loads(path.read_bytes())  # torch's own classes: a file of these tests
+    key = next(key for key in metadata.state_dict_metadata if key.endswith("exp_avg"))
+    metadata.state_dict_metadata[key].properties.dtype = torch.int32
+    path.write_bytes(pickle.dumps(metadata))
+    refused(tmp_path / "run", tmp_path / "out")
+
+
+def test_in_legacy_files_without_checksums(tmp_path: Path) -> None:
+    """The quick verification does not open them."""
+    mcore_ckpt_ext.convert(
+        fixture_named("p02").run,
+        tmp_path / "run",
+        mcore_ckpt_ext.Legacy(tensor_model_parallel_size=1, pipeline_model_parallel_size=1),
+    )
+    (path,) = (tmp_path / "run").rglob("distrib_optim.pt")
+    without_digests(path.parents[1])
+    state = torch.load(path, weights_only=False)
+    buffer = next(iter(state[0].values()))
+    buffer["exp_avg"] = buffer["exp_avg"].view(torch.int32)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    refused(tmp_path / "run", tmp_path / "out", quick=False)

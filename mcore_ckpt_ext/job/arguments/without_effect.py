@@ -19,9 +19,7 @@ _BEGINNINGS = (
     # The optimizer and its schedule.
     "adam_", "exp_avg_", "lion_", "loss_scale", "lr_", "muon_", "optimizer_", "sgd_", "weight_decay",
     # Data, tokens, losses.
-    "data_args_path", "data_cache_path", "data_parallel_", "data_path",
-    "dataloader_defer_", "dataloader_fast_", "dataloader_inter_", "eval_", "fim_", "grpo_", "langrl_", "logits_",
-    "rl_", "sft_", "tiktoken_",
+    "data_", "dataloader_", "eval_", "fim_", "grpo_", "langrl_", "logits_", "rl_", "sft_", "tiktoken_",
     "tokenizer_",
     # Ranks, kernels, precision of the arithmetic.
     "cpu_offloading_", "cuda_graph_", "ddp_", "distributed_", "flash_", "fp4_", "fp8_", "fsdp_", "kitchen_",

@@ -1,0 +1,291 @@
+"""Arguments that compute something else under another layout, not only in another order.
+
+A job computes the same but for rounding under every layout, except where a loss, a norm, a router or an optimizer works
+on a group of ranks or on a micro batch. Each row was read in the sources that it names. The figures are from
+`scripts/same_training.py`: relative differences of the loss or the gradient norm of the next two iterations in fp32,
+where rounding stays below 2e-7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.job.releases import (
+    AVERAGES_BY_CONTEXT_RANK,
+    SCALES_BALANCE_BY_RANK,
+)
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.versions import Version
+
+SAME_TRAINING: Final = "same training, but for rounding"
+BY_DESIGN, DEFECT, BY_CHANCE = "by design", "defect", "by chance"
+MICRO_BATCH = "micro batch size"
+MICRO_BATCHES = "number of micro batches"
+GLOBAL_BATCH = "global batch size"
+RANK_TOKENS = "tokens of a rank"
+TENSOR, CONTEXT, DATA, PIPELINE = "tensor parallel size", "context parallel size", "data parallel size", "pipeline size"
+VOCABULARY = "rows of the vocabulary"
+_ROUTER = "megatron/core/transformer/moe/router.py"
+_BALANCES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """A part of the computation of a job that depends on dimensions of its layout.
+
+    Attributes:
+        feature: the arguments that bring it, in words of a user.
+        dimensions: the dimensions on which it depends.
+        effect: how.
+        kind: `by design`, `by chance`, or a `defect` of these releases.
+        source: where it was read.
+        applies: returns True for a job that has it.
+        size: how much was measured; empty if it cannot be shown on a CPU, or was not.
+        releases: returns True for a release that does so.
+    """
+
+    feature: str
+    dimensions: tuple[str, ...]
+    effect: str
+    kind: str
+    source: str
+    applies: Callable[[JobArguments], bool]
+    size: str = ""
+    releases: Callable[[Version], bool] = lambda version: True
+
+
+def _number(job: JobArguments, name: str, default: float = 0) -> float:
+    value = job.raw.get(name)
+    return float(value) if isinstance(value, (int, float)) else default
+
+
+def _balances(job: JobArguments, kinds: tuple[str, ...]) -> bool:
+    """Return True if a job balances its experts by a loss of one of these kinds."""
+    chosen, weight = job.raw.get("moe_router_load_balancing_type") or "aux_loss", job.raw.get("moe_aux_loss_coeff")
+    names = [chosen] if isinstance(chosen, str) else list(chosen)
+    weights = weight if isinstance(weight, (list, tuple)) else [weight] * len(names)
+    has_weight = [name for name, own in zip(names, weights, strict=False) if own]
+    return bool(job.num_experts) and any(name in kinds for name in has_weight)
+
+
+def _routes_by(job: JobArguments, kind: str) -> bool:
+    chosen: Any = job.raw.get("moe_router_load_balancing_type")
+    return bool(job.num_experts) and (chosen == kind or (isinstance(chosen, (list, tuple)) and kind in chosen))
+
+
+def _has_masks(job: JobArguments) -> bool:
+    """Return True if samples may have different numbers of tokens in a loss averaged by micro batch."""
+    has_own = job.dataloader_type == "external" or any(job.raw.get(name) for name in ("eod_mask_loss", "sft"))
+    return has_own and not job.raw.get("calculate_per_token_loss")
+
+
+def _drops_out(job: JobArguments) -> bool:
+    """Return True if a job drops out elements; 0.1 is Megatron's default."""
+    return any(_number(job, name, 0.1) > 0 for name in ("hidden_dropout", "attention_dropout"))
+
+
+def _is_muon(job: JobArguments, mode: str) -> bool:
+    return "muon" in str(job.raw.get("optimizer")) and job.raw.get("muon_tp_mode") == mode
+
+
+def _has_delayed_scaling(job: JobArguments) -> bool:
+    return bool(job.raw.get("fp8")) and (job.raw.get("fp8_recipe") or "delayed") == "delayed"
+
+
+def _has_delta_nets(job: JobArguments) -> bool:
+    variant = job.raw.get("experimental_attention_variant") or job.raw.get("linear_attention_type")
+    return variant == "gated_delta_net" and not job.raw.get("sequence_parallel")
+
+
+DEPENDENCIES = (
+    Dependency(
+        "another --global-batch-size", (GLOBAL_BATCH,), "an iteration averages another number of samples", BY_DESIGN,
+        "megatron/core/num_microbatches_calculator.py", lambda job: True,
+    ),
+    Dependency(
+        "--eod-mask-loss, --sft or own data without --calculate-per-token-loss", (MICRO_BATCH,),
+        "the loss is averaged over the tokens of each micro batch, then over the micro batches, so that samples with "
+        "few tokens weigh more or less", BY_DESIGN,
+        "megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`", _has_masks,
+    ),
+    Dependency(
+        "--eod-mask-loss, --sft or own data without --calculate-per-token-loss", (CONTEXT,),
+        "each context-parallel rank averages over its own tokens", DEFECT,
+        "pretrain_gpt.py, `loss_func`, and megatron/core/pipeline_parallel/schedules.py, `forward_step_calc_loss`",
+        _has_masks, releases=AVERAGES_BY_CONTEXT_RANK.is_of,
+    ),
+    Dependency(
+        "--moe-router-load-balancing-type aux_loss", (MICRO_BATCH,),
+        "experts are balanced over the tokens of a micro batch", BY_DESIGN, f"{_ROUTER}, `_apply_aux_loss`",
+        lambda job: _balances(job, ("aux_loss",)), "2.4e-3 of the gradient norm (coefficient 1)",
+    ),
+    Dependency(
+        "--moe-router-load-balancing-type global_aux_loss", (MICRO_BATCHES,),
+        "each micro batch is balanced by the average of those before it, so that only the last one sees all", DEFECT,
+        f"{_ROUTER}, `_apply_global_aux_loss`", lambda job: _balances(job, ("global_aux_loss",)),
+        "1.5e-2 of the gradient norm (coefficient 1)",
+    ),
+    Dependency(
+        "a balancing loss with --calculate-per-token-loss", (TENSOR, CONTEXT),
+        "its gradient is divided by the tokens of all tensor and context parallel ranks, but multiplied by one's",
+        DEFECT, f"{_ROUTER}, `attach_and_log_load_balancing_loss`",
+        lambda job: bool(job.raw.get("calculate_per_token_loss")) and _balances(job, _BALANCES),
+        releases=SCALES_BALANCE_BY_RANK.is_of,
+    ),
+    Dependency(
+        "--moe-expert-capacity-factor", (RANK_TOKENS,),
+        "each rank drops tokens beyond the capacity of its own tokens", BY_DESIGN,
+        "megatron/core/transformer/moe/moe_utils.py, `get_capacity`",
+        lambda job: bool(job.num_experts) and job.raw.get("moe_expert_capacity_factor") is not None,
+        "3e-4 of the loss (factor 0.5)",
+    ),
+    Dependency(
+        "--moe-router-load-balancing-type sinkhorn", (RANK_TOKENS,), "each rank balances its own tokens", BY_DESIGN,
+        f"{_ROUTER}, `sinkhorn_load_balancing`", lambda job: _routes_by(job, "sinkhorn"),
+    ),
+    Dependency(
+        "--muon-tp-mode blockwise", (TENSOR,), "each shard of a matrix is orthogonalized by itself", BY_DESIGN,
+        "megatron/core/optimizer/emerging_optimizers.py, `TensorParallelMuon`",
+        lambda job: _is_muon(job, "blockwise"), "3.9e-3 of the gradient norm",
+    ),
+    Dependency(
+        "--softmax-type learnable", (TENSOR,),
+        "the gradients of attention sinks on all but the first tensor-parallel rank are left out of the norm by which "
+        "gradients are clipped", DEFECT,
+        "megatron/core/transformer/dot_product_attention.py and megatron/core/tensor_parallel/layers.py, "
+        "`param_is_not_tensor_parallel_duplicate`",
+        lambda job: job.raw.get("softmax_type") == "learnable" and _number(job, "clip_grad", 1.0) > 0,
+        "below 1e-7 at the start of training",
+    ),
+    Dependency(
+        "gated delta nets without --sequence-parallel", (TENSOR,),
+        "the gradient of the output norm is that of the heads of one rank, and its copies drift apart", DEFECT,
+        "megatron/core/ssm/gated_delta_net, `out_norm`, and megatron/core/distributed/finalize_model_grads.py, "
+        "`_allreduce_non_tensor_model_parallel_grads`", _has_delta_nets,
+    ),
+    Dependency(
+        "fp8 with --fp8-recipe delayed", (MICRO_BATCH, MICRO_BATCHES, TENSOR, CONTEXT, DATA),
+        "scales follow the largest values of other groups and of as many micro batches as a history holds", BY_DESIGN,
+        "megatron/core/parallel_state.py, `get_amax_reduction_group`, and megatron/core/fp8_utils.py",
+        _has_delayed_scaling,
+    ),
+    Dependency(
+        "dropout", (MICRO_BATCH, DATA, TENSOR, CONTEXT, PIPELINE),
+        "other elements are dropped out, as often as before", BY_CHANCE,
+        "megatron/core/tensor_parallel/random.py, `model_parallel_cuda_manual_seed`", _drops_out,
+    ),
+    Dependency(
+        "another padding of the vocabulary", (VOCABULARY,), "untrained rows take part in the softmax", BY_DESIGN,
+        "megatron/core/tensor_parallel/cross_entropy.py, `VocabParallelCrossEntropy`",
+        lambda job: True,
+    ),
+)  # fmt: skip
+"""All that depends on the layout. Label smoothing, over the rows of one rank, has no argument in Megatron's scripts."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A part of the training that is not the same under another layout.
+
+    Attributes:
+        feature: the arguments that bring it.
+        dimensions: the dimensions that change, and on which it depends.
+        effect: how it differs.
+        kind: `by design`, `by chance` or `defect`.
+        source: where that was read.
+        size: how much was measured; empty if that is unknown.
+    """
+
+    feature: str
+    dimensions: tuple[str, ...]
+    effect: str
+    kind: str
+    source: str
+    size: str
+
+
+def differences(
+    job: JobArguments, old: Mapping[str, float | None], new: Mapping[str, float | None], version: Version
+) -> tuple[Difference, ...]:
+    """Return what a job computes otherwise under another layout; empty if nothing but rounding.
+
+    Args:
+        job: the arguments of the job under the new layout; its sizes are not looked at.
+        old: the sizes of the job that saved the checkpoint, as `sizes_of` returns them; unknown ones are unchanged.
+        new: those of the job that resumes it.
+        version: the release that runs.
+    """
+    changed = {name for name, size in old.items() if None not in (size, new[name]) and size != new[name]}
+    return tuple(
+        Difference(row.feature, dimensions, row.effect, row.kind, row.source, row.size)
+        for row in DEPENDENCIES
+        if (dimensions := tuple(one for one in row.dimensions if one in changed))
+        and row.applies(job)
+        and row.releases(version)
+    )
+
+
+def differences_of_jobs(written: JobArguments, running: JobArguments, version: Version) -> tuple[Difference, ...]:
+    """Return what a job computes otherwise than the one that saved its checkpoint.
+
+    Args:
+        written: the arguments of the job that saved the checkpoint.
+        running: the arguments of the job that resumes it.
+        version: the release that runs.
+    """
+    return differences(running, sizes_of_job(written), sizes_of_job(running), version)
+
+
+def is_same_training(found: Iterable[Difference]) -> bool:
+    """Return True if nothing differs but rounding and what is drawn by chance."""
+    return all(one.kind == BY_CHANCE for one in found)
+
+
+def sentence_of(found: Sequence[Difference]) -> str:
+    """Return the differences in one line."""
+    if not found:
+        return SAME_TRAINING
+    if is_same_training(found):
+        return f"{SAME_TRAINING} and {', '.join(one.feature for one in found)}, which draws other elements"
+    reasons = (f"{one.feature}: {one.effect}" for one in found if one.kind != BY_CHANCE)
+    return f"not the same training: {'; '.join(reasons)}"
+
+
+def sizes_of_job(job: JobArguments) -> dict[str, float | None]:
+    """Return the sizes of a job on which its computation may depend; None for unknown ones."""
+    layout = ParallelLayout.from_arguments(job)
+    return sizes_of(
+        layout, job.micro_batch_size, job.global_batch_size, job.padded_vocab_size,
+        divides_sequence=bool(job.raw.get("sequence_parallel")),
+    )  # fmt: skip
+
+
+def sizes_of(
+    layout: ParallelLayout, micro: int | None, whole: int | None, rows: int | None, *, divides_sequence: bool
+) -> dict[str, float | None]:
+    """Return the sizes on which the computation of a job may depend; None for unknown ones.
+
+    Args:
+        layout: its parallel layout.
+        micro: samples of a micro batch.
+        whole: samples of a global batch.
+        rows: rows of the vocabulary, padding included.
+        divides_sequence: whether tensor-parallel ranks divide the sequence.
+    """
+    sizes = layout.known_sizes()
+    data, tensor, context = sizes["data"], sizes["tensor"], sizes["context"]
+    shards = None if tensor is None or context is None else context * (tensor if divides_sequence else 1)
+    return {
+        MICRO_BATCH: micro,
+        GLOBAL_BATCH: whole,
+        MICRO_BATCHES: whole / (micro * data) if micro and whole and data else None,
+        RANK_TOKENS: micro / shards if micro and shards else None,
+        TENSOR: tensor,
+        CONTEXT: context,
+        DATA: data,
+        PIPELINE: sizes["pipeline"],
+        VOCABULARY: rows,
+    }

@@ -1,0 +1,101 @@
+"""Test which arguments compute something else under another layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcore_ckpt_ext.continuity.mathematics import (
+    BY_CHANCE,
+    DEPENDENCIES,
+    SAME_TRAINING,
+    differences_of_jobs,
+    is_same_training,
+    sentence_of,
+)
+from mcore_ckpt_ext.job.arguments.table import ROWS
+from mcore_ckpt_ext.job.job_arguments import JobArguments
+from mcore_ckpt_ext.versions import NEWEST, Version
+
+_BASE: dict[str, Any] = {
+    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1,
+    "data_parallel_size": 4, "world_size": 4, "micro_batch_size": 1, "global_batch_size": 16, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "sequence_parallel": False, "padded_vocab_size": 128,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_aux_loss_coeff": 0.01}
+_DP2, _MICRO = {"data_parallel_size": 2, "world_size": 2}, {"micro_batch_size": 2}
+_TP2 = {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "sequence_parallel": True}
+_CP2, _PP2 = {"context_parallel_size": 2, "data_parallel_size": 2}, {"pipeline_model_parallel_size": 2,
+                                                                   "data_parallel_size": 2}  # fmt: skip
+_LAYOUTS = {"DP": _DP2, "micro batch": _MICRO, "TP": _TP2, "CP": _CP2, "PP": _PP2}
+
+
+def _changing(feature: dict[str, Any], version: Version = NEWEST) -> set[str]:
+    job = JobArguments.of({**_BASE, **feature})
+    return {
+        name
+        for name, layout in _LAYOUTS.items()
+        if not is_same_training(differences_of_jobs(job, job.replace(**layout), version))
+    }
+
+
+@pytest.mark.parametrize(
+    ("feature", "changing"),
+    [
+        ({}, set()),
+        (_EXPERTS, {"micro batch"}),
+        ({**_EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss"}, set()),
+        ({**_EXPERTS, "moe_aux_loss_coeff": 0.0}, set()),
+        ({**_EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"}, {"DP", "micro batch", "TP", "CP", "PP"}),
+        ({**_EXPERTS, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0, 1]},
+         set()),
+        ({**_EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_expert_capacity_factor": 1.0}, {"micro batch", "TP", "CP"}),
+        ({**_EXPERTS, "moe_router_load_balancing_type": "sinkhorn"}, {"micro batch", "TP", "CP"}),
+        ({"eod_mask_loss": True}, {"micro batch", "CP"}),
+        ({"eod_mask_loss": True, "calculate_per_token_loss": True}, set()),
+        ({"optimizer": "muon", "muon_tp_mode": "blockwise"}, {"TP"}),
+        ({"optimizer": "muon", "muon_tp_mode": "duplicated"}, set()),
+        ({"softmax_type": "learnable"}, {"TP"}),
+        ({"softmax_type": "learnable", "clip_grad": 0.0}, set()),
+        ({"experimental_attention_variant": "gated_delta_net"}, set()),
+        ({"fp8": "hybrid"}, set(_LAYOUTS)),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, set()),
+        ({"hidden_dropout": 0.1}, set()),
+    ],
+)  # fmt: skip
+def test_what_changes_where(feature: dict[str, Any], changing: set[str]) -> None:
+    assert _changing(feature) == changing
+
+
+def test_defects_are_those_of_their_releases() -> None:
+    balance = {**_EXPERTS, "calculate_per_token_loss": True, "moe_router_load_balancing_type": "seq_aux_loss"}
+    assert _changing(balance, Version(0, 18)) == {"TP", "CP"}
+    assert _changing(balance, Version(0, 19)) == set()
+    assert _changing({"eod_mask_loss": True}, Version(0, 12)) == {"micro batch"}
+
+
+def test_norms_of_delta_nets_depend_on_tensor_parallelism_without_sequence_parallelism() -> None:
+    job = JobArguments.of({**_BASE, "experimental_attention_variant": "gated_delta_net"})
+    (found,) = differences_of_jobs(job, job.replace(**{**_TP2, "sequence_parallel": False}), NEWEST)
+    assert "output norm" in found.effect
+
+
+def test_the_sentence() -> None:
+    job = JobArguments.of({**_BASE, **_EXPERTS})
+    assert sentence_of(differences_of_jobs(job, job.replace(**_DP2), NEWEST)) == SAME_TRAINING
+    other = sentence_of(differences_of_jobs(job, job.replace(**_MICRO), NEWEST))
+    assert other.startswith("not the same training: --moe-router-load-balancing-type aux_loss: experts are balanced")
+    dropped = job.replace(hidden_dropout=0.1)
+    found = differences_of_jobs(dropped, dropped.replace(**_DP2), NEWEST)
+    assert [one.kind for one in found] == [BY_CHANCE]
+    assert sentence_of(found) == f"{SAME_TRAINING} and dropout, which draws other elements"
+    grown = differences_of_jobs(job, job.replace(global_batch_size=32, padded_vocab_size=256), NEWEST)
+    assert {"another --global-batch-size", "another padding of the vocabulary"} <= {one.feature for one in grown}
+
+
+def test_every_row_has_a_source_and_dimensions() -> None:
+    for row in DEPENDENCIES:
+        assert row.dimensions, row
+        assert row.source.split(",")[0].startswith(("megatron/", "pretrain_gpt.py")), row
+    assert {"micro_batch_size", "padded_vocab_size"} <= set(ROWS)
