@@ -110,8 +110,7 @@ def releases_by_arguments(arguments: Arguments) -> tuple[tuple[Version, str] | N
     lacking = [arguments.absent_in_version(name) for name in FIRST_ARGUMENTS]
     known = max((place for place, lacks in enumerate(lacking) if not lacks), default=-1)
     first = (KNOWN[known + 1], FIRST_ARGUMENTS[known]) if known >= 0 else None
-    following = known + 1
-    last = (KNOWN[following], FIRST_ARGUMENTS[following]) if following < len(lacking) else None
+    last = (KNOWN[known + 1], FIRST_ARGUMENTS[known + 1]) if known + 1 < len(lacking) else None
     return first, last
 
 
