@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -129,13 +130,11 @@ def choose_layout(
     """
     check_gpus(gpus, gpus_per_node)
     refuse_unknown_names(arguments)
-    if run is None:
-        job = JobArguments.of(with_virtual_stages(arguments))
-        version = version_number(megatron_version)
-        return _chosen(job, table_of_arguments(job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
-    with reraise_as_unreadable(run):
-        checkpoint = open_checkpoint(run)
-        version, _ = release_of(checkpoint, megatron_version)
+    with nullcontext() if run is None else reraise_as_unreadable(run):
+        checkpoint = None if run is None else open_checkpoint(run)
+        version = (
+            version_number(megatron_version) if checkpoint is None else release_of(checkpoint, megatron_version)[0]
+        )
         return choose_for(
             checkpoint, gpus, arguments=arguments, gpus_per_node=gpus_per_node, gpu_memory=gpu_memory,
             version=version, may_change_batch=may_change_batch,
@@ -143,7 +142,7 @@ def choose_layout(
 
 
 def choose_for(
-    checkpoint: CheckpointView,
+    checkpoint: CheckpointView | None,
     gpus: int,
     *,
     arguments: Mapping[str, object],
@@ -152,7 +151,13 @@ def choose_for(
     version: Version,
     may_change_batch: bool,
 ) -> ChosenLayout:
-    """Choose the layout for an open checkpoint; see `choose_layout`."""
+    """Choose the layout for an open checkpoint, if there is one; see `choose_layout`.
+
+    The arguments may have names that Megatron does not have, as of a script's own flags.
+    """
+    if checkpoint is None:
+        job = JobArguments.of(with_virtual_stages(arguments))
+        return _chosen(job, table_of_arguments(job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
     job = with_shown_arguments(checkpoint, checkpoint.arguments.replace(**_stated(checkpoint, arguments)))
     return _chosen(job, table_of(checkpoint, job), version, gpus, gpus_per_node, gpu_memory, may_change_batch)
 

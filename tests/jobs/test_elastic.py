@@ -62,11 +62,12 @@ def test_ranks_that_no_layout_uses_wait_and_end_with_the_job(tmp_path: Path) -> 
 
 def test_a_save_in_flight_when_a_node_dies_leaves_nothing_behind(tmp_path: Path) -> None:
     """The writers of the save of iteration 4 wait until the node is dead."""
-    held = {"2": {"ranks": [0, 1, 2, 3], "what": f"wait {tmp_path / 'gate-5'}"}}
+    held = {"2": {"ranks": [0, 1], "what": f"wait {tmp_path / 'gate-5'}"}}
     asynchronous = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
     ended = Scenario(
         tmp_path,
-        elastic_arguments(tmp_path, every=2, more=asynchronous),
+        elastic_arguments(tmp_path, 1, 2, every=2, more=asynchronous),
+        ranks=1,
         gates=[5],
         steps=[("at gate 5", "SIGKILL", 1), ("agent 1 ended", "open", 5)],
         environment={"TEST_TROUBLE": str(held).replace("'", '"')},

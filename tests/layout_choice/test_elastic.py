@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
-from mcore_ckpt_ext.operations.elastic_layout import choose_layout, with_virtual_stages
+from mcore_ckpt_ext.operations.elastic_layout import choose_for, choose_layout, with_virtual_stages
+from mcore_ckpt_ext.versions import Version
 
 DENSE: dict[str, Any] = {
     "num_layers": 64, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64, "num_query_groups": 8,
@@ -80,6 +81,14 @@ def test_the_batch_changes_only_if_that_is_allowed_and_uses_more_gpus() -> None:
     assert changed.arguments["override_opt_param_scheduler"] is True
     unchanged = choose_layout(None, 32, arguments=arguments, may_change_batch=True)
     assert unchanged.global_batch_size == 1024
+
+
+def test_flags_of_a_script_of_its_own_are_no_reason_to_refuse() -> None:
+    chosen = choose_for(
+        None, 56, arguments={**DENSE, "data_per_class_fraction": 1.0}, gpus_per_node=8, gpu_memory=None,
+        version=Version(0, 19), may_change_batch=False,
+    )  # fmt: skip
+    assert chosen.layout == "TP8 x PP7 x DP1"
 
 
 def test_without_a_global_batch_size_nothing_can_be_kept() -> None:

@@ -23,8 +23,9 @@ from mcore_ckpt_ext.megatron.elastic.hazards import hazards
 from mcore_ckpt_ext.megatron.probe import check_complete
 from mcore_ckpt_ext.megatron.run_folder import folder_named
 from mcore_ckpt_ext.megatron.running_version import megatron_version
+from mcore_ckpt_ext.megatron.saving.committer import Grace
 from mcore_ckpt_ext.megatron.saving.parent_watch import end_with_starter
-from mcore_ckpt_ext.operations.elastic_layout import ChosenLayout, choose_for, choose_layout, with_virtual_stages
+from mcore_ckpt_ext.operations.elastic_layout import ChosenLayout, choose_for, with_virtual_stages
 from mcore_ckpt_ext.operations.iteration_health import iteration_health_of
 from mcore_ckpt_ext.patching.log import announce
 from mcore_ckpt_ext.patching.singletons import PROCESS
@@ -37,6 +38,9 @@ _OF_FLAGS = (
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
     "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size", "rampup_batch_size",
 )  # fmt: skip
+# `LocalElasticAgent._shutdown` (torch/distributed/elastic/agent/server/local_elastic_agent.py, torch 2.13): a restart
+# takes the default, whatever `--shutdown-timeout` says.
+_SECONDS_BEFORE_SIGKILL = 30.0
 # Seconds for the ranks that wait to notice that the job has ended.
 _SECONDS_TO_END = 10.0
 
@@ -88,6 +92,8 @@ def _prepare(arguments: Any) -> None:
     PROCESS.one(Ending).watch()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_starter()
+        if getattr(arguments, "exit_signal_handler", False):
+            PROCESS.one(Grace).seconds = _SECONDS_BEFORE_SIGKILL
     for hazard in hazards(os.environ, _command_line(os.getppid()), arguments):
         announce(f"--ckpt-ext-layout: {hazard}")
 
@@ -124,13 +130,9 @@ def _chosen(arguments: Any, ranks: int, *, may_change_batch: bool) -> ChosenLayo
         flags.pop(name, None)
     node = int(os.environ.get("LOCAL_WORLD_SIZE", "8"))
     folder = _newest(arguments)
-    if folder is None:
-        return choose_layout(
-            None, ranks, arguments=flags, gpus_per_node=node, gpu_memory=smallest_memory(),
-            may_change_batch=may_change_batch,
-        )  # fmt: skip
+    checkpoint = None if folder is None else open_checkpoint(folder)
     return choose_for(
-        open_checkpoint(folder), ranks, arguments=flags, gpus_per_node=node, gpu_memory=smallest_memory(),
+        checkpoint, ranks, arguments=flags, gpus_per_node=node, gpu_memory=smallest_memory(),
         version=megatron_version(), may_change_batch=may_change_batch,
     )  # fmt: skip
 

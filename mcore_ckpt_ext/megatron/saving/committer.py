@@ -11,9 +11,29 @@ from mcore_ckpt_ext.collectives import attempt
 from mcore_ckpt_ext.layout.sidecar import SaveRecord
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
 from mcore_ckpt_ext.megatron.saving.save import Save, Step
+from mcore_ckpt_ext.patching.singletons import PROCESS
 
 Start = Callable[[Callable[[], str | None]], "Future[str | None]"]
 """Begins a function in the background."""
+
+
+class Grace:
+    """The time that a job has to save before it is killed.
+
+    Attributes:
+        seconds: between the signal to end and the kill; None if nothing kills it, or it does not save then.
+    """
+
+    seconds: float | None = None
+
+    def hint(self, taken: float) -> str:
+        """Return the end of a log line about a save that took these seconds; empty if there is time for it."""
+        if self.seconds is None or taken <= self.seconds:
+            return ""
+        return (
+            f"; a save takes longer than the {self.seconds:.0f} s between SIGTERM and SIGKILL: the start after one "
+            "resumes from the save before"
+        )
 
 
 @dataclass(frozen=True)
@@ -73,6 +93,7 @@ class Publisher:
         save.line = (
             f"iteration {save.iteration} is complete on disk: {save.bytes / 1e6:,.1f} MB in {save.folder}, "
             f"training stalled {save.stalled:.2f} s, {background:.2f} s in the background"
+            f"{PROCESS.one(Grace).hint(taken)}"
         )
 
     def begin(self, save: Save, own: Sequence[Step]) -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from mcore_ckpt_ext.megatron.live.sidecar_writer import PendingSidecar
 from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
-from mcore_ckpt_ext.megatron.saving.committer import Publisher
+from mcore_ckpt_ext.megatron.saving.committer import Grace, Publisher
 from mcore_ckpt_ext.megatron.saving.coordinator import Coordinator
 from mcore_ckpt_ext.megatron.saving.ranks import JobRanks
 from mcore_ckpt_ext.megatron.saving.save import Save, Step
+from mcore_ckpt_ext.patching.singletons import PROCESS
 
 
 def save_of(run: Path, iteration: int) -> Save:
@@ -77,6 +78,24 @@ def test_a_publication_is_the_sidecar_and_then_the_tracker(tmp_path: Path, run: 
     assert save.tracker.read_text() == "4"
     assert (save.folder / "mcore_ckpt_ext.json").read_text() == "{}"
     assert save.line.startswith(f"iteration 4 is complete on disk: 0.0 MB in {save.folder}, training stalled 0.00 s")
+
+
+def test_a_save_that_takes_longer_than_a_kill_says_so(tmp_path: Path) -> None:
+    clock = [0.0]
+    publisher = Publisher(Disk(), lambda work: Future(), lambda: clock[0], print, print)
+    lines = []
+    try:
+        for seconds in (29.0, 31.0):
+            PROCESS.one(Grace).seconds = 30.0
+            save = save_of(tmp_path, round(seconds))
+            save.folder.mkdir()
+            (save.folder / "metadata.json").write_text("{}")
+            clock[0] = save.began + seconds
+            publisher.publish(save)
+            lines.append(save.line)
+    finally:
+        PROCESS.one(Grace).seconds = None
+    assert ["the 30 s between SIGTERM and SIGKILL" in line for line in lines] == [False, True]
 
 
 def test_a_program_without_ranks_saves_too(tmp_path: Path) -> None:
