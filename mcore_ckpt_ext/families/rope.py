@@ -123,15 +123,7 @@ def rope(
     unscaled = scaling is not None  # must be written explicitly then
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        scaling: dict[str, Any] | None = None
-        if arguments.position_embedding_type == "yarn":
-            scaling = _yarn_to_config(arguments)
-        elif arguments.use_rope_scaling:
-            scaling = {"rope_type": "llama3", "factor": float(arguments.rope_scaling_factor), **_LLAMA_3}
-        elif arguments.rotary_seq_len_interpolation_factor:
-            scaling = {"rope_type": "linear", "factor": float(arguments.rotary_seq_len_interpolation_factor)}
-        elif unscaled:
-            scaling = {"rope_type": "default"}
+        scaling = _scaling_to_config(arguments) or ({"rope_type": "default"} if unscaled else None)
         part = {} if partial is None else {"partial_rotary_factor": arguments.rotary_percent}
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling, **part}
 
@@ -148,18 +140,7 @@ def rope(
         }  # fmt: skip
         if part != 1.0 and (partial is None or kind != "default"):
             raise unrepresentable("partial_rotary_factor", part, "1.0")
-        if kind == "llama3":
-            for key, value in _LLAMA_3.items():
-                if found.get(key) != value:
-                    raise unrepresentable(f"rope_scaling {key}", found.get(key), f"{value}")
-            arguments |= {"use_rope_scaling": True, "rope_scaling_factor": float(found["factor"])}
-        elif kind == "linear":
-            if found["factor"] != int(found["factor"]):
-                raise unrepresentable("rope_scaling factor", found["factor"], "a whole number, where it is linear")
-            arguments |= {"rotary_seq_len_interpolation_factor": int(found["factor"])}
-        elif kind == "yarn":
-            arguments |= {"position_embedding_type": "yarn", **_yarn_to_arguments(found, config)}
-        return arguments
+        return arguments | _scaling_to_arguments(kind, found, config)
 
     def why_not(arguments: ModelArguments) -> list[str]:
         kind = arguments.position_embedding_type
@@ -178,6 +159,37 @@ def rope(
             "rope_scaling_factor", "rotary_seq_len_interpolation_factor", *_YARN.values(), *_MSCALES,
         ),
     )  # fmt: skip
+
+
+def _scaling_to_config(arguments: ModelArguments) -> dict[str, Any] | None:
+    """Return `rope_scaling` for the arguments; None if they do not scale."""
+    if arguments.position_embedding_type == "yarn":
+        return _yarn_to_config(arguments)
+    if arguments.use_rope_scaling:
+        return {"rope_type": "llama3", "factor": float(arguments.rope_scaling_factor), **_LLAMA_3}
+    if arguments.rotary_seq_len_interpolation_factor:
+        return {"rope_type": "linear", "factor": float(arguments.rotary_seq_len_interpolation_factor)}
+    return None
+
+
+def _scaling_to_arguments(kind: str, scaling: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return the arguments for a kind of scaling.
+
+    Raises:
+        UnsupportedCheckpointError: Megatron has no argument for a value.
+    """
+    if kind == "llama3":
+        for key, value in _LLAMA_3.items():
+            if scaling.get(key) != value:
+                raise unrepresentable(f"rope_scaling {key}", scaling.get(key), f"{value}")
+        return {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+    if kind == "linear":
+        if scaling["factor"] != int(scaling["factor"]):
+            raise unrepresentable("rope_scaling factor", scaling["factor"], "a whole number, where it is linear")
+        return {"rotary_seq_len_interpolation_factor": int(scaling["factor"])}
+    if kind == "yarn":
+        return {"position_embedding_type": "yarn", **_yarn_to_arguments(scaling, config)}
+    return {}
 
 
 def unscaled_rope(*, partial: float | None = None) -> Setting:

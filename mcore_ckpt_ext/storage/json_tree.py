@@ -42,6 +42,11 @@ def encode(tree: Any) -> Any:
         return [encode(item) for item in tree]
     if type(tree) is dict and all(type(key) is str and not key.startswith("$") for key in tree):
         return {key: encode(value) for key, value in tree.items()}
+    return _encode_tagged(tree)
+
+
+def _encode_tagged(tree: Any) -> dict[str, Any]:
+    """Return the object for a value that JSON does not have."""
     for tag, (kind, packed, _) in _CODECS.items():
         if type(tree) is kind:
             return {tag: packed(tree)}

@@ -57,12 +57,7 @@ def job_arguments(content: Any, source: str) -> JobArguments:
     model = content["model"]
     inner = model.get("transformer")  # a model's configuration may contain that of its transformer
     found = model_arguments({**(inner if isinstance(inner, Mapping) else {}), **model})
-    if _GEMMA3.fullmatch(named(model) or ""):
-        found = _without(found, _GEMMA3_FIELDS) | _of_gemma3(found)
-    if _GEMMA2.fullmatch(named(model) or ""):
-        found = _without(found, _GEMMA2_FIELDS) | _of_gemma2(found)
-    if _GEMMA.fullmatch(named(model) or ""):
-        found |= {"scaled_embeddings": True, **_gelu_of(found)}
+    found = _with_gemma_fields(found, named(model) or "")
     if found.get("hybrid_layer_pattern") is None and isinstance(found.get("hybrid_override_pattern"), str):
         found["hybrid_layer_pattern"] = found["hybrid_override_pattern"]  # its name before Core 0.17
     for section in _SECTIONS:
@@ -79,6 +74,17 @@ def job_arguments(content: Any, source: str) -> JobArguments:
         found["seq_length"] = model["seq_length"]
         found.setdefault("max_position_embeddings", model["seq_length"])
     return JobArguments.of(found, source=source, is_complete=False)
+
+
+def _with_gemma_fields(arguments: dict[str, Any], provider: str) -> dict[str, Any]:
+    """Return the arguments with those that Gemma's providers name differently."""
+    if _GEMMA3.fullmatch(provider):
+        arguments = _without(arguments, _GEMMA3_FIELDS) | _of_gemma3(arguments)
+    if _GEMMA2.fullmatch(provider):
+        arguments = _without(arguments, _GEMMA2_FIELDS) | _of_gemma2(arguments)
+    if _GEMMA.fullmatch(provider):
+        arguments |= {"scaled_embeddings": True, **_gelu_of(arguments)}
+    return arguments
 
 
 def _without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
