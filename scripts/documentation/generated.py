@@ -1,12 +1,19 @@
 """Generates parts of the reference from the code: the command line, the settings, and all error messages.
 
-python scripts/documentation/generated.py settings        prints one part, as Markdown
+python -m scripts.documentation.generated            writes all parts into the pages of docs/
+python -m scripts.documentation.generated settings   prints one part, as Markdown
+
+A page contains a part between two marks, so that it is whole wherever it is read:
+
+<!-- generated: settings -->
+<!-- end of generated -->
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,6 +26,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "mcore_ckpt_ext"
+_GENERATED = re.compile(r"(<!-- generated: ([\w ]+) -->\n).*?(<!-- end of generated -->\n)", re.DOTALL)
 _UNKNOWN = "…"
 # Hints for messages that do not have their own.
 _IN_GENERAL = {
@@ -102,13 +110,16 @@ def errors() -> str:
         by_class[message.error].add(message)
     parts = []
     for name, meaning in classes.items():
-        if found := by_class[name]:
-            rows = [
-                (one.sentence, one.hint) for one in sorted(found, key=lambda one: one.sentence.strip("…'\" ").lower())
-            ]
+        if by_class[name]:
+            rows = sorted(((message.sentence, message.hint) for message in by_class[name]), key=_place)
             general = f"In general: {_IN_GENERAL[name]}"
             parts += [f"## {name}", meaning, general, _table(("message", "hint"), rows)]
     return "\n\n".join(parts)
+
+
+def _place(row: tuple[str, str]) -> tuple[str, tuple[str, str]]:
+    """Order messages by their first word; the row itself decides among equal ones."""
+    return row[0].strip("…'\" ").lower(), row
 
 
 def messages() -> Iterator[Message]:
@@ -238,6 +249,28 @@ PARTS: dict[str, Callable[[], str]] = {
     "unsupported": unsupported,
 }
 
+
+def with_parts(page: str) -> str:
+    """Return the text of a page with its generated parts as the code has them now."""
+    return _GENERATED.sub(lambda match: f"{match[1]}\n{PARTS[match[2]]()}\n\n{match[3]}", page)
+
+
+def main() -> None:
+    """Write the pages, or print a part."""
+    parser = argparse.ArgumentParser(
+        description="Write the generated parts into the pages of docs/, or print one part."
+    )
+    parser.add_argument("part", nargs="?", choices=PARTS)
+    part = parser.parse_args().part
+    if part:
+        sys.stdout.write(PARTS[part]() + "\n")
+        return
+    for path in sorted((REPOSITORY / "docs").rglob("*.md")):
+        page = path.read_text(encoding="utf-8")
+        if page != with_parts(page):
+            path.write_text(with_parts(page), encoding="utf-8")
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(REPOSITORY))
-    sys.stdout.write(PARTS[" ".join(sys.argv[1:])]() + "\n")
+    main()

@@ -24,6 +24,15 @@ def text_of(page: str) -> str:
     return (DOCS / page).read_text()
 
 
+def test_generated_parts_are_current() -> None:
+    """Mended by `python -m scripts.documentation.generated`."""
+    pages = {path.name: path.read_text() for path in DOCS.rglob("*.md")}
+    parts = {name for page in pages.values() for name in re.findall("<!-- generated: (.*) -->", page)}
+    assert parts == set(generated.PARTS)
+    stale = [name for name, page in pages.items() if page != generated.with_parts(page)]
+    assert stale == []
+
+
 def test_the_command_line_has_every_command_and_option() -> None:
     text = generated.command_line()
     assert re.findall(r"^## (\w+)", text, re.MULTILINE) == list(COMMANDS)
