@@ -149,7 +149,7 @@ class Demonstration:
         for style, (target, job) in zip(("o", "x", "+"), resumed.items(), strict=True):
             points = zip(*sorted(job.losses.items()), strict=True)
             axes.plot(*points, style, label=f"resumed as {_name(target)}")
-        axes.axvline(SAVED + 0.5, color="grey", linestyle=":", label="resumed here")
+        axes.axvline(SAVED + 0.5, color="gray", linestyle=":", label="resumed here")
         axes.set(xlabel="iteration", ylabel="lm loss", title="One training, four layouts")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend()

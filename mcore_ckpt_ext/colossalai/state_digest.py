@@ -115,7 +115,7 @@ def _form(path: str, leaf: object) -> str:
 
 def _refuse_without_values(path: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-        kind = "meta" if tensor.is_meta else "quantised" if tensor.is_quantized else str(tensor.layout)
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise CheckpointError(
             "a tensor of the dict cannot be copied into a parameter",
             found=f"a {kind} tensor of shape {tuple(tensor.shape)}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import llama_like
-from mcore_ckpt_ext.families.deepseek import dense_first, grouped_choice, normalised_sigmoids, scaled_gates
+from mcore_ckpt_ext.families.deepseek import dense_first, grouped_choice, normalized_sigmoids, scaled_gates
 from mcore_ckpt_ext.families.deepseek import shared_experts as shared_expert_size
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import Rule, set_in, with_experts
@@ -55,7 +55,7 @@ def settings_of_ling(
         Size("num_experts", "num_experts", count, counted=True), shared_expert_size("num_shared_experts", 1),
         Size("num_experts_per_tok", "moe_router_topk", chosen),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", width), dense_first(1), grouped_choice(*groups),
-        normalised_sigmoids(chosen), scaled_gates(scaling),
+        normalized_sigmoids(chosen), scaled_gates(scaling),
         Constant("score_function", "sigmoid", {"moe_router_score_function": "sigmoid"}),
         Constant("moe_router_enable_expert_bias", True, {"moe_router_enable_expert_bias": True}),
         Constant("use_qk_norm", True, {"qk_layernorm": True}), Mapped("use_qkv_bias", "add_qkv_bias", False),

@@ -224,7 +224,7 @@ def _why_not_best_two(arguments: ModelArguments) -> list[str]:
     return [f"moe_router_num_groups is {groups}, of one expert each"] if single else []
 
 
-def normalised_sigmoids(chosen: int, key: str = "norm_topk_prob", *, absent: bool = True) -> Setting:
+def normalized_sigmoids(chosen: int, key: str = "norm_topk_prob", *, absent: bool = True) -> Setting:
     """Return the setting of normalized weights; Megatron normalizes those of several experts only.
 
     `chosen` is the default of `num_experts_per_tok`, `absent` that of `key`.
@@ -242,7 +242,7 @@ def normalised_sigmoids(chosen: int, key: str = "norm_topk_prob", *, absent: boo
 def sigmoid_routing(groups: int, chosen_groups: int, scaling: float) -> tuple[Setting, ...]:
     """Return the settings of routing by sigmoid and a trained bias, with the class's defaults."""
     return (
-        grouped_choice(groups, chosen_groups), normalised_sigmoids(8), scaled_gates(scaling),
+        grouped_choice(groups, chosen_groups), normalized_sigmoids(8), scaled_gates(scaling),
         Constant("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
         Constant("topk_method", "noaux_tc", {"moe_router_enable_expert_bias": True}),
         Coefficient("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),

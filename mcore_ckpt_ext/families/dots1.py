@@ -11,7 +11,7 @@ from mcore_ckpt_ext.families.deepseek import (
     dense_first,
     expert_sizes,
     grouped_choice,
-    normalised_sigmoids,
+    normalized_sigmoids,
     scaled_gates,
 )
 from mcore_ckpt_ext.families.family import Family
@@ -52,7 +52,7 @@ class Dots1(Family):
     without_effect = ("scoring_func", "topk_method")
     settings = (
         *llama_like(head_dim=True, groups=32), *expert_sizes(), dense_first(0), grouped_choice(1, 1),
-        normalised_sigmoids(1, absent=False), scaled_gates(1.0), _full_attention(),
+        normalized_sigmoids(1, absent=False), scaled_gates(1.0), _full_attention(),
         Constant("attention_bias", False, NO_BIASES),
         Requires({
             "qk_layernorm": True, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,

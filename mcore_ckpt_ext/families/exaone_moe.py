@@ -11,7 +11,7 @@ from mcore_ckpt_ext.families.config_checks import Config, unrepresentable
 from mcore_ckpt_ext.families.deepseek import (
     grouped_choice,
     listed_dense_first,
-    normalised_sigmoids,
+    normalized_sigmoids,
     scaled_gates,
     shared_experts,
 )
@@ -80,7 +80,7 @@ class ExaoneMoE(Family):
         *llama_like(epsilon=1e-5, groups=32), _windows(), Size("num_experts", "num_experts", 64, counted=True),
         shared_experts("num_shared_experts", 1), Size("num_experts_per_tok", "moe_router_topk", 8),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", 1024), listed_dense_first(1), grouped_choice(1, 1),
-        normalised_sigmoids(8), scaled_gates(2.5),
+        normalized_sigmoids(8), scaled_gates(2.5),
         Requires({
             "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": True,
             "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,

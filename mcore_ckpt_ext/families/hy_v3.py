@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like
-from mcore_ckpt_ext.families.deepseek import listed_dense_first, normalised_sigmoids, scaled_gates, shared_experts
+from mcore_ckpt_ext.families.deepseek import listed_dense_first, normalized_sigmoids, scaled_gates, shared_experts
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import Rule, with_experts
 from mcore_ckpt_ext.families.settings import Constant, Mapped, Requires, Size
@@ -43,7 +43,7 @@ class HyV3(WithMtp):
         Mapped("initializer_range", "init_method_std", 0.006), Size("num_experts", "num_experts", 192, counted=True),
         shared_experts("num_shared_experts", 1), Size("num_experts_per_tok", "moe_router_topk", 8),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", 1536), listed_dense_first(1, counts=False), mtp_layers(),
-        scaled_gates(2.826, "router_scaling_factor"), normalised_sigmoids(8, "route_norm"),
+        scaled_gates(2.826, "router_scaling_factor"), normalized_sigmoids(8, "route_norm"),
         Constant("moe_router_use_sigmoid", True, {"moe_router_score_function": "sigmoid"}),
         Constant("moe_router_enable_expert_bias", True, {"moe_router_enable_expert_bias": True}),
         Constant("qk_norm", True, {"qk_layernorm": True}), Constant("mlp_bias", False, {}),

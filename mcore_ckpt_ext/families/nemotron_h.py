@@ -19,7 +19,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.families.attention_settings import head_size, query_groups
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, RMS_NORM, TRAINING, tied
 from mcore_ckpt_ext.families.config_checks import Config, contradictory, unrepresentable
-from mcore_ckpt_ext.families.deepseek import grouped_choice, normalised_sigmoids, scaled_gates
+from mcore_ckpt_ext.families.deepseek import grouped_choice, normalized_sigmoids, scaled_gates
 from mcore_ckpt_ext.families.family import Condition, Family, Piece, Rule, untied
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE
 from mcore_ckpt_ext.families.settings import (
@@ -232,7 +232,7 @@ class NemotronH(Family):
             Size("moe_intermediate_size", "moe_ffn_hidden_size", 7688),
             Size("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 7688),
             Nullable("moe_latent_size", "moe_latent_size"),
-            grouped_choice(1, 1), normalised_sigmoids(2), scaled_gates(1.0),
+            grouped_choice(1, 1), normalized_sigmoids(2), scaled_gates(1.0),
             Requires({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
         ),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import NO_BIASES, llama_like, why_not_everywhere
 from mcore_ckpt_ext.families.full_width_qk_norm import FullWidthQKNorm
-from mcore_ckpt_ext.families.qwen_experts import normalised_choice
+from mcore_ckpt_ext.families.qwen_experts import normalized_choice
 from mcore_ckpt_ext.families.settings import Coefficient, Constant, Custom, Forbidden, Requires, Size
 
 
@@ -29,7 +29,7 @@ class OLMoE(FullWidthQKNorm):
             lambda config: {"moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]},
             why_not_everywhere, ("moe_layer_freq", "moe_ffn_hidden_size"),
         ),
-        normalised_choice(), Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.01), Forbidden("clip_qkv"),
+        normalized_choice(), Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.01), Forbidden("clip_qkv"),
         Constant("attention_bias", False, NO_BIASES),
         Requires({"qk_layernorm": True, "moe_router_score_function": "softmax"}),
     )  # fmt: skip

@@ -48,7 +48,7 @@ class Qwen3Next(WithOneFurtherToken):
     settings = (
         *SIZES, query_groups(2), head_size(always=True, default=256), rope(partial=0.25), tied(by_default=False),
         *TRAINING, SILU, Mapped("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
-        *expert_settings(512, 10, 512, normalised=True),
+        *expert_settings(512, 10, 512, normalized=True),
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
         Constant("attention_bias", False, NO_BIASES),
         Requires({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),

@@ -57,7 +57,7 @@ def _count(config: Config, default: int) -> Any:
     return config.get("num_experts") or config.get("num_local_experts") or default
 
 
-def normalised_choice(by_default: bool = False) -> Setting:
+def normalized_choice(by_default: bool = False) -> Setting:
     """Return the setting of normalized probabilities of the chosen experts (softmax after the choice)."""
     return Custom(
         ("norm_topk_prob",),
@@ -67,17 +67,17 @@ def normalised_choice(by_default: bool = False) -> Setting:
     )
 
 
-def expert_settings(count: int, chosen: int, width: int, *, normalised: bool = False) -> tuple[Setting, ...]:
+def expert_settings(count: int, chosen: int, width: int, *, normalized: bool = False) -> tuple[Setting, ...]:
     """Return all settings of experts; the numbers are the defaults of Hugging Face's class.
 
     Args:
         count: number of experts.
         chosen: number of experts per token.
         width: width of an expert.
-        normalised: the probabilities of the chosen experts are normalized.
+        normalized: the probabilities of the chosen experts are normalized.
     """
     return (
-        expert_count(count), expert_layers(), normalised_choice(normalised),
+        expert_count(count), expert_layers(), normalized_choice(normalized),
         Size("num_experts_per_tok", "moe_router_topk", chosen),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", width),
         Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),

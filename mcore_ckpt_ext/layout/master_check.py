@@ -85,21 +85,21 @@ class Proof:
         first_mismatch: returns the first mismatch of masters and weights of the same shape; None if there is none.
         weakness: the larger, the less the check detects.
         fault: a description of a mismatch.
-        quantised: the numbers of quantized weights; None for others.
+        quantized: the numbers of quantized weights; None for others.
     """
 
     words: str
     first_mismatch: Callable[[torch.Tensor, torch.Tensor], Mismatch | None]
     weakness: int
     fault: str = "a master does not round to its weight"
-    quantised: _Quantised | None = None
+    quantized: _Quantized | None = None
 
     def at_step(self, step: float) -> Proof:
         """Return the check for quantized weights whose two smallest numbers differ by `step`."""
-        if self.quantised is None or step <= self.quantised.step:
+        if self.quantized is None or step <= self.quantized.step:
             return self
-        quantised = replace(self.quantised, step=step)
-        return replace(self, first_mismatch=quantised.first_far, quantised=quantised)
+        quantized = replace(self.quantized, step=step)
+        return replace(self, first_mismatch=quantized.first_far, quantized=quantized)
 
     @property
     def is_near(self) -> bool:
@@ -214,7 +214,7 @@ def _mismatch(master: torch.Tensor, weight: torch.Tensor, different: torch.Tenso
 
 
 @dataclass(frozen=True)
-class _Quantised:
+class _Quantized:
     """Numbers of few bits times a scale.
 
     Attributes:
@@ -250,9 +250,9 @@ class _Quantised:
         return _mismatch(master, weight, different)
 
 
-def _nearness(numbers: str, quantised: _Quantised, weakness: int) -> Proof:
+def _nearness(numbers: str, quantized: _Quantized, weakness: int) -> Proof:
     fault = f"a master is not within {numbers} rounding of its weight"
-    return Proof(f"within {numbers} rounding of their weights", quantised.first_far, weakness, fault, quantised)
+    return Proof(f"within {numbers} rounding of their weights", quantized.first_far, weakness, fault, quantized)
 
 
 BY_ROUNDING = Proof("equal to their weights when rounded", first_mismatch, 0)
@@ -260,11 +260,11 @@ BY_EITHER_ROUNDING = Proof("equal to their weights when rounded, ties either way
 WITHIN_HALF_PRECISION = Proof(
     "within fp16 rounding of their weights", first_far, 2, "a master is not within fp16 rounding of its weight"
 )
-WITHIN_FP8 = _nearness("fp8", _Quantised(2**-4, 2**-12, 1 / 2), 3)
-WITHIN_FP4 = _nearness("fp4", _Quantised(2**-2, 2**-4, 1 / 2), 4)
+WITHIN_FP8 = _nearness("fp8", _Quantized(2**-4, 2**-12, 1 / 2), 3)
+WITHIN_FP4 = _nearness("fp4", _Quantized(2**-2, 2**-4, 1 / 2), 4)
 # Stored quantized weights that a live job quantizes again, with the scale of other parts: both roundings add up.
-WITHIN_FP8_TWICE = _nearness("fp8 (twice)", _Quantised(2**-3, 2**-11, 1.0), 5)
-WITHIN_FP4_TWICE = _nearness("fp4 (twice)", _Quantised(2**-1, 2**-3, 1.0), 6)
+WITHIN_FP8_TWICE = _nearness("fp8 (twice)", _Quantized(2**-3, 2**-11, 1.0), 5)
+WITHIN_FP4_TWICE = _nearness("fp4 (twice)", _Quantized(2**-1, 2**-3, 1.0), 6)
 _HALF_PRECISION = ("fp16", "torch.float16")
 
 
@@ -276,12 +276,12 @@ def weaker_of(one: Proof, other: Proof | None) -> Proof:
     if other is None:
         return one
     weaker = max(one, other, key=lambda proof: proof.weakness)
-    if one.quantised is None or other.quantised is None:
+    if one.quantized is None or other.quantized is None:
         return weaker
     twice = (
         WITHIN_FP4_TWICE if weaker.weakness in (WITHIN_FP4.weakness, WITHIN_FP4_TWICE.weakness) else WITHIN_FP8_TWICE
     )
-    return twice.at_step(max(one.quantised.step, other.quantised.step))
+    return twice.at_step(max(one.quantized.step, other.quantized.step))
 
 
 def smallest_step(dtype: torch.dtype, scale: float) -> float:

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Pl
 from mcore_ckpt_ext.layout.grad_buffer import Bucket, BufferParameter, PackingRule, pack
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.parameter_order import ObservedOrder, ParameterOrder, registration_order
-from mcore_ckpt_ext.layout.quantised import QUANTISED, is_quantised
+from mcore_ckpt_ext.layout.quantized import QUANTIZED, is_quantized
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
@@ -144,7 +144,7 @@ def _pack_buffer(
 
 def _buffer_dtype(models: LocalModels, name: str) -> str:
     """Return a parameter's dtype in its buffer; checkpoints store quantized parameters dequantized."""
-    return QUANTISED if is_quantised(name, models.arguments) else models.weights[name].tensor.dtype
+    return QUANTIZED if is_quantized(name, models.arguments) else models.weights[name].tensor.dtype
 
 
 def buffer_ranks(models: LocalModels, rank: ModelRank) -> int:

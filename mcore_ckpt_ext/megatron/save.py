@@ -102,7 +102,7 @@ def wrap_save_state_dict_async_finalize(original: Function) -> Function:
     @functools.wraps(original)
     def save_state_dict_async_finalize(storage_writer: Any, *positional: Any, **keywords: Any) -> Any:
         def writes(save: Save | None, troubles: list[str]) -> Any:
-            with judged(storage_writer, functools.partial(_judgement, save), troubles):
+            with judged(storage_writer, functools.partial(_judgment, save), troubles):
                 return original(storage_writer, *positional, **keywords)
 
         return _coordinator().index(writes)
@@ -110,7 +110,7 @@ def wrap_save_state_dict_async_finalize(original: Function) -> Function:
     return save_state_dict_async_finalize
 
 
-def _judgement(save: Save | None, metadata: Any) -> list[str]:
+def _judgment(save: Save | None, metadata: Any) -> list[str]:
     if save is None:
         return []
     save.bytes = stored_bytes(metadata)

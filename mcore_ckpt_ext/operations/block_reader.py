@@ -15,7 +15,7 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.reading import cached
 from mcore_ckpt_ext.optimizers.stored_scales import proof_at_stored_scales
 from mcore_ckpt_ext.planning.plan import Plan, TargetSlice, derivation_of, make_plan, plans_of
-from mcore_ckpt_ext.planning.write_plan import Block, Quantised, Record, WriteItem
+from mcore_ckpt_ext.planning.write_plan import Block, Quantized, Record, WriteItem
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.crc32 import Piece
 from mcore_ckpt_ext.storage.scaled import block_scales, encode
@@ -45,8 +45,8 @@ class BlockReader:
             ProofError: a master does not round to its weight.
             CheckpointError: the source is damaged or incomplete.
         """
-        if record.quantised is not None:
-            self._fill_quantised(record.quantised, block, elements)
+        if record.quantized is not None:
+            self._fill_quantized(record.quantized, block, elements)
             return []
         return self._fill_content(record, block, elements)
 
@@ -56,7 +56,7 @@ class BlockReader:
         Raises:
             CheckpointError: the source is damaged or incomplete.
         """
-        for placed in record.content if record.quantised is None else record.quantised.content:
+        for placed in record.content if record.quantized is None else record.quantized.content:
             wanted = placed.wanted
             if placed.arranged is not None:
                 wanted = replace(wanted, slice=Slice.whole(wanted.slice.regions))
@@ -74,7 +74,7 @@ class BlockReader:
             for compared in [pool.submit(verify) for verify in self._checksums.rest()]:
                 compared.result()
 
-    def _fill_quantised(self, matrix: Quantised, block: Block, elements: torch.Tensor) -> None:
+    def _fill_quantized(self, matrix: Quantized, block: Block, elements: torch.Tensor) -> None:
         """Read the bands of a matrix that a block needs, one after the other, and quantize each."""
         unit = matrix.unit
         for band in range(block.start // unit, -(-block.stop // unit)):

@@ -42,7 +42,7 @@ def resolve_dropped_state(
     merged_from = checkpoint.merged_from
     if drop and (merged_from or target.is_model_folder):
         what = "merged model" if merged_from else "Hugging Face folder"
-        raise UsageError(f"--drop has no effect: a {what} has no optimizer", found=_spelt(drop))
+        raise UsageError(f"--drop has no effect: a {what} has no optimizer", found=_spelled(drop))
     if merged_from:
         return checkpoint, together(account_of(one, leaves_out=is_of_optimizer, why=_MERGED) for one in merged_from)
     if target.is_model_folder:
@@ -84,7 +84,7 @@ def _check_drop(checkpoint: CheckpointView, unread: Collection[UnreadState], dro
     if unknown:
         raise UsageError(
             "--drop accepts only state that cannot be converted",
-            found=_spelt(unknown), expected=", ".join(there) or "nothing", where=str(checkpoint.folder),
+            found=_spelled(unknown), expected=", ".join(there) or "nothing", where=str(checkpoint.folder),
             hint=f"leave the option out; for the weights alone, --drop {OPTIMIZER}",
         )  # fmt: skip
 
@@ -118,5 +118,5 @@ def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
     )
 
 
-def _spelt(drop: Iterable[str]) -> str:
+def _spelled(drop: Iterable[str]) -> str:
     return f"--drop {' '.join(drop)}"

@@ -34,7 +34,7 @@ def proof_at_stored_scales(weights: Source, names: Iterable[str], proof: Proof, 
     Raises:
         UnreadableCheckpointError: a file is damaged.
     """
-    if proof.quantised is None:
+    if proof.quantized is None:
         return proof
     payloads = [transfer.locate(stored.extent) for name in names for stored in weights.stored(WEIGHT, name)]
     scaled = [(payload.dtype.torch, payload.scaled[0]) for payload in payloads if payload.scaled is not None]

@@ -94,7 +94,7 @@ def opens_by_metadata(name: str) -> bool:
     return not any(encoding.opening_reads_elements for encoding in encodings_named(name))
 
 
-def recognised(keys: StoredKeys) -> list[tuple[Encoding, StoredKeys]]:
+def recognized(keys: StoredKeys) -> list[tuple[Encoding, StoredKeys]]:
     """Return the encodings in a checkpoint, each with its keys."""
     claims = [(encoding, encoding.claims(keys)) for encoding in ENCODINGS]
     return [(encoding, keys.only(claimed)) for encoding, claimed in claims if claimed]
@@ -106,7 +106,7 @@ def format_name(keys: StoredKeys) -> str | None:
     Returns:
         None without state.
     """
-    names = [encoding.name for encoding, _ in recognised(keys)]
+    names = [encoding.name for encoding, _ in recognized(keys)]
     return _JOINT.join(names) or (keys.label if any(True for _ in keys) else None)
 
 
@@ -120,7 +120,7 @@ def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
     Raises:
         UnsupportedCheckpointError: there is no state, or its format is not supported.
     """
-    found = recognised(keys)
+    found = recognized(keys)
     if not found:
         raise UnsupportedCheckpointError(
             "this version does not support the format of the optimizer state",

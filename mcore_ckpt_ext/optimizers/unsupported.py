@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.quantised import QUANTISED, quantises
+from mcore_ckpt_ext.layout.quantized import QUANTIZED, quantizes
 from mcore_ckpt_ext.layout.weight_shards import expert_weight_shards, weight_shards
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, contradicts_kind
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
@@ -15,7 +15,7 @@ from mcore_ckpt_ext.optimizers.optimizer_format import Holder, StoredKeys
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 
-_QUANTISING = ("fp8_param_gather", "fp4_param_gather")
+_QUANTIZING = ("fp8_param_gather", "fp4_param_gather")
 # FusedAdam divides such moments by a scale for each tensor, and Megatron stores them multiplied by it, in fp32
 # (`get_unscaled_state`, transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2).
 _SCALED = ("float16", "uint8", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -97,10 +97,10 @@ def _unprovable(holder: Holder, keys: StoredKeys | None) -> str | None:
     moments = [key for key, array in arrays.items() if array.dtype in _SCALED and not is_master(key)]
     if moments:
         return f"moments of {arrays[moments[0]].dtype} without their scale: {moments[0]}"
-    in_buffers = any(f"(torch.{QUANTISED}," in key for key in arrays)
-    if in_buffers and not quantises(holder.arguments):
-        return f"gradient buffers for parameters of torch.{QUANTISED}, in a job without {' or '.join(_QUANTISING)}"
-    if (in_buffers or quantises(holder.arguments)) and any(array.dtype == "int16" for array in masters):
+    in_buffers = any(f"(torch.{QUANTIZED}," in key for key in arrays)
+    if in_buffers and not quantizes(holder.arguments):
+        return f"gradient buffers for parameters of torch.{QUANTIZED}, in a job without {' or '.join(_QUANTIZING)}"
+    if (in_buffers or quantizes(holder.arguments)) and any(array.dtype == "int16" for array in masters):
         return "remainders of bf16 weights as masters, in a job whose weights are fp8 or fp4"
     return None
 

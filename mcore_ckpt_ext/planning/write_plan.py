@@ -88,7 +88,7 @@ class WriteItem:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
+class Quantized:
     """A matrix whose codes, or whose scales, a record contains; each block of the matrix has one scale.
 
     Attributes:
@@ -134,7 +134,7 @@ class Record:
         numel: its number of elements.
         content: the requested slices, sorted by their position in the record.
         checksums: byte positions in the file that contain the CRC-32 of the array's bytes, little-endian.
-        quantised: the matrix that the elements are computed from; then `content` is empty.
+        quantized: the matrix that the elements are computed from; then `content` is empty.
         checksum_texts: byte positions that contain the CRC-32 as eight hexadecimal digits.
     """
 
@@ -144,7 +144,7 @@ class Record:
     numel: int
     content: tuple[WriteItem, ...]
     checksums: tuple[int, ...] = ()
-    quantised: Quantised | None = None
+    quantized: Quantized | None = None
     checksum_texts: tuple[int, ...] = ()
 
     @property
@@ -154,7 +154,7 @@ class Record:
 
     def step(self, limit: int) -> int:
         """Return the number of elements in a block of at most `limit` bytes; the last block may have fewer."""
-        unit = self.quantised.unit if self.quantised else 1
+        unit = self.quantized.unit if self.quantized else 1
         return max(1, limit // ITEM_SIZE[self.dtype] // unit) * unit
 
     def blocks(self, limit: int, begin: int = 0, end: int | None = None) -> Iterator[Block]:

@@ -163,13 +163,13 @@ def _rows(
         for one in stretches:
             left, right = x + one.first * scale, x + one.last * scale
             places[index][one.name] = (left, right)
-            kind = "traced" if one.name == TRACED else _colour(one.name)
+            kind = "traced" if one.name == TRACED else _color(one.name)
             picture.rect(left, top, max(0.3, right - left - 0.4), 24, kind)
         x += numel * scale + gap
     return places
 
 
-def _colour(name: str) -> str:
+def _color(name: str) -> str:
     parts = name.split(".")
     return f"c{int(parts[2]) % 4}" if parts[:2] == ["decoder", "layers"] else "c4"
 

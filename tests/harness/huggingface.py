@@ -239,14 +239,14 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def dequantised_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantized_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Dequantize fp8 weights in blocks with transformers, whose module takes seconds to import."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     return Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
 
 
-def dequantised_experts(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantized_experts(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Dequantize 4-bit experts with transformers."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 

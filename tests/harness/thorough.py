@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.checkpoints import FIXTURES
 
-# A test of more checkpoints or families than the first number keeps every fourth with `--quick`: neighbours are alike.
+# A test of more checkpoints or families than the first number keeps every fourth with `--quick`: neighbors are alike.
 _FEW, _STEP = 8, 4
 _CHECKPOINTS = {form for name in FIXTURES for form in (name, name.partition("_")[0])}
 

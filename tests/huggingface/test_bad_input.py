@@ -106,11 +106,11 @@ def adapter(model: Path) -> None:
     save_file({"base_model.model.lora_A.weight": torch.ones(2)}, model / "adapter_model.safetensors")
 
 
-def quantised(model: Path) -> None:
+def quantized(model: Path) -> None:
     edit(model / "config.json", lambda config: config.update(quantization_config={"quant_method": "gptq", "bits": 4}))
 
 
-def quantised_and_silent_about_it(model: Path) -> None:
+def quantized_and_silent_about_it(model: Path) -> None:
     file = max(model.glob("*.safetensors"))
     tensors = load_file(file)
     name = next(iter(tensors))
@@ -153,8 +153,8 @@ def changed(**keys: Any) -> Callable[[Path], None]:
         (layers_without_end, "more layers than the folder can contain"),
         (no_config, "config.json"),
         (adapter, "an adapter (LoRA), not a model"),
-        (quantised, "gptq"),
-        (quantised_and_silent_about_it, "_scale_inv"),
+        (quantized, "gptq"),
+        (quantized_and_silent_about_it, "_scale_inv"),
         (biases, "attention_bias"),
         (unknown_family, "model_type parrot"),
         (changed(model_type="olmo2"), "found: model_type olmo2: it norms what comes out of a block"),

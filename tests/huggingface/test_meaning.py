@@ -196,7 +196,7 @@ def test_the_epsilon_of_inner_norms_is_reported() -> None:
     assert "1e-06" in message and "1e-05" in message
 
 
-def test_a_single_expert_is_not_normalised() -> None:
+def test_a_single_expert_is_not_normalized() -> None:
     """Megatron only normalizes the weights of several experts (`topk_routing_with_score_function`)."""
     family = family_of("deepseek_v3")
     assert family.config(arguments_of("deepseek_v3"))["norm_topk_prob"] is True

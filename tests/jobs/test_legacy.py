@@ -64,7 +64,7 @@ def test_stock_refuses_what_the_plugin_resumes(tmp_path: Path) -> None:
 
 @with_another_release
 def test_weights_alone_are_cut_too(tmp_path: Path) -> None:
-    """Stock 0.16.1 silently leaves half of the layers as they were initialised."""
+    """Stock 0.16.1 silently leaves half of the layers as they were initialized."""
     source = fixture_named("p08b")
     more = ["--auto-detect-ckpt-format", "--no-load-optim", "--no-load-rng"]
     job = resume(tmp_path, Layout(1, 2, 2), source.run, more=more, **checkout_job())
@@ -74,7 +74,7 @@ def test_weights_alone_are_cut_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [["--pretrained-checkpoint"], ["--finetune", "--non-persistent-ckpt-type", "global"]])
 def test_weights_are_cut_whatever_names_their_folder(flags: list[str], tmp_path: Path) -> None:
-    """Half of the layers stayed as they were initialised; a non-persistent checkpoint there is none."""
+    """Half of the layers stayed as they were initialized; a non-persistent checkpoint there is none."""
     source = fixture_named("p08b")
     load, named = (tmp_path / "nothing", [str(source.run)]) if len(flags) == 1 else (source.run, [])
     job = resume(tmp_path, Layout(1, 2, 2), load, more=["--auto-detect-ckpt-format", *flags, *named])

@@ -62,7 +62,7 @@ def test_it_distinguishes_states(values: list[int], one: int, other: int, by: in
     flipped[one] ^= 1
     assert digest_of(flipped) != digest_of(state)
     if values[0] % 2 or not state.any():
-        assert (digest_of(state, by) == digest_of(state)) == (not state.any())  # the neighbour's place
+        assert (digest_of(state, by) == digest_of(state)) == (not state.any())  # the neighbor's place
     assert digest_of(state[:-1]) != digest_of(state)  # whatever the last one is, zero too
 
 

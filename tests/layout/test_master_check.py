@@ -25,7 +25,7 @@ from mcore_ckpt_ext.layout.master_check import (
     smallest_step,
     weaker_of,
 )
-from mcore_ckpt_ext.layout.quantised import is_quantised
+from mcore_ckpt_ext.layout.quantized import is_quantized
 from mcore_ckpt_ext.megatron import check_after_load as hooks_proof
 from mcore_ckpt_ext.megatron.live import master_check as live_check
 from mcore_ckpt_ext.megatron.live.model import LiveParameter
@@ -43,7 +43,7 @@ def masters(rows: int = 128, columns: int = 256, seed: int = 1) -> torch.Tensor:
 
 
 def fp8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Quantised and dequantised, as a checkpoint has it."""
+    """Quantized and dequantized, as a checkpoint has it."""
     return ((values * scale).clamp(-LARGEST, LARGEST).to(E4M3).float() / scale).bfloat16()
 
 
@@ -90,7 +90,7 @@ def fp4(values: torch.Tensor) -> torch.Tensor:
     return (rounded * tiles.sign() * scale).bfloat16().view(values.shape)
 
 
-QUANTISING = [
+QUANTIZING = [
     (WITHIN_FP8, by_tensor),
     (WITHIN_FP8, by_delayed_scale),
     (WITHIN_FP8, by_stale_scale),
@@ -101,23 +101,23 @@ QUANTISING = [
 ]
 
 
-@pytest.mark.parametrize(("proof", "quantise"), QUANTISING)
-def test_masters_are_near_what_they_were_quantised_to(proof: Proof, quantise: object) -> None:
+@pytest.mark.parametrize(("proof", "quantize"), QUANTIZING)
+def test_masters_are_near_what_they_were_quantized_to(proof: Proof, quantize: object) -> None:
     for seed in range(4):
         master = masters(seed=seed)
-        weight = quantise(master)  # type: ignore[operator]
+        weight = quantize(master)  # type: ignore[operator]
         assert BY_ROUNDING.first_mismatch(master, weight) is not None
         assert proof.first_mismatch(master, weight) is None
         for part in (slice(0, 1), slice(5, 70)):  # whatever part is at hand
             assert proof.first_mismatch(master[part], weight[part]) is None
-        # In a job that starts from bf16 weights these are quantised, not the masters.
-        assert proof.first_mismatch(master, quantise(master.bfloat16().float())) is None  # type: ignore[operator]
+        # In a job that starts from bf16 weights these are quantized, not the masters.
+        assert proof.first_mismatch(master, quantize(master.bfloat16().float())) is None  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("proof", "quantise"), QUANTISING)
-def test_a_misplaced_parameter_is_far_in_a_sample(proof: Proof, quantise: object) -> None:
+@pytest.mark.parametrize(("proof", "quantize"), QUANTIZING)
+def test_a_misplaced_parameter_is_far_in_a_sample(proof: Proof, quantize: object) -> None:
     master = masters()
-    weight = quantise(master)  # type: ignore[operator]
+    weight = quantize(master)  # type: ignore[operator]
     for wrong in (master.roll(1), master.flip(1), masters(seed=2), -master, master * 1.5, torch.zeros_like(master)):
         assert proof.first_mismatch(wrong.view(-1)[:64], weight.view(-1)[:64]) is not None
     assert proof.first_mismatch(torch.full_like(master, float("nan")), weight) is not None
@@ -162,16 +162,16 @@ def test_errors_below_half_an_fp8_step_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("proof", "quantise", "share"), [(WITHIN_FP8, by_microscaling, 2**-12), (WITHIN_FP4, fp4, 2**-4)]
+    ("proof", "quantize", "share"), [(WITHIN_FP8, by_microscaling, 2**-12), (WITHIN_FP4, fp4, 2**-4)]
 )
 def test_a_block_of_small_weights_is_measured_by_the_largest_weight_at_hand(
-    proof: Proof, quantise: object, share: float
+    proof: Proof, quantize: object, share: float
 ) -> None:
     """Many of its own steps away from a weight of zero, a master is near all the same; and no further."""
     master = masters()
     master[0, :16] = 0.0
     master[0, 1] = master.abs().max() * share / 8
-    weight = quantise(master)  # type: ignore[operator]
+    weight = quantize(master)  # type: ignore[operator]
     largest = float(weight.abs().max())
     assert weight[0, 0] == 0 and weight[0, 1] != 0
     master[0, 0] = largest * share * 0.9
@@ -226,19 +226,19 @@ def test_the_proof_of_a_job(arguments: dict[str, object], proof: Proof) -> None:
     assert weaker_of(proof, None) is proof
 
 
-def test_quantised_parameters() -> None:
+def test_quantized_parameters() -> None:
     arguments = JobArguments.of({"fp8_param_gather": True, "num_layers": 4})
-    quantised = ["mlp.experts.experts.5.linear_fc1.weight", "self_attention.linear_qkv.weight", "mixer.in_proj.weight"]
+    quantized = ["mlp.experts.experts.5.linear_fc1.weight", "self_attention.linear_qkv.weight", "mixer.in_proj.weight"]
     plain = ["self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.bias", "mlp.router.weight"]
-    names = [f"decoder.layers.0.{name}" for name in (*quantised, *plain)]
+    names = [f"decoder.layers.0.{name}" for name in (*quantized, *plain)]
     names += ["embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"]
-    assert [name for name in names if is_quantised(name, arguments)] == names[:3]
-    assert not any(is_quantised(name, JobArguments.of({})) for name in names)
+    assert [name for name in names if is_quantized(name, arguments)] == names[:3]
+    assert not any(is_quantized(name, JobArguments.of({})) for name in names)
     but_first_and_last = arguments.replace(first_last_layers_bf16=True)
-    found = [number for number in range(4) if is_quantised(f"decoder.layers.{number}.{plain[1]}", but_first_and_last)]
+    found = [number for number in range(4) if is_quantized(f"decoder.layers.{number}.{plain[1]}", but_first_and_last)]
     assert found == []
     layers = [f"decoder.layers.{number}.mlp.linear_fc1.weight" for number in range(4)]
-    assert [name for name in layers if is_quantised(name, but_first_and_last)] == layers[1:3]
+    assert [name for name in layers if is_quantized(name, but_first_and_last)] == layers[1:3]
 
 
 class Interrupted:

@@ -22,7 +22,7 @@ from mcore_ckpt_ext.errors import PackingError, ProofError, UnreadableCheckpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.job_arguments import JobArguments
-from mcore_ckpt_ext.layout.quantised import is_quantised
+from mcore_ckpt_ext.layout.quantized import is_quantized
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import check_supported
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.operations.verification import verify
@@ -97,19 +97,19 @@ def as_if_written_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gathered_in_fp8(fixture: Fixture) -> Fixture:
-    """What a job with fp8 weights has in its checkpoint: those of linear layers dequantised, and its arguments."""
+    """What a job with fp8 weights has in its checkpoint: those of linear layers dequantized, and its arguments."""
     checkpoint = open_checkpoint(fixture.run)
-    names = [name for name in checkpoint.names("weight") if is_quantised(name, GATHERED)]
+    names = [name for name in checkpoint.names("weight") if is_quantized(name, GATHERED)]
     assert len(names) == 16
     for name in names:
         for stored in checkpoint.stored("weight", name):
             values = read_slice(checkpoint, checkpoint.transfer, "weight", stored.slice).float()
             scale = 448 / values.abs().max()
-            dequantised = ((values * scale).to(torch.float8_e4m3fn).float() / scale).bfloat16()
+            dequantized = ((values * scale).to(torch.float8_e4m3fn).float() / scale).bfloat16()
             payload = checkpoint.transfer.locate(stored.extent)
             with (checkpoint.folder / payload.file).open("r+b") as file:
                 file.seek(payload.offset + 2 * stored.first)
-                file.write(dequantised.view(torch.uint8).numpy().tobytes())
+                file.write(dequantized.view(torch.uint8).numpy().tobytes())
     with zipfile.ZipFile(fixture.iteration / "common.pt") as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(fixture.iteration / "common.pt", "w") as archive:
@@ -156,13 +156,13 @@ def test_a_misplaced_master_of_fp8_weights(tmp_path: Path) -> None:
         mcore_ckpt_ext.convert(fixture.run, tmp_path / "out", mcore_ckpt_ext.Canonical())
 
 
-def test_buffers_of_quantised_parameters_in_a_job_that_has_none(tmp_path: Path) -> None:
+def test_buffers_of_quantized_parameters_in_a_job_that_has_none(tmp_path: Path) -> None:
     fixture = fixture_named("p10").copy_to(tmp_path / "copy")
     edit_index(fixture, lambda key: key.replace("(torch.bfloat16, ", "(torch.uint8, "))
     refused(open_checkpoint(fixture.run), "parameters of torch.uint8, in a job without fp8_param_gather or fp4")
 
 
-def test_remainders_of_quantised_parameters() -> None:
+def test_remainders_of_quantized_parameters() -> None:
     checkpoint = open_checkpoint(fixture_named("p47").run)
     checkpoint.common["args"].fp8_param_gather = True
     refused(checkpoint, "remainders of bf16 weights as masters, in a job whose weights are fp8 or fp4")
@@ -192,11 +192,11 @@ def live(**changes: Any) -> Any:
     return SimpleNamespace(**{**plain, **changes})
 
 
-QUANTISED: list[Any] = [{(torch.uint8, torch.float32): []}]
+QUANTIZED: list[Any] = [{(torch.uint8, torch.float32): []}]
 
 
 def test_live_masters_of_quantized_weights_must_be_plain() -> None:
-    check_supported([live(), live(gbuf_ranges=QUANTISED)])
+    check_supported([live(), live(gbuf_ranges=QUANTIZED)])
     elsewhere = [
         {"config": SimpleNamespace(use_precision_aware_optimizer=True)},
         {"config": SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True)},
@@ -204,7 +204,7 @@ def test_live_masters_of_quantized_weights_must_be_plain() -> None:
     ]
     for changes in elsewhere:
         with pytest.raises(UnsupportedCheckpointError, match="fp8 or fp4 primary weights whose masters are in the"):
-            check_supported([live(), live(gbuf_ranges=QUANTISED, **changes)])
+            check_supported([live(), live(gbuf_ranges=QUANTIZED, **changes)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])

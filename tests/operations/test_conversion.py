@@ -28,7 +28,7 @@ Way = TypeVar("Way")
 # Of each target of `legacy`: TP, PP, virtual stages, EP; what a model cannot take is left out by hand below.
 LAYOUTS = [(1, 1, None, None), (2, 2, None, None), (4, 1, None, None), (1, 2, 2, None)]
 LAYOUTS += [(2, 1, None, 4), (1, 4, None, 1)]
-# Each differs from its neighbours in the common state, the metadata, the optimizer, its prefixes or its shapes.
+# Each differs from its neighbors in the common state, the metadata, the optimizer, its prefixes or its shapes.
 VERSIONS = ["0.19.2", "0.16.1", "0.14.0", "0.13.1", "0.8.0"]
 # What is written depends on the model alone, not on the format that it was read from: one source of each model, and of
 # those without a distributed optimizer, is written in every way; each other source in one, the next in another.

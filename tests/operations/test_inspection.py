@@ -37,7 +37,7 @@ def any_fixture(request: pytest.FixtureRequest) -> Fixture:
     return fixture_named(request.param)
 
 
-def test_the_writer_is_recognised(any_fixture: Fixture) -> None:
+def test_the_writer_is_recognized(any_fixture: Fixture) -> None:
     found = inspect(any_fixture.run)
     major, minor = (
         any_fixture.job["megatron_version"].removeprefix("core_v").removeprefix("megatron-core ").split(".")[:2]

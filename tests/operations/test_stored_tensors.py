@@ -208,7 +208,7 @@ def test_a_dtype_that_is_not_read_is_no_damage(folder: Path) -> None:
     assert "U16; not checked" in finding.what
 
 
-def quantised(folder: Path, scale: float) -> None:
+def quantized(folder: Path, scale: float) -> None:
     """One matrix in fp8, with a scale for each block of 8 x 8."""
     stored = tensors(folder)
     stored[QUERY] = stored[QUERY].to(torch.float8_e4m3fn)
@@ -227,15 +227,15 @@ def scale_findings(found: Verification) -> list[Finding]:
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), -1.0])
 def test_a_bad_scale_is_named(folder: Path, scale: float) -> None:
-    quantised(folder, 0.5)
+    quantized(folder, 0.5)
     assert scale_findings(mcore_ckpt_ext.verify(folder)) == []
-    quantised(folder, scale)
+    quantized(folder, scale)
     (finding,) = scale_findings(mcore_ckpt_ext.verify(folder))
     assert (finding.severity, finding.where) == ("error", f"{QUERY}_scale_inv")
 
 
 def test_scales_of_another_shape_are_named(folder: Path) -> None:
-    quantised(folder, 0.5)
+    quantized(folder, 0.5)
     changed(f"{QUERY}_scale_inv", lambda tensor: tensor[:3])(folder)
     (finding,) = scale_findings(mcore_ckpt_ext.verify(folder, quick=True))
     assert "do not match" in finding.what

@@ -60,7 +60,7 @@ def test_shapes_are_kept() -> None:
     assert join(*split(scalar)) == scalar
 
 
-def test_numbers_of_remainders_are_recognised() -> None:
+def test_numbers_of_remainders_are_recognized() -> None:
     assert are_numbers_of_remainders(torch.tensor([-32768.0, 0.0, 32767.0]))
     for other in (0.5, 32768.0, float("nan"), float("inf")):
         assert not are_numbers_of_remainders(torch.tensor([0.0, other]))

@@ -195,7 +195,7 @@ def byte_code_without_its_source(site: Path) -> None:
 
 
 def half_an_upgrade(site: Path) -> None:
-    """A module of another release, which wants of its neighbour what that does not have."""
+    """A module of another release, which wants of its neighbor what that does not have."""
     path = site / "mcore_ckpt_ext" / "patching" / "registry.py"
     path.write_text(path.read_text().replace("import PostImportFinder", "import NewFinder as PostImportFinder"))
 

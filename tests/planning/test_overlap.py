@@ -88,7 +88,7 @@ def test_a_column_shard_is_one_strided_run() -> None:
     assert runs.rows() == [(16, 0, 16, 1000, 64, 16)]
 
 
-def test_neighbours_that_continue_each_other_are_joined() -> None:
+def test_neighbors_that_continue_each_other_are_joined() -> None:
     runs = fold(numpy.array([0, 4, 10]), numpy.array([7, 11, 20]), numpy.array([4, 6, 3]))
     assert runs.rows() == [(0, 7, 10, 1, 0, 0), (10, 20, 3, 1, 0, 0)]
 

@@ -40,7 +40,7 @@ class Command:
         return self.call
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 3
 
 
@@ -88,9 +88,9 @@ def test_the_attacks_would_work_with_the_standard_unpickler(tmp_path: Path, monk
 
 
 def test_unknown_classes_become_inert_placeholders() -> None:
-    loaded = safe_loads(pickle.dumps({"custom": Custom(), "colour": Colour.RED, "list": [1, (2,)]}), "here")
+    loaded = safe_loads(pickle.dumps({"custom": Custom(), "color": Color.RED, "list": [1, (2,)]}), "here")
     assert isinstance(loaded["custom"], Placeholder) and loaded["custom"].value == 7
-    assert isinstance(loaded["colour"], Placeholder) and loaded["colour"].arguments in ((3,), ("RED",))
+    assert isinstance(loaded["color"], Placeholder) and loaded["color"].arguments in ((3,), ("RED",))
     assert loaded["list"] == [1, (2,)]
 
 
@@ -111,17 +111,17 @@ def test_values_of_checkpoints_are_read_unchanged() -> None:
 
 def test_values_read_can_be_pickled_and_copied() -> None:
     """By whoever opens a checkpoint and saves what is in it; a placeholder does not become what it stands for."""
-    read = safe_loads(pickle.dumps(argparse.Namespace(size=3, colour=Colour.RED, custom=Custom())), "here")
+    read = safe_loads(pickle.dumps(argparse.Namespace(size=3, color=Color.RED, custom=Custom())), "here")
     stream = io.BytesIO()
     torch.save(read, stream)
     stream.seek(0)
     for again in (pickle.loads(pickle.dumps(read)), copy.deepcopy(read), torch.load(stream, weights_only=False)):
         assert type(again) is argparse.Namespace and again.size == 3
-        for name in ("colour", "custom"):
+        for name in ("color", "custom"):
             first, second = getattr(read, name), getattr(again, name)
             assert type(second) is type(first) and first is not second
             assert vars(origin_of(second)) == vars(origin_of(first))
-        assert again.custom.value == 7 and again.colour.arguments == read.colour.arguments
+        assert again.custom.value == 7 and again.color.arguments == read.color.arguments
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"garbage", pickle.dumps([1, 2, 3])[:-3]])
@@ -235,7 +235,7 @@ def test_another_order_of_bytes_is_refused(order: bytes, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("mark", ["neg", "conj"])
 def test_a_tensor_that_means_the_opposite_is_refused(mark: str, tmp_path: Path) -> None:
-    """Views of complex tensors bear such marks, and torch honours them."""
+    """Views of complex tensors bear such marks, and torch honors them."""
     values = torch.tensor([1 + 2j, 3 - 1j])
     marked = values.conj().imag if mark == "neg" else values.conj()
     torch.save({"moment": marked}, tmp_path / "a.pt")

@@ -1,5 +1,5 @@
 const KINDS = Object.keys(data.bytes_by_kind);
-const colour = (kind) => (kind === "other" ? COLOURS[5] : COLOURS[KINDS.filter((k) => k !== "other").indexOf(kind) % 5]);
+const color = (kind) => (kind === "other" ? COLORS[5] : COLORS[KINDS.filter((k) => k !== "other").indexOf(kind) % 5]);
 const heldBy = (stage, rank) => stage.ranks.some(([first, last]) => first <= rank && rank < last);
 const runs = (ranks) => {
   const some = ranks.slice(0, 8).map(([first, last]) => (last - first > 1 ? `${first} to ${last - 1}` : `${first}`)).join(", ");
@@ -17,9 +17,9 @@ function byRank() {
   const shown = 64;
   const rows = [...groups].slice(0, shown).map(([label, sums]) => [
     label, size(Object.values(sums).reduce((a, b) => a + b, 0)),
-    KINDS.filter((kind) => sums[kind]).map((kind) => [kind, sums[kind], colour(kind)]),
+    KINDS.filter((kind) => sums[kind]).map((kind) => [kind, sums[kind], color(kind)]),
   ]);
-  const parts = [element("div", { class: "scroll" }, bars(rows)), legend(KINDS.map((kind) => [kind, colour(kind)]))];
+  const parts = [element("div", { class: "scroll" }, bars(rows)), legend(KINDS.map((kind) => [kind, color(kind)]))];
   if (groups.size > shown) parts.push(note(`The first ${shown} of ${count(groups.size)} are drawn; the list of files below has all.`));
   if (data.silent_ranks.length) {
     const some = data.silent_ranks.slice(0, 24).join(", ") + (data.silent_ranks.length > 24 ? ", ..." : "");
@@ -42,7 +42,7 @@ function layerMap() {
     for (const stage of stages) {
       const left = (stage.first / layers) * 100, width = ((stage.last - stage.first) / layers) * 100;
       const text = stage.last - stage.first > 1 ? `${stage.first} to ${stage.last - 1}` : `${stage.first}`;
-      if (width) lane.append(element("span", { class: "chunk", style: `left:${left}%;width:${width}%;background:${COLOURS[pipeline % 5]}`, title: `chunk ${stage.chunk}: layers ${text}` }, text));
+      if (width) lane.append(element("span", { class: "chunk", style: `left:${left}%;width:${width}%;background:${COLORS[pipeline % 5]}`, title: `chunk ${stage.chunk}: layers ${text}` }, text));
     }
     lane.addEventListener("click", () => { box.value = stages[0].ranks[0][0]; show(); });
     drawnLanes.push([lane, stages]);
@@ -85,7 +85,7 @@ function bufferMap() {
       for (let row = Math.floor(first / each); row * each < last && row < lanes; row += 1) {
         const low = Math.max(first, row * each), high = Math.min(last, (row + 1) * each);
         const box = { x: ((low - row * each) / each) * width, y: row * lane, width: ((high - low) / each) * width, height: lane - 5,
-                      rx: 2, fill: COLOURS[index % 5], class: "part", "data-part": index };
+                      rx: 2, fill: COLORS[index % 5], class: "part", "data-part": index };
         picture.append(titled(drawn("rect", box), `${parameter}\nelements ${count(first)} to ${count(last)}`));
       }
     });
@@ -133,7 +133,7 @@ document.title = TITLE;
 const bound = (item) => (item.first && item.last ? (item.first === item.last ? item.first : `${item.first} to ${item.last}`)
   : item.first ? `${item.first} or later` : `${item.last} or earlier`);
 const sum = Object.values(data.bytes_by_kind).reduce((a, b) => a + b, 0);
-const kinds = [...KINDS.map((kind) => [kind, data.bytes_by_kind[kind], colour(kind)]), ["archives' overhead", Math.max(0, data.bytes_on_disk - sum), COLOURS[5]]];
+const kinds = [...KINDS.map((kind) => [kind, data.bytes_by_kind[kind], color(kind)]), ["archives' overhead", Math.max(0, data.bytes_on_disk - sum), COLORS[5]]];
 const page = document.getElementById("page");
 page.append(
   ...headed(data.path, `${LAYOUT}${data.layout.world === null ? "" : `, ${count(data.layout.world)} ranks`}, ${ITERATION}, ${size(data.bytes_on_disk)} on disk, written by ${/^\d/.test(data.writer.version) ? "Megatron " : ""}${data.writer.version}`),

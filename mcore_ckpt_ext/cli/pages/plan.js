@@ -1,5 +1,5 @@
 const SHOWN_BARS = 32;
-const MEMORY = [["weights", COLOURS[0]], ["gradients", COLOURS[1]], ["optimizer", COLOURS[2]], ["activations", COLOURS[3]]];
+const MEMORY = [["weights", COLORS[0]], ["gradients", COLORS[1]], ["optimizer", COLORS[2]], ["activations", COLORS[3]]];
 const verdict = (is, yes, no) => element("span", { class: is ? "good" : "bad" }, is ? yes : no);
 const total = (memory) => MEMORY.reduce((sum, [part]) => sum + memory[part], 0);
 const fit = (one) => (one.fits === null ? "?" : verdict(one.fits, "yes", "no"));

@@ -1,7 +1,7 @@
 // Names come from untrusted checkpoints, so they are inserted as text, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg";
-const COLOURS = ["--k0", "--k1", "--k2", "--k3", "--k4", "--k5"].map((name) => `var(${name})`);
+const COLORS = ["--k0", "--k1", "--k2", "--k3", "--k4", "--k5"].map((name) => `var(${name})`);
 const MORE = 200;
 
 function element(tag, attributes = {}, ...children) {

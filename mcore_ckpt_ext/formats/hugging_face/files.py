@@ -12,7 +12,7 @@ from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.lazy_torch import torch
 from mcore_ckpt_ext.model_space.names import module_and_leaf
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.planning.write_plan import OutputFile, Quantised, Record, WriteItem, WriteLayout
+from mcore_ckpt_ext.planning.write_plan import OutputFile, Quantized, Record, WriteItem, WriteLayout
 from mcore_ckpt_ext.storage.archive_writer import plan_archive
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, lay_out_checked_file
@@ -20,11 +20,11 @@ from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, lay_out_checked
 
 @dataclass(frozen=True)
 class WrittenTensor:
-    """A tensor to write; `quantised`: the part of a quantized matrix that it contains."""
+    """A tensor to write; `quantized`: the part of a quantized matrix that it contains."""
 
     declared: Declared
     content: tuple[WriteItem, ...]
-    quantised: Quantised | None = None
+    quantized: Quantized | None = None
 
 
 def is_linear(tensor: HuggingFaceTensor) -> bool:
@@ -33,11 +33,11 @@ def is_linear(tensor: HuggingFaceTensor) -> bool:
     return all(module.startswith("linear_") and leaf == "weight" for module, leaf in places)
 
 
-def not_quantised(tensors: Sequence[WrittenTensor]) -> list[str]:
+def not_quantized(tensors: Sequence[WrittenTensor]) -> list[str]:
     """Return the names of modules with unquantized matrices, as readers of `config.json` expect them."""
     return [
         tensor.declared.key.removesuffix(".weight") for tensor in tensors
-        if tensor.quantised is None and len(tensor.declared.shape) > 1 and tensor.declared.key.endswith(".weight")
+        if tensor.quantized is None and len(tensor.declared.shape) > 1 and tensor.declared.key.endswith(".weight")
     ]  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def plain_file(name: str, shard: Sequence[WrittenTensor]) -> tuple[OutputFile, l
     records = [
         Record(
             name, start, tensor.declared.dtype, prod(tensor.declared.shape), tensor.content,
-            quantised=tensor.quantised, checksum_texts=(checksum,),
+            quantized=tensor.quantized, checksum_texts=(checksum,),
         )
         for tensor, start, checksum in zip(shard, starts, checksums, strict=True)
     ]  # fmt: skip

@@ -28,7 +28,7 @@ from mcore_ckpt_ext.formats.hugging_face.folder import (
     tensors_of,
     weight_files_of,
 )
-from mcore_ckpt_ext.formats.hugging_face.quantised import dequantised, quantization_of
+from mcore_ckpt_ext.formats.hugging_face.quantized import dequantized, quantization_of
 from mcore_ckpt_ext.formats.listing import ListedTensor, Listing
 from mcore_ckpt_ext.planning.array_location import ScaleCodec
 from mcore_ckpt_ext.storage.listed_files import is_file_name
@@ -66,15 +66,15 @@ def list_model(folder: Path, below: str = "") -> Listing:
         if not any(problem.file == _below(below, name) for problem in listing.problems):
             listing.add("files", _below(below, name), f"not used: {first} takes precedence", is_error=False)
     settings = config or {}
-    is_quantised = bool(quantization_of(settings, folder / below))
+    is_quantized = bool(quantization_of(settings, folder / below))
     for name, tensor in stored.items():
         if not isinstance(tensor.extent, ScaleCodec):
-            is_scale = is_quantised and name.endswith(_SCALES)
+            is_scale = is_quantized and name.endswith(_SCALES)
             listing.tensors.append(ListedTensor(name, tensor.shape, tensor.extent, tensor.first, is_scale))
     if config is not None and listing.is_readable:
-        _check_vision(listing, stored, {} if is_quantised else config, below)
+        _check_vision(listing, stored, {} if is_quantized else config, below)
         _check_scales(listing, stored, config, below)
-        _check_dtypes(listing, config, is_quantised)
+        _check_dtypes(listing, config, is_quantized)
     return listing
 
 
@@ -174,14 +174,14 @@ def _check_vision(listing: Listing, stored: Mapping[str, StoredTensor], config: 
 def _check_scales(listing: Listing, stored: Mapping[str, StoredTensor], config: Mapping[str, Any], below: str) -> None:
     """Check that quantized weights have scales of matching shape, if their quantization is supported."""
     try:
-        dequantised(stored, config, listing.folder / below)
+        dequantized(stored, config, listing.folder / below)
     except UnsupportedCheckpointError:
         return
     except UnreadableCheckpointError as problem:
         listing.add("scales", below, str(problem))
 
 
-def _check_dtypes(listing: Listing, config: Mapping[str, Any], is_quantised: bool) -> None:
+def _check_dtypes(listing: Listing, config: Mapping[str, Any], is_quantized: bool) -> None:
     """Compare the dtypes of floating-point tensors with that of `config.json`.
 
     Vectors in float32 are skipped, because many models keep norms and biases of routers in it.
@@ -194,7 +194,7 @@ def _check_dtypes(listing: Listing, config: Mapping[str, Any], is_quantised: boo
     others: defaultdict[str, list[ListedTensor]] = defaultdict(list)
     for tensor in listing:
         dtype = tensor.extent.dtype
-        is_kept = dtype == "float32" and (len(tensor.shape) < 2 or is_quantised)
+        is_kept = dtype == "float32" and (len(tensor.shape) < 2 or is_quantized)
         if dtype in _FLOATS and dtype != declared and not tensor.is_scale and not is_kept:
             others[dtype].append(tensor)
     for dtype, tensors in others.items():

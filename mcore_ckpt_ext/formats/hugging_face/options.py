@@ -76,6 +76,6 @@ class HuggingFace(Target):
         check_choice("quantize", self.quantize, QUANTIZATIONS)
         if self.quantize is not None and self.pickled:
             raise UsageError(
-                "quantised weights are written as safetensors only", found="--bin and --quantize",
+                "quantized weights are written as safetensors only", found="--bin and --quantize",
                 hint="leave one of them out",
             )  # fmt: skip

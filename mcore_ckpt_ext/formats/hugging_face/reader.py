@@ -33,7 +33,7 @@ from mcore_ckpt_ext.formats.hugging_face.model import (
     described_model,
     mismatch,
 )
-from mcore_ckpt_ext.formats.hugging_face.quantised import dequantised
+from mcore_ckpt_ext.formats.hugging_face.quantized import dequantized
 from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.hugging_face.weights_only import WeightsAlone
 from mcore_ckpt_ext.formats.initial_extra_states import fresh_extra_states
@@ -122,7 +122,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             names = text_names(stored)
             self._vision = {name: stored[name] for name, ours in names.items() if ours is None}
             stored = {ours: self._transposed(ours, stored[name]) for name, ours in names.items() if ours is not None}
-        stored, self._of_activations = dequantised(stored, self.config, folder / below)
+        stored, self._of_activations = dequantized(stored, self.config, folder / below)
         held = self.family.mtp_layers(stored, self.model)
         self._holds_no_mtp, layers = not held, held if mtp else 0
         self.model = self.model.replace(mtp_num_layers=layers or None)

@@ -43,11 +43,11 @@ class VisionLanguageCheckpoint(HuggingFaceCheckpoint):
 
     @override
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
-        quantised = [name for name, found in self._vision.items() if found.extent.dtype not in _FLOATS]
-        if quantised:
+        quantized = [name for name, found in self._vision.items() if found.extent.dtype not in _FLOATS]
+        if quantized:
             raise UnsupportedCheckpointError(
                 "the vision tower is quantized, which is not "
-                "supported", found=join_some(quantised, 1), where=str(self.folder),
+                "supported", found=join_some(quantized, 1), where=str(self.folder),
                 hint="leave --for bridge out for its text, or take the folder as it was released in bf16",
             )  # fmt: skip
         text = [(_below_prefix(tensor), found) for tensor, found in super()._matched(stored)]

@@ -33,7 +33,7 @@ from mcore_ckpt_ext.formats.hugging_face.files import (
     WrittenTensor,
     arrangement_of,
     is_linear,
-    not_quantised,
+    not_quantized,
     pickled_file,
     plain_file,
     shards_of,
@@ -60,7 +60,7 @@ from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.planning.plan import TargetSlice
-from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Quantised, Record, WriteItem
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Quantized, Record, WriteItem
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file
 
 # An argument of Megatron's own parser, which descriptions by other training loops do not have.
@@ -168,7 +168,7 @@ class HuggingFaceTarget:
             files.append(json_file(f"{stem}.{suffix}.index.json", index))
         sizes: dict[str, int] = {}
         for tensor in tensors:
-            if tensor.quantised is not None:
+            if tensor.quantized is not None:
                 continue
             sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
         config, lacking, is_published = self._config()
@@ -186,7 +186,7 @@ class HuggingFaceTarget:
         if declared != {dtype} and not (is_published and not declared and not self._options.dtype):
             config = {key: value for key, value in config.items() if key not in _DTYPE} | {_DTYPE[0]: dtype}
         if self._options.quantize:
-            config["quantization_config"] = {**_FP8, "modules_to_not_convert": not_quantised(tensors)}
+            config["quantization_config"] = {**_FP8, "modules_to_not_convert": not_quantized(tensors)}
         return Output(
             [*files, *self._small_files(config, taken)],
             records,
@@ -301,7 +301,7 @@ class HuggingFaceTarget:
             )  # fmt: skip
         rows, columns = tensor.shape
         for scales in (False, True):
-            matrix = Quantised(name, laid_out.content, rows, columns, _BLOCK, _BLOCK, scales)
+            matrix = Quantized(name, laid_out.content, rows, columns, _BLOCK, _BLOCK, scales)
             grid = (-(-rows // _BLOCK), -(-columns // _BLOCK))
             codes = Declared(name, (rows, columns), "float8_e4m3fn")
             yield WrittenTensor(Declared(name + _SCALES, grid, "float32") if scales else codes, (), matrix)

@@ -43,7 +43,7 @@ from mcore_ckpt_ext.optimizers.groups import checked_groups, keeps_nothing
 from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
 from mcore_ckpt_ext.optimizers.optimizer_format import StoredKeys
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognised, unlabeled_format
+from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognized, unlabeled_format
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.dcp_metadata import DcpIndex
@@ -180,7 +180,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     def _unread_keys(self) -> Iterator[UnreadState]:
         """Yield arrays and objects of the index that are not read."""
-        claimed = {key for _, own in recognised(self._optimizer_keys) for key in own}
+        claimed = {key for _, own in recognized(self._optimizer_keys) for key in own}
         for key, array in self.index.arrays.items():
             if key.startswith(_OPTIMIZER_PREFIXES) and key not in claimed:
                 nbytes = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]

@@ -29,7 +29,7 @@ OF_ANY_RANK = ("plan", "writer", "result", "lose", "step", "own")
 FAULTS = (*OF_RANK_0, *OF_ANY_RANK)
 """What may happen to a save. The folder cannot be made; the index, the file that makes it whole; flushing, the sidecar,
 the tracker; what failed cannot be removed. Planning fails on all ranks; a writer dies; it reports an error; its file is
-gone; a rank's step of finalisation fails; a step of the training script's own."""
+gone; a rank's step of finalization fails; a step of the training script's own."""
 NOT_OF_SYNCHRONOUS = ("writer", "config", "step", "own")  # there they are Megatron's own affair
 HARMLESS = ("own", "resist")
 
@@ -250,8 +250,8 @@ class Rank:
             for order in self.job.orders:
                 self.save(order)
                 for _ in range(order.steps):
-                    self.coordinator.poll(self, self.finalise_calls)
-            self.coordinator.drain(self, self.finalise_calls, self.finalise_calls, ending=True)
+                    self.coordinator.poll(self, self.finalize_calls)
+            self.coordinator.drain(self, self.finalize_calls, self.finalize_calls, ending=True)
         except (SaveFailedError, Stuck) as error:
             self.raised = error
         finally:
@@ -285,7 +285,7 @@ class Rank:
                 if order.has("result", self.number):
                     self.write(order)  # this writer ends with an error while others still write
                 if order.waits:
-                    self.coordinator.drain(self, self.finalise_calls, self.finalise_calls, ending=False)
+                    self.coordinator.drain(self, self.finalize_calls, self.finalize_calls, ending=False)
                 return
             self.write(order)
             self.meet("all have written")
@@ -306,7 +306,7 @@ class Rank:
             if order.has("lose", self.number):
                 path.unlink()
 
-    def finalise_calls(self) -> None:
+    def finalize_calls(self) -> None:
         """`maybe_finalize_async_calls`: ask all ranks, then finalize what all have written."""
         while self.queue:
             request = self.queue[0]

@@ -1,4 +1,4 @@
-"""Test the judgement of an index as it is written, by torch's own writer and as other releases of torch write it."""
+"""Test the judgment of an index as it is written, by torch's own writer and as other releases of torch write it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Measures the conversion of fp8 weights in blocks of 128 x 128 to Megatron, against dequantization by torch.
 
-    python benchmarks/quantised.py FOLDER [--runs 3] [--layers 48 --hidden 2560]
+    python benchmarks/quantized.py FOLDER [--runs 3] [--layers 48 --hidden 2560]
 
 Makes a Llama of random codes and scales, 4.3 GB in fp8, in FOLDER, which needs five times as much. It is also compared
 with a copy of the result. Dequantization by torch is DeepSeek's script (`fp8_cast_bf16.py`) without its kernel: tensor
@@ -56,7 +56,7 @@ for path in pathlib.Path(destination).iterdir():
 )
 
 
-def quantise(folder: Path) -> int:
+def quantize(folder: Path) -> int:
     """Replace every projection in a folder by random codes and scales, and return the bytes."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     weight_map, total = {}, 0
@@ -86,7 +86,7 @@ def main() -> None:
     source, out, other = (options.folder / name for name in ("fp8", "out", "other"))
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "feed_forward", "vocabulary")}
     make(source, **sizes)
-    print(f"model: {quantise(source) / 1e9:.2f} GB in fp8")
+    print(f"model: {quantize(source) / 1e9:.2f} GB in fp8")
     seconds: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, LlamaConfig
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
-from tests.harness.huggingface import dequantised_blocks, make, tensors
+from tests.harness.huggingface import dequantized_blocks, make, tensors
 
 FP8 = torch.float8_e4m3fn
-QUANTISED = mcore_ckpt_ext.HuggingFace(quantize="fp8-block")
+QUANTIZED = mcore_ckpt_ext.HuggingFace(quantize="fp8-block")
 # A matrix of two whole blocks, and matrices with incomplete blocks in rows and in columns.
 WIDTHS = {"whole": (256, 384), "edges": (160, 200)}
 
@@ -49,7 +49,7 @@ def spread(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 def test_codes_and_scales(run: Path, tmp_path: Path) -> None:
     """Each number is decoded within half a step of its code, and the largest of each block has the largest code."""
-    mcore_ckpt_ext.convert(run, tmp_path / "fp8", QUANTISED)
+    mcore_ckpt_ext.convert(run, tmp_path / "fp8", QUANTIZED)
     before, found = tensors(run.parent / "model"), tensors(tmp_path / "fp8")
     linear = {name for name in before if "_proj" in name}
     assert found.keys() == before.keys() | {f"{name}_scale_inv" for name in linear}
@@ -75,7 +75,7 @@ def test_codes_and_scales(run: Path, tmp_path: Path) -> None:
 
 
 def test_it_is_read_back_as_transformers_reads_it(run: Path, tmp_path: Path) -> None:
-    mcore_ckpt_ext.convert(run, tmp_path / "fp8", QUANTISED)
+    mcore_ckpt_ext.convert(run, tmp_path / "fp8", QUANTIZED)
     mcore_ckpt_ext.convert(tmp_path / "fp8", tmp_path / "again", mcore_ckpt_ext.TorchDist())
     mcore_ckpt_ext.convert(tmp_path / "again", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     written, found = tensors(tmp_path / "fp8"), tensors(tmp_path / "back")
@@ -84,12 +84,12 @@ def test_it_is_read_back_as_transformers_reads_it(run: Path, tmp_path: Path) -> 
             scales = written[f"{name}_scale_inv"]
             expected = (codes.float() * spread(scales, codes.shape)).bfloat16()
             if codes.shape[0] % 128 == codes.shape[1] % 128 == 0:  # it refuses other shapes
-                assert torch.equal(expected, dequantised_blocks(codes, scales))
+                assert torch.equal(expected, dequantized_blocks(codes, scales))
             assert torch.equal(found[name], expected), name
 
 
 def test_the_configuration_says_so(run: Path, tmp_path: Path) -> None:
-    mcore_ckpt_ext.convert(run, tmp_path / "fp8", QUANTISED)
+    mcore_ckpt_ext.convert(run, tmp_path / "fp8", QUANTIZED)
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
     assert config.get("torch_dtype", config.get("dtype")) == "bfloat16"  # the key depends on the published file
     assert config["quantization_config"] == {
@@ -101,13 +101,13 @@ def test_the_configuration_says_so(run: Path, tmp_path: Path) -> None:
 
 def test_the_limit_of_memory_changes_no_byte(run: Path, tmp_path: Path) -> None:
     for name, limit in (("large", 1 << 30), ("small", 1)):
-        mcore_ckpt_ext.convert(run, tmp_path / name, QUANTISED, memory_limit=limit)
+        mcore_ckpt_ext.convert(run, tmp_path / name, QUANTIZED, memory_limit=limit)
     large, small = tensors(tmp_path / "large"), tensors(tmp_path / "small")
     for name, tensor in large.items():
         assert torch.equal(tensor.view(torch.uint8), small[name].view(torch.uint8)), name
 
 
-def test_models_that_cannot_be_quantised_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_cannot_be_quantized_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make("gpt_oss", tmp_path / "model")
     mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
     words = ["convert", str(tmp_path / "run"), str(tmp_path / "fp8"), "--to", "hf", "--quantize", "fp8-block"]
@@ -121,14 +121,14 @@ def test_models_that_cannot_be_quantised_are_refused(tmp_path: Path, capsys: pyt
     model.save_pretrained(tmp_path / "llama")
     mcore_ckpt_ext.convert(tmp_path / "llama", tmp_path / "holed", mcore_ckpt_ext.TorchDist())
     with pytest.raises(UnsupportedCheckpointError, match=r"not a finite number.*layers\.0\.mlp\.up_proj"):
-        mcore_ckpt_ext.convert(tmp_path / "holed", tmp_path / "no", QUANTISED)
+        mcore_ckpt_ext.convert(tmp_path / "holed", tmp_path / "no", QUANTIZED)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_experts_and_latent_attention(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     """Routers, norms and biases are not quantized."""
     mcore_ckpt_ext.convert(models[name], tmp_path / "run", mcore_ckpt_ext.TorchDist())
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "fp8", QUANTISED)
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "fp8", QUANTIZED)
     kinds = {label: tensor.dtype for label, tensor in tensors(tmp_path / "fp8").items()}
     assert kinds["model.layers.1.mlp.experts.0.down_proj.weight"] == FP8
     assert kinds["model.layers.1.mlp.gate.weight"] == kinds["lm_head.weight"] == torch.float32

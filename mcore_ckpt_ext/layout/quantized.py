@@ -14,21 +14,21 @@ import re
 
 from mcore_ckpt_ext.job.job_arguments import JobArguments
 
-QUANTISED = "uint8"
+QUANTIZED = "uint8"
 """The parameter dtype of a gradient buffer of quantized weights (param_and_grad_buffer.py, core_v0.9.0 to 0.19.2)."""
 
 _LINEAR = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.*\.)?(?:linear_\w+|in_proj|out_proj|eh_proj)\.weight$")
 _DECODER = re.compile(r"(?:^|\.)decoder\.layers\.")
 
 
-def quantises(arguments: JobArguments) -> bool:
+def quantizes(arguments: JobArguments) -> bool:
     """Return whether a job has primary weights in fp8 or fp4."""
     return bool(arguments.fp8_param_gather or arguments.fp4_param_gather)
 
 
-def is_quantised(name: str, arguments: JobArguments) -> bool:
+def is_quantized(name: str, arguments: JobArguments) -> bool:
     """Return whether the weight of this model-space name is quantized in a job with these arguments."""
-    found = _LINEAR.search(name) if quantises(arguments) else None
+    found = _LINEAR.search(name) if quantizes(arguments) else None
     if found is None:
         return False
     if not arguments.first_last_layers_bf16 or not _DECODER.search(name):

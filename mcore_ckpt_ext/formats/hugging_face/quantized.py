@@ -48,7 +48,7 @@ class _Pairing:
     in_pairs: bool = False
 
 
-def dequantised(
+def dequantized(
     stored: Mapping[str, StoredTensor], config: Mapping[str, Any], folder: Path
 ) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors of a folder with decoded codes, and the names of the scales of activations.
@@ -114,11 +114,11 @@ def quantization_of(config: Mapping[str, Any], folder: Path) -> Any:
 
 def _pairing(config: Mapping[str, Any], folder: Path) -> _Pairing | None:
     """Return how the weights are quantized; None if they are not."""
-    quantised, where = quantization_of(config, folder), str(folder)
-    if not quantised:
+    quantized, where = quantization_of(config, folder), str(folder)
+    if not quantized:
         return None
-    settings = quantised if isinstance(quantised, Mapping) else {}
-    method = settings.get("quant_method", quantised)
+    settings = quantized if isinstance(quantized, Mapping) else {}
+    method = settings.get("quant_method", quantized)
     if method == "fp8":
         block = settings.get("weight_block_size")
         if block is None or _is_block(block):

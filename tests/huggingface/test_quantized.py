@@ -16,7 +16,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.planning.array_location import RawArray, ScaleCodec
 from mcore_ckpt_ext.storage import scaled
 from mcore_ckpt_ext.storage.scaled import decode
-from tests.harness.huggingface import dequantised_blocks, dequantised_experts, make, tensors, torch_dist
+from tests.harness.huggingface import dequantized_blocks, dequantized_experts, make, tensors, torch_dist
 
 FP8 = torch.float8_e4m3fn
 COMPRESSED = {
@@ -35,7 +35,7 @@ def by_blocks(weight: torch.Tensor, height: int, width: int) -> tuple[torch.Tens
     return (blocks / scales[:, None, :, None]).to(FP8).view(rows, columns), scales
 
 
-def quantise(folder: Path, how: str) -> dict[str, torch.Tensor]:
+def quantize(folder: Path, how: str) -> dict[str, torch.Tensor]:
     """Quantize the projections of a model in place, and return each tensor as transformers decodes it."""
     file = folder / "model.safetensors"
     stored: dict[str, torch.Tensor] = {}
@@ -49,7 +49,7 @@ def quantise(folder: Path, how: str) -> dict[str, torch.Tensor]:
         codes, scales = by_blocks(tensor, height, width)
         if how == "blocks":
             stored[f"{name}_scale_inv"] = scales
-            expected[name] = dequantised_blocks(codes, scales)
+            expected[name] = dequantized_blocks(codes, scales)
         else:
             scales = (scales if how == "channel" else scales.view(1)).bfloat16()
             stored |= {f"{name}_scale": scales, name.replace(".weight", ".input_scale"): torch.ones(1)}
@@ -71,7 +71,7 @@ def test_fp8(name: str, how: str, tmp_path: Path) -> None:
     make(name, tmp_path / "model", torch.bfloat16)
     if name == "deepseek_v3" and how == "blocks":
         pad_to_blocks(tmp_path / "model")
-    expected = quantise(tmp_path / "model", how)
+    expected = quantize(tmp_path / "model", how)
     mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", torch_dist(name), memory_limit=1)
     report = mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     found = tensors(tmp_path / "back")
@@ -145,7 +145,7 @@ def test_four_bit_floats_are_those_of_transformers() -> None:
     experts, rows, groups = 2, 3, 4
     blocks = torch.randint(0, 256, (experts, rows, groups, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(100, 140, (experts, rows, groups), dtype=torch.uint8, generator=generator)
-    expected = dequantised_experts(blocks, scales).transpose(1, 2).reshape(-1)
+    expected = dequantized_experts(blocks, scales).transpose(1, 2).reshape(-1)
     nowhere = RawArray("", 0, 0, "uint8", 0)
     extent = ScaleCodec(nowhere, nowhere, experts * rows, groups * 32, (1, 32), "bfloat16", packed=True)
     for first, count in ((0, expected.numel()), (5, 200), (31, 2), (127, 130)):
@@ -173,7 +173,7 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
             blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
             scales = torch.randint(120, 130, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator)
             stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            expected[name] = dequantised_experts(blocks, scales).contiguous()
+            expected[name] = dequantized_experts(blocks, scales).contiguous()
     save_file(stored, folder / "model.safetensors")
     mcore_ckpt_ext.convert(folder, tmp_path / "run", torch_dist("gpt_oss"), memory_limit=1)
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace(), memory_limit=1)
@@ -203,7 +203,7 @@ def test_other_quantization_schemes_are_refused(settings: dict[str, Any], messag
 
 def test_codes_without_scales(tmp_path: Path) -> None:
     make("llama", tmp_path, torch.bfloat16)
-    quantise(tmp_path, "blocks")
+    quantize(tmp_path, "blocks")
     stored = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     scales = stored.pop(f"{name}_scale_inv")
